@@ -1,0 +1,137 @@
+"""Train the embedded GPT-2: a small causal model with learned positions, on the text of the standard library.
+
+    python recipes/train_stdlib_gpt2.py --output runs/stdlib-gpt2            # about an hour on one core
+    accelerate launch recipes/train_stdlib_gpt2.py --output runs/stdlib-gpt2 # on GPUs, the same steps
+    python recipes/train_stdlib_gpt2.py --output runs/stdlib-gpt2 --resume   # goes on after an interruption
+
+Why: `make demo` needs a real pretrained GPT-2 on a machine that may not reach the Hub. Documents are the modules of the
+standard library and the `help()` topics; a tenth of them, by a hash of their name, is held out. The result is a folder
+with model.safetensors (float16 on disk, float32 in memory), tokenizer.json and training.json.
+"""
+
+import json
+import math
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import transformers
+import typer
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from hf_posswap.text import stdlib_documents, token_blocks
+from hf_posswap.training import TrainingConfig, train
+
+CONTEXT = 256
+END_OF_TEXT = "<|endoftext|>"
+
+
+def build_tokenizer(documents: list[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, as GPT-2 has it, learned from the training documents only."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        model_max_length=CONTEXT,
+    )
+
+
+def shifted_blocks(documents: list[str], tokenizer: PreTrainedTokenizerFast, passes: int) -> torch.Tensor:
+    """Every pass cuts the stream at other places, so that no token is always seen at the same position."""
+    stream = token_blocks(documents, tokenizer, length=1).flatten()
+    offsets = [CONTEXT * i // passes for i in range(passes)]
+    return torch.cat([stream[o : o + (len(stream) - o) // CONTEXT * CONTEXT].view(-1, CONTEXT) for o in offsets])
+
+
+@torch.no_grad()
+def held_out_perplexity(model: GPT2LMHeadModel, blocks: torch.Tensor) -> float:
+    losses = [model(input_ids=rows, labels=rows).loss.item() * len(rows) for rows in blocks.split(16)]
+    return math.exp(sum(losses) / len(blocks))
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder for the model; checkpoints go into it while training.")],
+    max_steps: Annotated[int, typer.Option(help="Optimizer steps of batch-size blocks of 256 tokens.")] = 2600,
+    batch_size: Annotated[int, typer.Option(help="Blocks a step, over all processes.")] = 20,
+    learning_rate: float = 1.5e-3,
+    seed: int = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder.")] = False,
+):
+    """Train the embedded GPT-2 on the standard library and report its held-out perplexity."""
+    train_documents = list(stdlib_documents("train").values())
+    tokenizer = build_tokenizer(train_documents)
+    blocks = shifted_blocks(train_documents, tokenizer, passes=8)
+    held_out = token_blocks(list(stdlib_documents("validation").values()), tokenizer, CONTEXT)
+    torch.manual_seed(seed)
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=len(tokenizer),
+            n_positions=CONTEXT,
+            n_embd=256,
+            n_layer=4,
+            n_head=4,
+            resid_pdrop=0.1,
+            embd_pdrop=0.1,
+            attn_pdrop=0.0,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=None,
+        )
+    )
+    config = TrainingConfig(
+        max_steps=max_steps,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        warmup_ratio=0.03,
+        weight_decay=0.1,
+        seed=seed,
+        checkpoint_every=250,
+    )
+    dataset = [{"input_ids": row, "labels": row} for row in blocks]
+    model, run = train(model, dataset, config, output=output, resume=resume, description="stdlib-gpt2")
+
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    # Half the download for free: float16 on disk, while config.json keeps dtype float32, so it loads as float32.
+    weights = {name: tensor.half() for name, tensor in load_file(output / "model.safetensors").items()}
+    save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
+    stored = GPT2LMHeadModel.from_pretrained(output).eval()
+    report = {
+        "command": "python " + " ".join(sys.argv),
+        "parameters": stored.num_parameters(),
+        "held_out_perplexity": held_out_perplexity(stored, held_out),
+        "held_out_tokens": held_out.numel(),
+        "train_tokens_distinct": blocks.numel() // 8,
+        "train_tokens_seen": run.tokens,
+        "seconds": run.seconds,
+        "processes": run.processes,
+        "final_train_loss": sum(run.losses[-50:]) / len(run.losses[-50:]),
+        "config": asdict(config),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    (output / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    typer.run(main)
