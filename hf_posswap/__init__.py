@@ -1,0 +1,43 @@
+"""Swap the position scheme of pretrained Transformers models.
+
+    import hf_posswap as posswap
+    model = AutoModelForMaskedLM.from_pretrained("bert-base-uncased")
+    posswap.swap(model, posswap.Rotary(theta=10_000), max_positions=2048)
+
+Importing registers the swapped model types with transformers' Auto classes, and does nothing else.
+"""
+
+from hf_posswap.architectures import ARCHITECTURES, Architecture
+from hf_posswap.checkpoint import register_architecture
+from hf_posswap.errors import PosswapError
+from hf_posswap.schemes import (
+    SCHEMES,
+    Learned,
+    NoPositions,
+    Relative,
+    Rotary,
+    Scheme,
+    Sinusoidal,
+    register_scheme,
+)
+from hf_posswap.swap import describe, restore, swap
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ARCHITECTURES",
+    "SCHEMES",
+    "Architecture",
+    "Learned",
+    "NoPositions",
+    "PosswapError",
+    "Relative",
+    "Rotary",
+    "Scheme",
+    "Sinusoidal",
+    "describe",
+    "register_architecture",
+    "register_scheme",
+    "restore",
+    "swap",
+]

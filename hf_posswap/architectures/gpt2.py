@@ -1,0 +1,61 @@
+"""GPT-2: a table `wpe`, one fused projection `c_attn` for query, key and value, pre-norm layers, causal.
+
+Quirks: `c_attn` is a Conv1D, whose weight is stored transposed, (E, 3E); `reorder_and_upcast_attn` sends eager attention
+another way; cross-attention is the same class with `is_cross_attention` set.
+"""
+
+from transformers import GPT2Config, GPT2DoubleHeadsModel, GPT2Model
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gpt2 import modeling_gpt2
+from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers.pytorch_utils import Conv1D
+
+from hf_posswap.architectures.base import Architecture, QueryKey
+
+
+class GPT2(Architecture):
+    """The GPT-2 family as transformers has it (`model_type` "gpt2")."""
+
+    model_type = "gpt2"
+    config_class = GPT2Config
+    base_class = GPT2Model
+    attention_class = GPT2Attention
+    further_classes = (GPT2DoubleHeadsModel,)
+
+    def table_owner(self, base):
+        return base, "wpe"
+
+    def self_attentions(self, base):
+        return [block.attn for block in base.h]
+
+    def project(self, attention, hidden_states):
+        shape = (*hidden_states.shape[:-1], -1, attention.head_dim)
+        fused = attention.c_attn(hidden_states).split(attention.split_size, dim=2)
+        return tuple(states.view(shape).transpose(1, 2) for states in fused)
+
+    def output(self, attention, attention_output):
+        return attention.resid_dropout(attention.c_proj(attention_output))
+
+    def dropout(self, attention):
+        return attention.attn_dropout.p
+
+    def backend(self, attention):
+        implementation = attention.config._attn_implementation
+        if implementation == "eager" and attention.reorder_and_upcast_attn:
+            return lambda attention, query, key, value, mask, **_: attention._upcast_and_reordered_attn(
+                query, key, value, mask
+            )
+        return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, modeling_gpt2.eager_attention_forward)
+
+    def query_key(self, attention):
+        if type(attention.c_attn) is not Conv1D:
+            return None
+        size = attention.split_size
+        weight, bias = attention.c_attn.weight.T, attention.c_attn.bias  # (3E, E), a view
+        return QueryKey(weight[:size], bias[:size], weight[size : 2 * size], bias[size : 2 * size])
+
+    def input_norm(self, base, layer):
+        return base.h[layer].ln_1
+
+    def is_causal(self, config):
+        return True

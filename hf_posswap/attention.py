@@ -1,0 +1,79 @@
+"""The one place where families and schemes meet: self-attention with positions.
+
+The family's attention class is subclassed and reached by setting `__class__` of the existing module, so that weights,
+hooks and adapters stay where they are: LoRA on the projections is rotated like the projections themselves. Keys are
+rotated before they enter the cache. A function registered with transformers' AttentionInterface would not do: it is
+switched off by `set_attn_implementation`, leaves padding unmasked under a new name, and sees cached keys
+without their positions.
+"""
+
+import torch
+from torch import nn
+from transformers.cache_utils import EncoderDecoderCache
+
+from hf_posswap.architectures import Architecture
+from hf_posswap.errors import PosswapError
+
+
+class PositionedAttention(nn.Module):
+    """Mixin in front of a family's self-attention; `positions` holds the scheme's module for this layer."""
+
+    architecture: Architecture
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values=None,
+        *,
+        shared_positions,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Do what the family's own forward does, with the scheme's `rotate` and `attend` in it."""
+        query, key, value = self.architecture.project(self, hidden_states)
+        query, key = self.positions.rotate(query, key, shared_positions)
+        if past_key_values is not None:
+            if isinstance(past_key_values, EncoderDecoderCache):
+                past_key_values = past_key_values.self_attention_cache
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        dropout = self.architecture.dropout(self) if self.training else 0.0
+        if self.positions.attend is None:
+            output, probabilities = self.architecture.backend(self)(
+                self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+            )
+            output = output.flatten(-2)
+        else:
+            output, probabilities = self.positions.attend(
+                query,
+                key,
+                value,
+                attention_mask,
+                shared_positions,
+                scaling=self.scaling,
+                dropout=dropout,
+                causal=self.is_causal,
+            )
+            output = output.transpose(1, 2).flatten(-2)
+            if self.config._attn_implementation != "eager":
+                probabilities = None  # as sdpa: attentions are returned by eager attention only
+        return self.architecture.output(self, output), probabilities
+
+
+POSITIONED_CLASSES: dict[str, type[nn.Module]] = {}  # by model_type; filled when a family is registered
+
+
+def add_positioned_class(architecture: Architecture) -> None:
+    """Make the family's self-attention class with positions, importable from here so that it can be pickled."""
+    base = architecture.attention_class
+    name = f"Positioned{base.__name__}"
+    namespace = {"__module__": __name__, "__doc__": base.__doc__, "architecture": architecture}
+    globals()[name] = POSITIONED_CLASSES[architecture.model_type] = type(name, (PositionedAttention, base), namespace)
+
+
+def check_implementation(implementations: tuple[str, ...] | None, current: str, scheme: str) -> None:
+    """Raise when the model is set to an attention implementation that the scheme cannot honour."""
+    if implementations is not None and current not in implementations:
+        raise PosswapError(
+            f"{scheme} positions run with attention implementation {' or '.join(map(repr, implementations))}, the model is "
+            f"set to {current!r}: call model.set_attn_implementation({implementations[-1]!r})"
+        )

@@ -1,0 +1,216 @@
+"""Swapped models as transformers sees them: own classes, own `model_type`, an entry in config.json.
+
+A swapped model must never be mistaken for a plain one: a parameter-free scheme leaves no trace in the weights. So every head
+of a family gets a subclass whose `model_type` is `posswap-bert` or `posswap-gpt2`; its `__init__` builds the family's model
+and puts the scheme of the config in. `AutoModelFor...from_pretrained` finds it once hf_posswap is imported; without,
+transformers refuses the model type, and a stock class that is named outright refuses the shape of the table (see
+`PositionEmbedding`).
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+from hf_posswap.architectures import ARCHITECTURES, Architecture
+from hf_posswap.attention import add_positioned_class, check_implementation
+from hf_posswap.errors import CheckpointError, PosswapError, SequenceTooLongError
+from hf_posswap.schemes import AttentionPositions, PositionEmbedding, Scheme, scheme_from_dict
+from hf_posswap.surgery import geometry_of, install
+
+FORMAT = 1
+
+SWAPPED_CLASSES: dict[type, type] = {}  # transformers' class -> our subclass; filled when a family is registered
+CONFIG_CLASSES: dict[str, type[PreTrainedConfig]] = {}  # "bert" -> the config class of "posswap-bert"
+
+
+def config_entry(scheme: Scheme, trained_positions: int) -> dict[str, Any]:
+    """Return what config.json stores under `position_scheme`: the format, the scheme with all fields, the trained length."""
+    return {"format": FORMAT, "trained_positions": trained_positions, **scheme.to_dict()}
+
+
+def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
+    """Return the scheme and the trained length that a swapped model's config holds."""
+    entry = getattr(config, "position_scheme", None)
+    if not isinstance(entry, dict) or not isinstance(entry.get("trained_positions"), int):
+        raise CheckpointError(
+            f"a config of type {config.model_type!r} needs a complete `position_scheme` entry, it has {entry!r}: load the "
+            "plain checkpoint and call posswap.swap on it"
+        )
+    entry = dict(entry)
+    version = entry.pop("format", None)
+    if version != FORMAT:
+        raise CheckpointError(
+            f"this checkpoint has position format {version!r}, this hf_posswap reads format {FORMAT}: "
+            "upgrade with pip install -U hf_posswap"
+        )
+    trained_positions = entry.pop("trained_positions")
+    try:
+        return scheme_from_dict(entry), trained_positions
+    except PosswapError as error:
+        raise CheckpointError(f"config.json holds a position scheme that cannot be used: {error}") from None
+
+
+class SwappedModel:
+    """Mixin in front of a transformers class: the same model with the position scheme of its config."""
+
+    architecture: Architecture
+
+    def __init__(self, config: PreTrainedConfig, *args, **kwargs):
+        scheme, trained_positions = read_config_entry(config)
+        geometry = geometry_of(config, config.max_position_embeddings, trained_positions)
+        scheme.check(geometry)
+        super().__init__(config, *args, **kwargs)
+        embedding = install(self, self.architecture, scheme, geometry)
+        self._init_weights(embedding)  # a learned table that starts from scratch starts as the family's tables do
+        self.base_model.__class__ = SWAPPED_CLASSES.get(type(self.base_model), type(self.base_model))
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+        """As in transformers, but position parameters that the checkpoint lacks are an error, never initialised."""
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"the weights of {pretrained_model_name_or_path} cannot be read ({error}): the file is truncated or "
+                "corrupted; copy or download it again"
+            ) from error
+        ours = (AttentionPositions, PositionEmbedding, torch.nn.Embedding)
+        owners = {name for name, module in model.named_modules() if isinstance(module, ours)}
+        lost = sorted(key for key in info["missing_keys"] if key.rpartition(".")[0] in owners)
+        if lost:
+            raise CheckpointError(
+                f"{pretrained_model_name_or_path} lacks position or embedding weights ({', '.join(lost)}): the checkpoint is "
+                "incomplete; save the swapped model again with save_pretrained"
+            )
+        return (model, info) if output_loading_info else model
+
+
+def _positioned_forward(base_class: type):
+    """Return the headless model's forward: positions and lengths first, then the family's own."""
+    names = list(inspect.signature(base_class.forward).parameters)[1:]
+
+    @functools.wraps(base_class.forward)
+    def forward(self, *args, **kwargs):
+        arguments = dict(zip(names, args), **kwargs)
+        tokens = arguments.get("input_ids")
+        embeds = arguments.get("inputs_embeds")
+        if (tokens is None) == (embeds is None):
+            return base_class.forward(self, **arguments)  # which says what is wrong
+        length = tokens.shape[-1] if embeds is None else embeds.shape[-2]
+        device = (tokens if embeds is None else embeds).device
+        cache = arguments.get("past_key_values")
+        past = 0 if cache is None else cache.get_seq_length()
+        # A new tensor: a static cache returns its own counter, which the first layer moves on.
+        slots = torch.arange(length, device=device)[None] + past  # (1, L)
+        position_ids = arguments.get("position_ids")
+        known_length = past + length if position_ids is None and isinstance(past, int) else None
+        position_ids = slots if position_ids is None else position_ids.view(-1, length)
+        _check_length(self, position_ids, past, length)
+        arguments["position_ids"] = position_ids
+        check_implementation(
+            self.position_scheme.implementations, self.config._attn_implementation, self.position_scheme.name
+        )
+        first = getattr(self.architecture.self_attentions(self)[0], "positions", None)
+        if first is not None:
+            arguments["shared_positions"] = first.prepare(position_ids, slots, known_length)
+        return base_class.forward(self, **arguments)
+
+    return forward
+
+
+def _check_length(base, position_ids: torch.Tensor, past, length: int) -> None:
+    limit = base.config.max_position_embeddings
+    needed = past + length if isinstance(past, int) else 0
+    # Values are looked at where that costs nothing: not while tracing, not where it would wait for a GPU.
+    if position_ids.device.type == "cpu" and not torch.compiler.is_compiling() and position_ids.numel():
+        needed = max(needed, int(position_ids.max()) + 1)
+        if int(position_ids.min()) < 0:
+            raise PosswapError(f"position_ids must not be negative, the smallest is {int(position_ids.min())}")
+    if needed > limit:
+        scheme = base.position_scheme
+        raise SequenceTooLongError(
+            f"the input reaches {needed} positions and this model with {scheme.name} positions was set up for {limit}: "
+            f"swap with a longer range, posswap.swap(model, {str(scheme)!r}, max_positions={needed}), or truncate the input"
+        )
+
+
+def register_architecture(architecture: Architecture) -> Architecture:
+    """Make a family known: to `swap`, and its swapped classes to transformers' Auto classes.
+
+    A family's heads are the classes that the Auto mappings list for its config, and its `further_classes`.
+    """
+    known = ARCHITECTURES.get(architecture.model_type)
+    if architecture.model_type in CONFIG_CLASSES:
+        if type(known) is type(architecture):
+            return known
+        raise PosswapError(f"the family {architecture.model_type!r} is registered already, with {type(known).__name__}")
+    ARCHITECTURES[architecture.model_type] = architecture
+    add_positioned_class(architecture)
+    config_class = _config_class(architecture)
+    AutoConfig.register(config_class.model_type, config_class)
+    for model_class in (architecture.base_class, *architecture.further_classes):
+        _swapped_class(model_class, config_class, architecture)
+    for auto_class in vars(modeling_auto).values():
+        if not (isinstance(auto_class, type) and issubclass(auto_class, _BaseAutoModelClass)):
+            continue
+        mapping = auto_class._model_mapping
+        if mapping is None or architecture.config_class not in mapping:
+            continue
+        listed = mapping[architecture.config_class]
+        for model_class in listed if isinstance(listed, tuple) else (listed,):
+            auto_class.register(config_class, _swapped_class(model_class, config_class, architecture))
+    if architecture.config_class in TOKENIZER_MAPPING:
+        tokenizer = TOKENIZER_MAPPING[architecture.config_class]
+        tokenizer = [kind for kind in (tokenizer if isinstance(tokenizer, tuple) else (tokenizer,)) if kind is not None]
+        AutoTokenizer.register(config_class, tokenizer_class=tokenizer[-1])
+    return architecture
+
+
+def _config_class(architecture: Architecture) -> type[PreTrainedConfig]:
+    base = architecture.config_class
+    name = f"Posswap{base.__name__}"
+    namespace = {
+        "__module__": __name__,
+        "__doc__": f"A {base.__name__} with a `position_scheme`: format, trained_positions, name and options.",
+        "__annotations__": {"position_scheme": dict[str, Any] | None},
+        "model_type": f"posswap-{architecture.model_type}",
+        "position_scheme": None,
+    }
+    config_class = type(name, (base,), namespace)
+    globals()[name] = CONFIG_CLASSES[architecture.model_type] = config_class
+    return config_class
+
+
+def _swapped_class(model_class: type, config_class: type, architecture: Architecture) -> type:
+    if model_class in SWAPPED_CLASSES:
+        return SWAPPED_CLASSES[model_class]
+    name = f"Posswap{model_class.__name__}"
+    namespace = {
+        "__module__": __name__,
+        "__doc__": f"{model_class.__name__} with the position scheme of its config.",
+        "__annotations__": {"config": config_class},
+        "config_class": config_class,
+        "architecture": architecture,
+    }
+    if model_class is architecture.base_class:
+        namespace["forward"] = _positioned_forward(model_class)
+    swapped = type(name, (SwappedModel, model_class), namespace)
+    # Importable from here, so that models can be pickled. And transformers looks up what to record (hidden_states,
+    # attentions) by class name, filled in by its own __init__, which a model that changes its class never runs.
+    globals()[name] = SWAPPED_CLASSES[model_class] = swapped
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(swapped), swapped._can_record_outputs)
+    return swapped
+
+
+for _architecture in tuple(ARCHITECTURES.values()):
+    register_architecture(_architecture)

@@ -1,0 +1,98 @@
+"""What positions can be. Torch only: no scheme knows a model family."""
+
+import difflib
+from dataclasses import MISSING, fields
+from typing import Any
+
+import yaml
+
+from hf_posswap.errors import PosswapError, UnknownSchemeError
+from hf_posswap.schemes.base import AttentionPositions, Constant, Geometry, PositionEmbedding, Scheme
+from hf_posswap.schemes.learned import Learned
+from hf_posswap.schemes.none import NoPositions
+from hf_posswap.schemes.relative import Relative
+from hf_posswap.schemes.rotary import Rotary
+from hf_posswap.schemes.sinusoidal import Sinusoidal
+
+__all__ = [
+    "SCHEMES",
+    "AttentionPositions",
+    "Constant",
+    "Geometry",
+    "Learned",
+    "NoPositions",
+    "PositionEmbedding",
+    "Relative",
+    "Rotary",
+    "Scheme",
+    "Sinusoidal",
+    "parse_scheme",
+    "register_scheme",
+    "scheme_from_dict",
+]
+
+SCHEMES: dict[str, type[Scheme]] = {
+    scheme.name: scheme for scheme in (Learned, Sinusoidal, Relative, Rotary, NoPositions)
+}
+
+def register_scheme(scheme: type[Scheme]) -> type[Scheme]:
+    """Make a scheme known by its `name`, for strings, the command line and saved checkpoints; usable as a decorator.
+
+    A scheme that is passed as an instance needs no registration until a checkpoint of it is loaded.
+    """
+    if not (isinstance(scheme, type) and issubclass(scheme, Scheme) and isinstance(getattr(scheme, "name", None), str)):
+        raise PosswapError(f"{scheme!r} must be a subclass of Scheme with a `name`")
+    if SCHEMES.get(scheme.name, scheme) is not scheme:
+        raise PosswapError(f"a scheme named {scheme.name!r} exists already ({SCHEMES[scheme.name]}): choose another name")
+    SCHEMES[scheme.name] = scheme
+    return scheme
+
+def parse_scheme(scheme: Scheme | str) -> Scheme:
+    """Return the scheme itself, or the one a string names: "rotary" or "rotary:theta=500000,fraction=0.5".
+
+    >>> parse_scheme("relative:clip=16,values=false")
+    Relative(clip=16, values=False, share_heads=False)
+    """
+    if isinstance(scheme, Scheme):
+        return scheme
+    if not isinstance(scheme, str):
+        raise UnknownSchemeError(
+            f"{scheme!r} is no scheme: pass an instance such as posswap.Rotary(theta=10_000), or a string such as "
+            f"'rotary:theta=500000'; names are {', '.join(SCHEMES)}"
+        )
+    name, _, options = scheme.partition(":")
+    try:
+        # A YAML flow mapping reads numbers, booleans, null and nested scalings alike.
+        given = yaml.safe_load("{" + options.replace("=", ": ") + "}")
+    except yaml.YAMLError:
+        given = None
+    if not isinstance(given, dict):
+        raise UnknownSchemeError(f"cannot read the options of {scheme!r}; write name:option=value,option=value")
+    return scheme_from_dict({"name": name.strip(), **given})
+
+def scheme_from_dict(entry: dict[str, Any]) -> Scheme:
+    """Build a scheme from its name and options, as config.json holds them."""
+    options = dict(entry)
+    name = options.pop("name", None)
+    if name not in SCHEMES:
+        raise UnknownSchemeError(f"unknown scheme {name!r}{_nearest(name, SCHEMES)}; known are {', '.join(SCHEMES)}")
+    known = {field.name: field for field in fields(SCHEMES[name])}
+    for option, value in options.items():
+        if option not in known:
+            raise UnknownSchemeError(
+                f"{name} has no option {option!r}{_nearest(option, known)}; it has {', '.join(known) or 'none'}"
+            )
+        # YAML reads 1e4 as a string: the dot is missing. A number is meant where the default is one.
+        default = known[option].default
+        if isinstance(value, str) and default is not MISSING and type(default) in (int, float):
+            try:
+                options[option] = float(value) if "." in value or "e" in value.lower() else int(value)
+            except ValueError:
+                raise UnknownSchemeError(f"{name}: {option}={value!r} must be a number") from None
+    return SCHEMES[name](**options)
+
+def _nearest(given: Any, known) -> str:
+    near = difflib.get_close_matches(str(given), list(known), n=1, cutoff=0.5)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+__all__ += ["CheckpointError"]

@@ -1,0 +1,131 @@
+"""What a position scheme is: a frozen dataclass of options that builds at most two modules.
+
+Shapes, for all schemes: B batch, H heads, Q query length, K key length, D head_dim, E hidden size, R = 2 * clip + 1.
+Relative distance is key position minus query position.
+"""
+
+from abc import ABC
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from hf_posswap.errors import PosswapError, UnknownSchemeError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """The sizes that a scheme's modules are built for."""
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    max_positions: int  # what the swapped model shall hold
+    trained_positions: int  # what the original's table held
+
+
+class PositionEmbedding(nn.Module):
+    """Embedding-side module: position_ids (B, L) -> vectors (B, L, E), in the place of the learned table.
+
+    The empty buffer `weight` is a guard. A stock class looks for `position_embeddings.weight` of shape
+    (max_positions, E); it finds this shape, (0, E), and refuses to load. Without it, a scheme without parameters would
+    leave no trace in a checkpoint, and the stock model would load it silently with a random table.
+    """
+
+    keeps_table: ClassVar[bool] = False  # True: `fit_table` is no warm start but what the scheme is
+
+    def __init__(self, geometry: Geometry):
+        super().__init__()
+        self.register_buffer("weight", torch.empty(0, geometry.hidden_size))
+
+    def fit_table(self, table: torch.Tensor, trained_positions: int) -> None:
+        """Warm start: come as close as the scheme allows to the rows of the replaced table, (P, E) float64."""
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Constant(PositionEmbedding):
+    """The same vector at every position: what is left of a table when its positions are taken away.
+
+    A table's mean is not positional, yet the network has learned to expect it: the warm start keeps it, `zeros` drop
+    it. It is added where the table was added, so `inputs_embeds` and untied heads see what they saw.
+    """
+
+    def __init__(self, geometry: Geometry):
+        super().__init__(geometry)
+        self.mean = nn.Parameter(torch.zeros(geometry.hidden_size))
+
+    def fit_table(self, table: torch.Tensor, trained_positions: int) -> None:
+        self.mean.copy_(table[:trained_positions].mean(0))
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        return self.mean.expand(*position_ids.shape, -1)  # (B, L, E)
+
+
+class AttentionPositions(nn.Module):
+    """Attention-side module, one for each layer; its parameters, if any, belong to that layer."""
+
+    def prepare(self, position_ids: torch.Tensor, slots: torch.Tensor, length: int | None) -> Any:
+        """Compute once for each forward what all layers share; called on the first layer's module.
+
+        `position_ids` (B or 1, Q) are the positions of the queries, `slots` (1, Q) their places in the sequence or
+        cache, `length` the sequence length where it is known without looking at values (else None).
+        """
+        return None
+
+    def rotate(self, query: torch.Tensor, key: torch.Tensor, shared: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Transform (B, H, Q, D) queries and keys before keys enter the cache."""
+        return query, key
+
+    def dims_slow_to_fast(self) -> torch.Tensor | None:
+        """Order the head's dimensions by how little positions disturb them, or None when all are alike; (D,) int64."""
+        return None
+
+    # A scheme that does not hand q, k and v to the attention backend defines `attend`; see `Relative`.
+    attend = None
+
+
+class Scheme(ABC):
+    """Base of all schemes. Subclasses are frozen keyword-only dataclasses that check their own fields."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]  # one line for tables and --help
+    # Attention implementations the scheme works with; None: whatever the model is set to.
+    implementations: ClassVar[tuple[str, ...] | None] = None
+
+    def check(self, geometry: Geometry) -> None:
+        """Raise PosswapError when the options do not fit the model."""
+
+    def embedding_module(self, geometry: Geometry) -> PositionEmbedding:
+        """Build the module that takes the table's place."""
+        return Constant(geometry)
+
+    def attention_module(self, geometry: Geometry) -> AttentionPositions | None:
+        """Build one layer's attention-side module, or None to leave attention as it is."""
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, defaults included: what config.json stores."""
+        return {"name": self.name, **asdict(self)}
+
+    def __str__(self) -> str:
+        options = ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"{self.name}:{options}" if options else self.name
+
+
+def check_choice(scheme: Scheme, field: str, choices: tuple) -> None:
+    """Raise unless the field holds one of the choices."""
+    given = getattr(scheme, field)
+    if given not in choices or isinstance(given, bool) != isinstance(choices[0], bool):
+        raise UnknownSchemeError(f"{scheme.name}: {field}={given!r} is not one of {', '.join(map(repr, choices))}")
+
+
+def check_number(scheme: Scheme, field: str, kind: type, minimum: float, *, above: bool = False) -> None:
+    """Raise unless the field holds a finite number of its kind, at least (or above) the minimum."""
+    given = getattr(scheme, field)
+    right = isinstance(given, (int, float) if kind is float else int) and not isinstance(given, bool)
+    if not right or not (given > minimum if above else given >= minimum) or given in (float("inf"), float("nan")):
+        bound = f"{'above' if above else 'of at least'} {minimum}"
+        raise PosswapError(f"{scheme.name}: {field}={given!r} must be {'an integer' if kind is int else 'a number'} {bound}")

@@ -1,0 +1,172 @@
+"""Rotary positions: Su et al. 2021, "RoFormer", section 3.2.2, equation 34 (https://arxiv.org/abs/2104.09864).
+
+Each pair of dimensions (x, y) of queries and keys turns by the angle p * theta_m, theta_m = theta^(-2m / R):
+
+    (x, y) -> (x cos(p theta_m) - y sin(p theta_m),  x sin(p theta_m) + y cos(p theta_m))
+
+so that q.k depends on positions only through their distance. R = fraction * D dimensions turn, the rest stay (partial
+rotary, as in GPT-NeoX). Keys are rotated before they enter the cache.
+
+Layouts: `interleaved` pairs (2m, 2m + 1), as the paper and transformers' RoFormer; `half` pairs (m, m + R/2), as GPT-NeoX and
+Llama. Dimension m of `half` is 2m of `interleaved`, and m + R/2 is 2m + 1: for a model that had no rotary positions
+the two are one family up to that permutation.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from hf_posswap.errors import PosswapError, UnknownSchemeError
+from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number
+
+
+class RotaryPositions(AttentionPositions):
+    """Rotates queries and keys. It holds numbers only: no buffer that `.to(bfloat16)` or a checkpoint could touch."""
+
+    def __init__(self, scheme: "Rotary", geometry: Geometry):
+        super().__init__()
+        self.scheme, self.geometry = scheme, geometry
+        self.rotary_dim = scheme.rotary_dim(geometry.head_dim)
+
+    def frequencies(self, device: torch.device, length: int | torch.Tensor | None) -> tuple[torch.Tensor, float]:
+        """Return theta_m as (R/2,) float64, fastest first, and the factor on cos and sin that yarn and longrope want."""
+        scheme, scaling = self.scheme, self.scheme.scaling
+        if scaling is None:
+            exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device=device) / self.rotary_dim
+            return float(scheme.theta) ** -exponents, 1.0
+        # transformers is imported here only, for its published scalings; it computes them in float32.
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        parameters = {"original_max_position_embeddings": self.geometry.trained_positions, **scaling}
+        parameters |= {"rope_theta": float(scheme.theta), "partial_rotary_factor": scheme.fraction}
+        config = SimpleNamespace(
+            rope_parameters=parameters,
+            head_dim=self.geometry.head_dim,
+            hidden_size=self.geometry.hidden_size,
+            num_attention_heads=self.geometry.num_heads,
+            # `dynamic` grows from this length, yarn and longrope read it for a factor that is not given.
+            max_position_embeddings=(
+                self.geometry.trained_positions if scaling["rope_type"] == "dynamic" else self.geometry.max_positions
+            ),
+            standardize_rope_params=lambda: None,  # the parameters above are complete
+        )
+        frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, device, seq_len=length)
+        return frequencies.double(), factor
+
+    def prepare(self, position_ids: torch.Tensor, slots: torch.Tensor, length: int | None) -> Any:
+        """Return cos and sin of the angles, each (B or 1, 1, Q, R/2) float32; angles in float64."""
+        # float32 angles are off by 4.6e-3 rad at position 100,000. Apple's GPUs have no float64: compute those on the CPU.
+        device = torch.device("cpu") if position_ids.device.type == "mps" else position_ids.device
+        if length is None and (self.scheme.scaling or {}).get("rope_type") in ("dynamic", "longrope"):
+            length = int(position_ids.max()) + 1  # these two choose their frequencies by the current length
+        frequencies, factor = self.frequencies(device, length)
+        angles = position_ids.to(device=device, dtype=torch.float64)[:, None, :, None] * frequencies
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        return cos.to(position_ids.device, torch.float32), sin.to(position_ids.device, torch.float32)
+
+    def rotate(self, query: torch.Tensor, key: torch.Tensor, shared: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn both by the shared angles, in float32, rounded once to the dtype of the model."""
+        return self._turn(query, *shared), self._turn(key, *shared)
+
+    def _turn(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        turned, kept = states[..., : self.rotary_dim], states[..., self.rotary_dim :]
+        dtype = torch.promote_types(states.dtype, torch.float32)
+        turned = turned.to(dtype)
+        if self.scheme.layout == "half":
+            x, y = turned.chunk(2, dim=-1)
+            turned = torch.cat([x * cos - y * sin, x * sin + y * cos], dim=-1)
+        else:
+            x, y = turned.unflatten(-1, (-1, 2)).unbind(-1)
+            turned = torch.stack([x * cos - y * sin, x * sin + y * cos], dim=-1).flatten(-2)
+        return torch.cat([turned.to(states.dtype), kept], dim=-1) if kept.shape[-1] else turned.to(states.dtype)
+
+    def dims_slow_to_fast(self) -> torch.Tensor:
+        """Order the head's dimensions: those that never turn, then plane by plane from the slowest to the fastest."""
+        pairs = torch.arange(self.rotary_dim // 2).flip(0)
+        if self.scheme.layout == "half":
+            planes = torch.stack([pairs, pairs + self.rotary_dim // 2], dim=-1)
+        else:
+            planes = torch.stack([2 * pairs, 2 * pairs + 1], dim=-1)
+        return torch.cat([torch.arange(self.rotary_dim, self.geometry.head_dim), planes.flatten()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary(Scheme):
+    """Rotary position embedding (RoPE) in every attention layer; nothing is added to the embeddings.
+
+    Args:
+        theta: The base of the frequencies; larger means slower planes.
+        fraction: The share of each head's dimensions that turn, in (0, 1].
+        layout: "interleaved" (the paper, RoFormer) or "half" (GPT-NeoX, Llama).
+        scaling: What transformers' `rope_parameters` take, such as {"rope_type": "linear", "factor": 4.0}; types linear,
+            dynamic, yarn, longrope, llama3. `dynamic` and `longrope` choose frequencies by the current length,
+            as in transformers: keys cached before the trained length was passed keep the frequencies they had.
+
+    >>> Rotary(theta=500_000).to_dict()
+    {'name': 'rotary', 'theta': 500000, 'fraction': 1.0, 'layout': 'interleaved', 'scaling': None}
+    """
+
+    theta: float = 10_000
+    fraction: float = 1.0
+    layout: Literal["interleaved", "half"] = "interleaved"
+    scaling: dict[str, Any] | None = None
+
+    name: ClassVar[str] = "rotary"
+    summary: ClassVar[str] = "RoPE, whole or partial, with transformers' length scalings"
+
+    def __post_init__(self):
+        check_number(self, "theta", float, 1, above=True)
+        check_number(self, "fraction", float, 0, above=True)
+        if self.fraction > 1:
+            raise PosswapError(f"rotary: fraction={self.fraction} must lie in (0, 1]")
+        check_choice(self, "layout", ("interleaved", "half"))
+        if self.scaling is not None:
+            self._check_scaling()
+
+    def _check_scaling(self) -> None:
+        needed = {
+            "linear": {"factor"},
+            "dynamic": {"factor"},
+            "yarn": {"factor"},
+            "longrope": {"short_factor", "long_factor"},
+            "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
+        }
+        optional = {
+            "yarn": {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+            "longrope": {"factor", "attention_factor"},
+        }
+        given = dict(self.scaling) if isinstance(self.scaling, dict) else {}
+        kind = given.pop("rope_type", None)
+        if kind not in needed:
+            raise UnknownSchemeError(
+                f"rotary: scaling={self.scaling!r} must be a dict with a 'rope_type' out of {', '.join(needed)}"
+            )
+        unknown = set(given) - needed[kind] - optional.get(kind, set()) - {"original_max_position_embeddings"}
+        if unknown or needed[kind] - set(given):
+            raise UnknownSchemeError(
+                f"rotary: {kind} scaling needs {sorted(needed[kind])} and takes {sorted(optional.get(kind, set()))} and "
+                f"'original_max_position_embeddings'; given were {sorted(given)}"
+            )
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return R, the number of dimensions that turn."""
+        return int(head_dim * self.fraction)
+
+    def check(self, geometry: Geometry) -> None:
+        dims = self.rotary_dim(geometry.head_dim)
+        if dims % 2 or dims < 2:
+            even = sorted({max(2, dims // 2 * 2), min(dims // 2 * 2 + 2, geometry.head_dim // 2 * 2)})
+            choices = " or ".join(f"fraction={n / geometry.head_dim:g} ({n} dimensions)" for n in even if n)
+            raise PosswapError(
+                f"rotary: fraction={self.fraction:g} of head_dim {geometry.head_dim} is {dims} dimensions, and they turn "
+                f"in pairs: use {choices}"
+            )
+        for field in ("short_factor", "long_factor"):
+            factors = (self.scaling or {}).get(field)
+            if factors is not None and len(factors) != dims // 2:
+                raise PosswapError(f"rotary: {field} must have {dims // 2} numbers, one a plane; it has {len(factors)}")
+
+    def attention_module(self, geometry: Geometry) -> AttentionPositions:
+        return RotaryPositions(self, geometry)

@@ -1,0 +1,121 @@
+"""Sinusoidal positions: Vaswani et al. 2017, "Attention Is All You Need", section 3.5 (https://arxiv.org/abs/1706.03762).
+
+    PE(p, 2i)     = sin(p / base^(2i / E))
+    PE(p, 2i + 1) = cos(p / base^(2i / E))
+
+Layouts: `interleaved` as printed; `halves` has the same numbers with all sines before all cosines; `tensor2tensor` is what
+the authors' code computes (get_timing_signal_1d): halves, with E/2 - 1 steps from wavelength 2 pi to base * 2 pi, so the
+frequencies differ by up to 15 % from the printed ones.
+
+Such rows have the norm sqrt(E / 2), 19.6 at E = 768, far above a trained network's table: dropped in as printed they
+destroy a pretrained model. `project=True` puts a linear map behind them, fitted to the table (see `fit_table`).
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import nn
+
+from hf_posswap.errors import PosswapError
+from hf_posswap.schemes.base import Geometry, PositionEmbedding, Scheme, check_choice, check_number
+
+
+def sinusoids(positions: torch.Tensor, size: int, *, base: float = 10_000.0, layout: str = "interleaved") -> torch.Tensor:
+    """Return the sinusoids of positions (..., ) as (..., size), computed in float64 and returned in float32.
+
+    >>> sinusoids(torch.arange(2), 4)
+    tensor([[0.0000, 1.0000, 0.0000, 1.0000],
+            [0.8415, 0.5403, 0.0100, 0.9999]])
+    """
+    pairs = size // 2
+    # float32 angles are off by 4.6e-3 rad at position 100,000. Apple's GPUs have no float64: compute those on the CPU.
+    device = torch.device("cpu") if positions.device.type == "mps" else positions.device
+    index = torch.arange(pairs, dtype=torch.float64, device=device)
+    if layout == "tensor2tensor":
+        exponents = index / max(pairs - 1, 1)
+    else:
+        exponents = 2 * index / size
+    angles = positions.to(device=device, dtype=torch.float64)[..., None] * torch.exp(-math.log(base) * exponents)
+    if layout == "interleaved":
+        signal = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)
+    else:
+        signal = torch.cat([angles.sin(), angles.cos()], dim=-1)
+    return nn.functional.pad(signal, (0, size - 2 * pairs)).to(device=positions.device, dtype=torch.float32)
+
+
+class Sinusoids(PositionEmbedding):
+    """The printed sinusoids, computed for whatever positions are asked for; no parameters."""
+
+    def __init__(self, geometry: Geometry, base: float, layout: str):
+        super().__init__(geometry)
+        self.size, self.base, self.layout = geometry.hidden_size, base, layout
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        return sinusoids(position_ids, self.size, base=self.base, layout=self.layout).to(self.weight.dtype)
+
+
+class ProjectedSinusoids(Sinusoids):
+    """Sinusoids behind a linear map: PE(p) W + b, with W (E, E) and b (E)."""
+
+    def __init__(self, geometry: Geometry, base: float, layout: str):
+        super().__init__(geometry, base, layout)
+        self.projection = nn.Parameter(torch.eye(geometry.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(geometry.hidden_size))
+
+    def fit_table(self, table: torch.Tensor, trained_positions: int) -> None:
+        """Solve min |[S 1] [W; b] - P|^2 + ridge |W|^2 in float64: rows S of sinusoids against rows P of the table."""
+        rows = table[:trained_positions]
+        signal = sinusoids(torch.arange(len(rows), device=table.device), self.size, base=self.base, layout=self.layout)
+        mean = rows.mean(0)
+        centre = signal.double().mean(0)
+        centred = signal.double() - centre
+        # A ridge on the centred problem leaves the table's mean vector exact.
+        gram = centred.T @ centred + _RIDGE * torch.eye(self.size, dtype=torch.float64, device=table.device)
+        projection = torch.linalg.solve(gram, centred.T @ (rows - mean))
+        self.projection.copy_(projection)
+        self.bias.copy_(mean - centre @ projection)
+
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        signal = sinusoids(position_ids, self.size, base=self.base, layout=self.layout)
+        # The sum runs over large terms of both signs: in a bfloat16 model it is taken in float32 and rounded once.
+        return (signal @ self.projection.float() + self.bias.float()).to(self.projection.dtype)
+
+
+_RIDGE = 1e-3  # small against the squares of the sinusoids (P / 2 for each column)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sinusoidal(Scheme):
+    """Sinusoidal absolute positions, of any length.
+
+    Args:
+        base: The longest wavelength is base * 2 pi (roughly, see the layouts).
+        layout: "interleaved" as printed, "halves", or "tensor2tensor" as the authors' code has it.
+        project: Fit a linear map from the sinusoids to the checkpoint's table; False is the table as printed.
+
+    >>> Sinusoidal(layout="halves").to_dict()
+    {'name': 'sinusoidal', 'base': 10000, 'layout': 'halves', 'project': True}
+    """
+
+    base: float = 10_000
+    layout: Literal["interleaved", "halves", "tensor2tensor"] = "interleaved"
+    project: bool = True
+
+    name: ClassVar[str] = "sinusoidal"
+    summary: ClassVar[str] = "sines and cosines, projected onto the checkpoint's table or as printed"
+
+    def __post_init__(self):
+        check_number(self, "base", float, 1, above=True)
+        check_choice(self, "layout", ("interleaved", "halves", "tensor2tensor"))
+        check_choice(self, "project", (True, False))
+
+    def check(self, geometry: Geometry) -> None:
+        if geometry.hidden_size % 2 and self.layout != "tensor2tensor":
+            raise PosswapError(
+                f"sinusoidal: the hidden size {geometry.hidden_size} is odd; only layout='tensor2tensor' pads it"
+            )
+
+    def embedding_module(self, geometry: Geometry) -> PositionEmbedding:
+        return (ProjectedSinusoids if self.project else Sinusoids)(geometry, self.base, self.layout)

@@ -1,0 +1,124 @@
+"""The only file that changes a model: put a scheme's modules in, and take them out again.
+
+Nothing here decides anything; `swap` checks first and warms up afterwards. Instances are changed, never the library.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_posswap.architectures import Architecture
+from hf_posswap.attention import POSITIONED_CLASSES
+from hf_posswap.schemes import Geometry, Scheme
+
+
+@dataclass
+class Snapshot:
+    """Everything that a swap may change, as it was: modules and classes by reference, weights as copies."""
+
+    model_class: type
+    base_class: type
+    config: object
+    max_positions: int
+    scheme: Scheme | None
+    table: nn.Module
+    attentions: list[tuple[type, nn.Module | None]]
+    query_keys: list[tuple[torch.Tensor, ...]] | None = field(default=None, repr=False)
+
+
+def geometry_of(config: PreTrainedConfig, max_positions: int, trained_positions: int) -> Geometry:
+    """Return the sizes that a scheme needs to know."""
+    return Geometry(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_attention_heads,
+        head_dim=config.hidden_size // config.num_attention_heads,
+        max_positions=max_positions,
+        trained_positions=trained_positions,
+    )
+
+
+def take_snapshot(model: PreTrainedModel, architecture: Architecture, *, weights: bool) -> Snapshot:
+    """Remember the model's positions; with `weights` also the query and key projections."""
+    base = model.base_model
+    owner, name = architecture.table_owner(base)
+    attentions = architecture.self_attentions(base)
+    query_keys = None
+    if weights:
+        query_keys = [
+            tuple(tensor.detach().clone() for tensor in architecture.query_key(attention).tensors())
+            for attention in attentions
+        ]
+    return Snapshot(
+        model_class=type(model),
+        base_class=type(base),
+        config=model.config,
+        max_positions=model.config.max_position_embeddings,
+        scheme=getattr(base, "position_scheme", None),
+        table=getattr(owner, name),
+        attentions=[(type(a), getattr(a, "positions", None)) for a in attentions],
+        query_keys=query_keys,
+    )
+
+
+@torch.no_grad()
+def revert(model: PreTrainedModel, architecture: Architecture, snapshot: Snapshot) -> None:
+    """Put the model back to a snapshot, on the device and in the dtype that the model has now."""
+    base = model.base_model
+    owner, name = architecture.table_owner(base)
+    like = base.get_input_embeddings().weight
+    setattr(owner, name, snapshot.table.to(device=like.device, dtype=like.dtype))
+    for layer, (attention, (kind, positions)) in enumerate(
+        zip(architecture.self_attentions(base), snapshot.attentions, strict=True)
+    ):
+        _set_positions(attention, kind, positions)
+        if snapshot.query_keys is not None:
+            current = architecture.query_key(attention).tensors()
+            for target, value in zip(current, snapshot.query_keys[layer], strict=True):
+                target.copy_(value)
+    if model.config.max_position_embeddings != snapshot.max_positions:
+        architecture.resize(base, snapshot.max_positions)
+    set_config(model, snapshot.config)
+    base.__class__ = snapshot.base_class
+    model.__class__ = snapshot.model_class
+    if snapshot.scheme is None:
+        vars(base).pop("position_scheme", None)
+    else:
+        base.position_scheme = snapshot.scheme
+
+
+def install(model: PreTrainedModel, architecture: Architecture, scheme: Scheme, geometry: Geometry) -> nn.Module:
+    """Put the scheme's modules in the places of the old ones; return the embedding-side module, not yet warmed up."""
+    base = model.base_model
+    owner, name = architecture.table_owner(base)
+    like = base.get_input_embeddings().weight
+    embedding = scheme.embedding_module(geometry).to(device=like.device, dtype=like.dtype)
+    setattr(owner, name, embedding.train(model.training))
+    for attention in architecture.self_attentions(base):
+        positions = scheme.attention_module(geometry)
+        if positions is None:
+            _set_positions(attention, architecture.attention_class, None)
+        else:
+            like = next(attention.parameters())  # layers of one model may live on several devices
+            positions = positions.to(device=like.device, dtype=like.dtype).train(model.training)
+            _set_positions(attention, POSITIONED_CLASSES[architecture.model_type], positions)
+    architecture.resize(base, geometry.max_positions)
+    base.position_scheme = scheme
+    return embedding
+
+
+def set_config(model: PreTrainedModel, config) -> None:
+    """Give every module of the model that holds the model's config another one; other models keep theirs."""
+    old = model.config
+    for module in model.modules():
+        if getattr(module, "config", None) is old:
+            module.config = config
+
+
+def _set_positions(attention: nn.Module, kind: type, positions: nn.Module | None) -> None:
+    attention.__class__ = kind
+    if positions is not None:
+        attention.positions = positions
+    elif hasattr(attention, "positions"):
+        del attention.positions

@@ -1,0 +1,294 @@
+"""The three verbs: swap the positions of a model, describe them, restore the original."""
+
+import copy
+import sys
+import warnings
+import zlib
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_posswap.architectures import ARCHITECTURES, Architecture
+from hf_posswap.attention import check_implementation
+from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES, SwappedModel, config_entry, read_config_entry
+from hf_posswap.errors import PosswapError, UnsupportedModelError
+from hf_posswap.fitting import balance, balances
+from hf_posswap.schemes import Learned, Scheme, parse_scheme
+from hf_posswap.surgery import Snapshot, geometry_of, install, revert, set_config, take_snapshot
+
+
+@dataclass
+class _Record:
+    """Kept on a swapped model: how to give the original back, and whether the weights moved since."""
+
+    original: Snapshot
+    fingerprint: int
+
+
+def swap(
+    model: PreTrainedModel, scheme: Scheme | str, *, max_positions: int | None = None, warm_start: bool = True
+) -> PreTrainedModel:
+    """Replace the learned absolute positions of a pretrained model by another scheme, in place; return the model.
+
+    Args:
+        model: A BERT or GPT-2 model of transformers, with any head, or a PEFT model around one.
+        scheme: An instance such as `Rotary(theta=500_000)`, or a string such as "rotary:theta=500000,fraction=0.5".
+        max_positions: The longest input the swapped model shall take; the checkpoint's own length by default.
+        warm_start: Start as close to the original as its weights allow: project sinusoids onto the old table, keep the
+            table's mean vector, give rotary a balanced basis in encoders. False drops the table cold.
+
+    A second swap starts from the original again, not from the first swap. Weights that an optimizer holds stay the same
+    objects, but new parameters appear: make the optimizer after the swap.
+
+    Raises:
+        PosswapError: Something does not fit; the message says what, and the model is as it was before the call.
+
+    >>> from transformers import BertConfig, BertModel
+    >>> model = BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32))
+    >>> _ = swap(model, "relative:clip=8", max_positions=1024)
+    >>> describe(model).new
+    Relative(clip=8, values=True, share_heads=False)
+    """
+    scheme = parse_scheme(scheme)
+    target, architecture = _target(model)
+    check_implementation(scheme.implementations, target.config._attn_implementation, scheme.name)
+    record: _Record | None = vars(target).get("_posswap_record")
+    if record is not None and record.fingerprint != _fingerprint(target, architecture):
+        raise PosswapError(
+            f"this model's weights have changed since it was swapped to {target.base_model.position_scheme} (trained, cast "
+            "or loaded), and another swap would start from the original's positions: call posswap.restore(model) first, "
+            "or save the model and load it again to swap from where it is now"
+        )
+    before = take_snapshot(target, architecture, weights=_changes_weights(target, architecture, Scheme))
+    start = before if record is None else record.original
+    trained_positions = _trained_positions(start)
+    max_positions = _check_max_positions(max_positions, start)
+    geometry = geometry_of(target.config, max_positions, trained_positions)
+    scheme.check(geometry)
+    try:
+        if record is not None:
+            revert(target, architecture, start)
+        _install(target, architecture, scheme, geometry, start.table, warm_start)
+    except BaseException:
+        revert(target, architecture, before)
+        raise
+    vars(target)["_posswap_record"] = _Record(start, _fingerprint(target, architecture))
+    return model
+
+
+def _install(target, architecture: Architecture, scheme: Scheme, geometry, table_module: nn.Module, warm_start: bool):
+    table = _rows(table_module, geometry.trained_positions)
+    if not torch.isfinite(table).all():
+        raise PosswapError("the position table holds NaN or infinite numbers: the checkpoint is broken, load it again")
+    plain_config = architecture.config_class.model_type
+    embedding = install(target, architecture, scheme, geometry)
+    with torch.no_grad():
+        if warm_start or embedding.keeps_table:
+            embedding.fit_table(table, geometry.trained_positions)
+    if warm_start and balances(architecture, target.config):
+        base = target.base_model
+        for layer, attention in enumerate(architecture.self_attentions(base)):
+            positions = getattr(attention, "positions", None)
+            order = None if positions is None else positions.dims_slow_to_fast()
+            if order is None:
+                break
+            query_key = architecture.query_key(attention)
+            if query_key is None:
+                warnings.warn(
+                    "adapters wrap the query and key projections, so the balanced basis is left out of the warm start; "
+                    "swap before adding adapters to have it",
+                    stacklevel=4,
+                )
+                break
+            balance(query_key, architecture.input_norm(base, layer), geometry.num_heads, order)
+    config = copy.deepcopy(target.config)
+    config.__class__ = CONFIG_CLASSES[plain_config]
+    config.max_position_embeddings = geometry.max_positions
+    config.position_scheme = config_entry(scheme, geometry.trained_positions)
+    set_config(target, config)
+    base = target.base_model
+    base.__class__ = SWAPPED_CLASSES.get(type(base), type(base))
+    target.__class__ = SWAPPED_CLASSES.get(type(target), type(target))
+
+
+def restore(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo all swaps of this model in this process, in place: positions, classes and config as they were, bit for bit.
+
+    Weights that a swap rewrote get their old values back. Other weights stay as they are now: a model that was trained
+    since keeps that training, next to positions that it was not trained with.
+
+    Raises:
+        PosswapError: The model is not swapped, or was loaded from a swapped checkpoint, where the original is gone.
+    """
+    target, architecture = _target(model)
+    record: _Record | None = vars(target).get("_posswap_record")
+    if record is None:
+        if isinstance(target, SwappedModel):
+            raise PosswapError(
+                "the original positions are not here: this model was loaded from a swapped checkpoint, or is a part of the "
+                "model that was swapped. Load the original checkpoint, or restore the whole model"
+            )
+        raise PosswapError(f"this {type(target).__name__} is not swapped: there is nothing to restore")
+    revert(target, architecture, record.original)
+    del vars(target)["_posswap_record"]
+    return model
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `describe` tells; `print` shows it as a table."""
+
+    family: str
+    model_class: str
+    old: Scheme  # what the checkpoint was trained with, as far as this process knows
+    new: Scheme  # what the model has now
+    parameters_added: int
+    parameters_dropped: int
+    trained_positions: int
+    max_positions: int
+    layers: int
+    layers_patched: int
+    can_restore: bool
+
+    def __str__(self) -> str:
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_row("model", f"{self.model_class} ({self.family})")
+        table.add_row("positions", f"{self.old} -> {self.new}" if self.old != self.new else f"{self.new}, not swapped")
+        table.add_row("parameters", f"+{self.parameters_added:,} -{self.parameters_dropped:,}")
+        table.add_row("max positions", f"{self.max_positions:,} (trained with {self.trained_positions:,})")
+        table.add_row("attention layers patched", f"{self.layers_patched} of {self.layers}")
+        table.add_row("original", "kept: posswap.restore(model)" if self.can_restore else "not kept in this process")
+        console = Console(width=100, highlight=False, color_system=None)
+        with console.capture() as capture:
+            console.print(table)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def describe(model: PreTrainedModel) -> Description:
+    """Say what positions a model has, swapped or not.
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> print(describe(GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64))))
+    model                     GPT2Model (gpt2)
+    positions                 learned, not swapped
+    parameters                +0 -0
+    max positions             64 (trained with 64)
+    attention layers patched  0 of 1
+    original                  not kept in this process
+    """
+    target, architecture = _target(model)
+    base = target.base_model
+    attentions = architecture.self_attentions(base)
+    owner, name = architecture.table_owner(base)
+    record: _Record | None = vars(target).get("_posswap_record")
+    swapped = isinstance(target, SwappedModel)
+    trained_positions = read_config_entry(target.config)[1] if swapped else target.config.max_position_embeddings
+    modules = [getattr(owner, name), *(a.positions for a in attentions if hasattr(a, "positions"))]
+    added = sum(p.numel() for module in modules for p in module.parameters()) if swapped else 0
+    dropped = trained_positions * target.config.hidden_size if swapped else 0
+    old = Learned() if record is None else record.original.scheme or Learned()
+    return Description(
+        family=architecture.model_type,
+        model_class=type(target).__name__,
+        old=old,
+        new=base.position_scheme if swapped else Learned(),
+        parameters_added=added,
+        parameters_dropped=dropped,
+        trained_positions=trained_positions,
+        max_positions=target.config.max_position_embeddings,
+        layers=len(attentions),
+        layers_patched=sum(hasattr(a, "positions") for a in attentions),
+        can_restore=record is not None,
+    )
+
+
+def _target(model) -> tuple[PreTrainedModel, Architecture]:
+    """Return the transformers model to work on and its family, or raise saying why it cannot be swapped."""
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        model = model.get_base_model()
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or getattr(model, "_compiled_call_impl", None):
+        raise UnsupportedModelError("this model is compiled already: swap first, then compile")
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"a {type(model).__name__} cannot be swapped: pass a transformers model, or a PEFT one")
+    families = ", ".join(sorted(ARCHITECTURES))
+    kind = model.config.model_type.removeprefix("posswap-")
+    architecture = ARCHITECTURES.get(kind)
+    if architecture is None:
+        raise UnsupportedModelError(
+            f"cannot swap a {kind!r} model ({type(model).__name__}): known families with learned absolute positions are "
+            f"{families}; others need posswap.register_architecture"
+        )
+    if not isinstance(model, SwappedModel) and type(model) not in SWAPPED_CLASSES:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not one of transformers' own {kind} classes, so a swapped copy of it could not be "
+            f"loaded again: swap the {architecture.base_class.__name__} inside it, or use one of "
+            f"{', '.join(sorted(c.__name__ for c in SWAPPED_CLASSES if issubclass(c.config_class, architecture.config_class)))}"
+        )
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        raise UnsupportedModelError("this model is quantized: swap the full-precision checkpoint, then quantize")
+    base = model.base_model
+    owner, name = architecture.table_owner(base)
+    table = getattr(owner, name, None)
+    if table is None or (not isinstance(model, SwappedModel) and type(table) is not nn.Embedding):
+        raise UnsupportedModelError(
+            f"{type(owner).__name__}.{name} is {type(table).__name__}, not a learned table (nn.Embedding): something else has "
+            "changed this model's positions; start from a fresh from_pretrained"
+        )
+    if any(p.is_meta for p in table.parameters()):
+        raise UnsupportedModelError("this model's weights are on the meta device: load them first, then swap")
+    # accelerate's dispatch (device_map over several devices, offload) and other patchers set `forward` on the instance, which
+    # would go on calling the old attention whatever the class says: a silent no-op.
+    for module in (base, *architecture.self_attentions(base)):
+        if "forward" in vars(module):
+            raise UnsupportedModelError(
+                f"the forward of {type(module).__name__} is replaced on the instance (device_map with several devices, "
+                "offload, mixed precision wrapper or another patcher): load on one device, swap, save, and load the swapped "
+                "checkpoint with device_map"
+            )
+    return model, architecture
+
+
+def _check_max_positions(max_positions: int | None, start: Snapshot) -> int:
+    if max_positions is None:
+        return start.max_positions
+    if not isinstance(max_positions, int) or isinstance(max_positions, bool) or max_positions < start.max_positions:
+        raise PosswapError(
+            f"max_positions={max_positions!r} must be an integer of at least {start.max_positions}, what the model holds now"
+        )
+    return max_positions
+
+
+def _trained_positions(start: Snapshot) -> int:
+    if isinstance(start.table, nn.Embedding):
+        return start.table.num_embeddings
+    return read_config_entry(start.config)[1]
+
+
+def _rows(table: nn.Module, trained_positions: int) -> torch.Tensor:
+    """Return what a table, or the module in its place, adds at each trained position: (P, E) float64."""
+    device = next((t.device for t in (*table.parameters(), *table.buffers())), torch.device("cpu"))
+    with torch.no_grad():
+        return table(torch.arange(trained_positions, device=device)[None])[0].double()
+
+
+def _changes_weights(target: PreTrainedModel, architecture: Architecture, scheme) -> bool:
+    """Whether a warm start may rewrite query and key projections (only plain ones are ever rewritten)."""
+    attentions = architecture.self_attentions(target.base_model)
+    return balances(architecture, target.config) and all(architecture.query_key(a) is not None for a in attentions)
+
+
+def _fingerprint(target: PreTrainedModel, architecture: Architecture) -> int:
+    """A checksum of the weights that positions work with: the table's place and every self-attention."""
+    base = target.base_model
+    owner, name = architecture.table_owner(base)
+    checksum = 0
+    for module in (getattr(owner, name), *architecture.self_attentions(base)):
+        for parameter in module.parameters():
+            data = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
+            checksum = zlib.crc32(data.numpy(), checksum)
+    return checksum
