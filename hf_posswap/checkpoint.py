@@ -76,9 +76,7 @@ class SwappedModel:
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
         """As in transformers, but position parameters that the checkpoint lacks are an error, never initialised."""
         try:
-            model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-            )
+            model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             raise CheckpointError(
                 f"the weights of {pretrained_model_name_or_path} cannot be read ({error}): the file is truncated or "
@@ -101,7 +99,7 @@ def _positioned_forward(base_class: type):
 
     @functools.wraps(base_class.forward)
     def forward(self, *args, **kwargs):
-        arguments = dict(zip(names, args), **kwargs)
+        arguments = dict(zip(names, args, strict=False), **kwargs)
         tokens = arguments.get("input_ids")
         embeds = arguments.get("inputs_embeds")
         if (tokens is None) == (embeds is None):
@@ -117,9 +115,7 @@ def _positioned_forward(base_class: type):
         position_ids = slots if position_ids is None else position_ids.view(-1, length)
         _check_length(self, position_ids, past, length)
         arguments["position_ids"] = position_ids
-        check_implementation(
-            self.position_scheme.implementations, self.config._attn_implementation, self.position_scheme.name
-        )
+        check_implementation(self.position_scheme.implementations, self.config._attn_implementation, self.position_scheme.name)
         first = getattr(self.architecture.self_attentions(self)[0], "positions", None)
         if first is not None:
             arguments["shared_positions"] = first.prepare(position_ids, slots, known_length)

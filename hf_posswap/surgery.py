@@ -47,8 +47,7 @@ def take_snapshot(model: PreTrainedModel, architecture: Architecture, *, weights
     query_keys = None
     if weights:
         query_keys = [
-            tuple(tensor.detach().clone() for tensor in architecture.query_key(attention).tensors())
-            for attention in attentions
+            tuple(tensor.detach().clone() for tensor in architecture.query_key(attention).tensors()) for attention in attentions
         ]
     return Snapshot(
         model_class=type(model),

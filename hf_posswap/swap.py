@@ -16,7 +16,7 @@ from hf_posswap.architectures import ARCHITECTURES, Architecture
 from hf_posswap.attention import check_implementation
 from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES, SwappedModel, config_entry, read_config_entry
 from hf_posswap.errors import PosswapError, UnsupportedModelError
-from hf_posswap.fitting import balance, balances
+from hf_posswap.fitting import balance, balances, query_key_moments
 from hf_posswap.schemes import Learned, Scheme, parse_scheme
 from hf_posswap.surgery import Snapshot, geometry_of, install, revert, set_config, take_snapshot
 
@@ -39,7 +39,7 @@ def swap(
         scheme: An instance such as `Rotary(theta=500_000)`, or a string such as "rotary:theta=500000,fraction=0.5".
         max_positions: The longest input the swapped model shall take; the checkpoint's own length by default.
         warm_start: Start as close to the original as its weights allow: project sinusoids onto the old table, keep the
-            table's mean vector, give rotary a balanced basis in encoders. False drops the table cold.
+            table's mean vector and row 0, give rotary a balanced basis in encoders. False drops the table cold.
 
     A second swap starts from the original again, not from the first swap. Weights that an optimizer holds stay the same
     objects, but new parameters appear: make the optimizer after the swap.
@@ -63,7 +63,9 @@ def swap(
             "or loaded), and another swap would start from the original's positions: call posswap.restore(model) first, "
             "or save the model and load it again to swap from where it is now"
         )
-    before = take_snapshot(target, architecture, weights=_changes_weights(target, architecture, Scheme))
+    # Only a balanced basis rewrites weights; when the first swap has none, a later one may.
+    rewrites = balances(architecture, target.config) and _plain_projections(target, architecture)
+    before = take_snapshot(target, architecture, weights=rewrites)
     start = before if record is None else record.original
     trained_positions = _trained_positions(start)
     max_positions = _check_max_positions(max_positions, start)
@@ -84,29 +86,17 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, table
     table = _rows(table_module, geometry.trained_positions)
     if not torch.isfinite(table).all():
         raise PosswapError("the position table holds NaN or infinite numbers: the checkpoint is broken, load it again")
-    plain_config = architecture.config_class.model_type
+    order = _balanced_order(target, architecture, scheme, geometry) if warm_start else None
+    moments = None if order is None else query_key_moments(target, architecture)
     embedding = install(target, architecture, scheme, geometry)
-    with torch.no_grad():
-        if warm_start or embedding.keeps_table:
+    if warm_start or embedding.keeps_table:
+        with torch.no_grad():
             embedding.fit_table(table, geometry.trained_positions)
-    if warm_start and balances(architecture, target.config):
-        base = target.base_model
-        for layer, attention in enumerate(architecture.self_attentions(base)):
-            positions = getattr(attention, "positions", None)
-            order = None if positions is None else positions.dims_slow_to_fast()
-            if order is None:
-                break
-            query_key = architecture.query_key(attention)
-            if query_key is None:
-                warnings.warn(
-                    "adapters wrap the query and key projections, so the balanced basis is left out of the warm start; "
-                    "swap before adding adapters to have it",
-                    stacklevel=4,
-                )
-                break
-            balance(query_key, architecture.input_norm(base, layer), geometry.num_heads, order)
+    if order is not None:
+        for attention, (query, key) in zip(architecture.self_attentions(target.base_model), moments, strict=True):
+            balance(architecture.query_key(attention), query, key, order)
     config = copy.deepcopy(target.config)
-    config.__class__ = CONFIG_CLASSES[plain_config]
+    config.__class__ = CONFIG_CLASSES[architecture.model_type]
     config.max_position_embeddings = geometry.max_positions
     config.position_scheme = config_entry(scheme, geometry.trained_positions)
     set_config(target, config)
@@ -276,10 +266,24 @@ def _rows(table: nn.Module, trained_positions: int) -> torch.Tensor:
         return table(torch.arange(trained_positions, device=device)[None])[0].double()
 
 
-def _changes_weights(target: PreTrainedModel, architecture: Architecture, scheme) -> bool:
-    """Whether a warm start may rewrite query and key projections (only plain ones are ever rewritten)."""
-    attentions = architecture.self_attentions(target.base_model)
-    return balances(architecture, target.config) and all(architecture.query_key(a) is not None for a in attentions)
+def _balanced_order(target: PreTrainedModel, architecture: Architecture, scheme: Scheme, geometry) -> torch.Tensor | None:
+    """Return the order of dimensions for a balanced basis, or None where the warm start leaves projections alone."""
+    positions = scheme.attention_module(geometry)
+    order = None if positions is None else positions.dims_slow_to_fast()
+    if order is None or not balances(architecture, target.config):
+        return None
+    if not _plain_projections(target, architecture):
+        warnings.warn(
+            "adapters wrap the query and key projections, so the balanced basis is left out of the warm start; swap before "
+            "adding adapters to have it",
+            stacklevel=4,
+        )
+        return None
+    return order
+
+
+def _plain_projections(target: PreTrainedModel, architecture: Architecture) -> bool:
+    return all(architecture.query_key(a) is not None for a in architecture.self_attentions(target.base_model))
 
 
 def _fingerprint(target: PreTrainedModel, architecture: Architecture) -> int:

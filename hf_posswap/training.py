@@ -34,6 +34,7 @@ class TrainingConfig:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     gradient_accumulation_steps: int = 1
+    dropout: bool = True  # False: short tuning of a trained model, where noise costs more than it teaches
     mixed_precision: str | None = None  # None: whatever `accelerate launch` or `accelerate config` says
     seed: int = 0
     checkpoint_every: int = 0  # steps; 0: only the end result is kept
@@ -70,6 +71,7 @@ def train(
     config: TrainingConfig,
     *,
     compute_loss: Callable[[torch.nn.Module, dict], torch.Tensor] | None = None,
+    collate: Callable[[list[dict]], dict] | None = None,
     output: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
@@ -77,8 +79,8 @@ def train(
 ) -> tuple[torch.nn.Module, TrainingRun]:
     """Train `model` on `dataset` for `config.max_steps` steps and return it, unwrapped, with what the run did.
 
-    `dataset` yields dicts of tensors of one length. `compute_loss(model, batch)` returns a scalar; without it the
-    model's own `model(**batch).loss` is used. With `output` and `checkpoint_every`, checkpoints are written aside and
+    `dataset` holds dicts of tensors, of one length or with a `collate` that pads them. `compute_loss(model, batch)` returns
+    a scalar; without it the model's own `model(**batch).loss` is used. With `output` and `checkpoint_every`, checkpoints are written aside and
     renamed, so a killed run leaves no half-written one; `resume=True` goes on from the newest.
     """
     if resume and output is None:
@@ -104,7 +106,7 @@ def train(
         )
     set_seed(config.seed)
     micro_batch = config.batch_size // config.gradient_accumulation_steps
-    loader = DataLoader(dataset, batch_size=micro_batch, shuffle=True, drop_last=True)
+    loader = DataLoader(dataset, batch_size=micro_batch, shuffle=True, drop_last=True, collate_fn=collate)
     decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -120,12 +122,13 @@ def train(
     if resume:
         _load_checkpoint(accelerator, Path(output), run)
 
-    model.train()
+    model.train(config.dropout)
     bar = tqdm(
         total=config.max_steps,
         initial=len(run.losses),
         desc=description,
         unit="step",
+        leave=False,
         disable=not (progress and accelerator.is_main_process),
     )
     started, spent = time.perf_counter(), run.seconds

@@ -56,10 +56,6 @@ class Architecture(ABC):
     def query_key(self, attention: nn.Module) -> "QueryKey | None":
         """Return views of the query and key projections, or None when something (an adapter) wraps them."""
 
-    @abstractmethod
-    def input_norm(self, base: PreTrainedModel, layer: int) -> nn.LayerNorm:
-        """Return the layer norm whose output this layer's queries and keys are projected from."""
-
     def is_causal(self, config: PreTrainedConfig) -> bool:
         """Whether self-attention looks only to the left."""
         return False

@@ -55,8 +55,5 @@ class Bert(Architecture):
         query, key = attention.query, attention.key
         return QueryKey(query.weight, query.bias, key.weight, key.bias)
 
-    def input_norm(self, base, layer):
-        return base.embeddings.LayerNorm if layer == 0 else base.encoder.layer[layer - 1].output.LayerNorm
-
     def is_causal(self, config):
         return config.is_decoder

@@ -42,9 +42,7 @@ class GPT2(Architecture):
     def backend(self, attention):
         implementation = attention.config._attn_implementation
         if implementation == "eager" and attention.reorder_and_upcast_attn:
-            return lambda attention, query, key, value, mask, **_: attention._upcast_and_reordered_attn(
-                query, key, value, mask
-            )
+            return lambda attention, query, key, value, mask, **_: attention._upcast_and_reordered_attn(query, key, value, mask)
         return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, modeling_gpt2.eager_attention_forward)
 
     def query_key(self, attention):
@@ -53,9 +51,6 @@ class GPT2(Architecture):
         size = attention.split_size
         weight, bias = attention.c_attn.weight.T, attention.c_attn.bias  # (3E, E), a view
         return QueryKey(weight[:size], bias[:size], weight[size : 2 * size], bias[size : 2 * size])
-
-    def input_norm(self, base, layer):
-        return base.h[layer].ln_1
 
     def is_causal(self, config):
         return True

@@ -31,9 +31,8 @@ __all__ = [
     "scheme_from_dict",
 ]
 
-SCHEMES: dict[str, type[Scheme]] = {
-    scheme.name: scheme for scheme in (Learned, Sinusoidal, Relative, Rotary, NoPositions)
-}
+SCHEMES: dict[str, type[Scheme]] = {scheme.name: scheme for scheme in (Learned, Sinusoidal, Relative, Rotary, NoPositions)}
+
 
 def register_scheme(scheme: type[Scheme]) -> type[Scheme]:
     """Make a scheme known by its `name`, for strings, the command line and saved checkpoints; usable as a decorator.
@@ -46,6 +45,7 @@ def register_scheme(scheme: type[Scheme]) -> type[Scheme]:
         raise PosswapError(f"a scheme named {scheme.name!r} exists already ({SCHEMES[scheme.name]}): choose another name")
     SCHEMES[scheme.name] = scheme
     return scheme
+
 
 def parse_scheme(scheme: Scheme | str) -> Scheme:
     """Return the scheme itself, or the one a string names: "rotary" or "rotary:theta=500000,fraction=0.5".
@@ -70,6 +70,7 @@ def parse_scheme(scheme: Scheme | str) -> Scheme:
         raise UnknownSchemeError(f"cannot read the options of {scheme!r}; write name:option=value,option=value")
     return scheme_from_dict({"name": name.strip(), **given})
 
+
 def scheme_from_dict(entry: dict[str, Any]) -> Scheme:
     """Build a scheme from its name and options, as config.json holds them."""
     options = dict(entry)
@@ -91,8 +92,10 @@ def scheme_from_dict(entry: dict[str, Any]) -> Scheme:
                 raise UnknownSchemeError(f"{name}: {option}={value!r} must be a number") from None
     return SCHEMES[name](**options)
 
+
 def _nearest(given: Any, known) -> str:
     near = difflib.get_close_matches(str(given), list(known), n=1, cutoff=0.5)
     return f" (did you mean {near[0]!r}?)" if near else ""
+
 
 __all__ += ["CheckpointError"]

@@ -47,21 +47,25 @@ class PositionEmbedding(nn.Module):
 
 
 class Constant(PositionEmbedding):
-    """The same vector at every position: what is left of a table when its positions are taken away.
+    """What is left of a table when its positions are taken away: one vector for all, another for position 0.
 
-    A table's mean is not positional, yet the network has learned to expect it: the warm start keeps it, `zeros` drop
-    it. It is added where the table was added, so `inputs_embeds` and untied heads see what they saw.
+    A table's mean is not positional, yet the network has learned to expect it. Row 0 is an outlier in real tables: BERT's
+    [CLS] always sits there, and GPT-2 hangs its attention sink on it. It marks the first token, and says nothing about
+    the others. A warm start keeps both vectors, zeros drop them. They are added where the table was added, so
+    `inputs_embeds` and untied heads see what they saw.
     """
 
     def __init__(self, geometry: Geometry):
         super().__init__(geometry)
+        self.first = nn.Parameter(torch.zeros(geometry.hidden_size))
         self.mean = nn.Parameter(torch.zeros(geometry.hidden_size))
 
     def fit_table(self, table: torch.Tensor, trained_positions: int) -> None:
+        self.first.copy_(table[0])
         self.mean.copy_(table[:trained_positions].mean(0))
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
-        return self.mean.expand(*position_ids.shape, -1)  # (B, L, E)
+        return torch.where(position_ids[..., None] == 0, self.first, self.mean)  # (B, L, E)
 
 
 class AttentionPositions(nn.Module):

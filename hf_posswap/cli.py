@@ -1,0 +1,133 @@
+"""The command line: swap, describe and compare."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from hf_posswap.compare import DEFAULT_MODELS, DEFAULT_SCHEMES, CompareConfig, compare, embedded_model
+from hf_posswap.errors import CheckpointError, PosswapError
+from hf_posswap.report import write_report
+from hf_posswap.schemes import SCHEMES
+from hf_posswap.swap import describe, swap
+
+app = typer.Typer(
+    help="Swap the position scheme of pretrained BERT and GPT-2 models, and measure what it costs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+_SCHEME_HELP = "name:option=value,option=value; names: " + ", ".join(f"{n} ({s.summary})" for n, s in SCHEMES.items())
+
+
+@app.command("swap")
+def swap_command(
+    model: Annotated[str, typer.Argument(help="A model folder or Hub id; minilm and stdlib-gpt2 are built in.")],
+    scheme: Annotated[str, typer.Option(help=_SCHEME_HELP)],
+    output: Annotated[Path, typer.Option(help="A new folder for the swapped model and its tokenizer.")],
+    max_positions: Annotated[int | None, typer.Option(help="The longest input; the checkpoint's own by default.")] = None,
+    cold: Annotated[bool, typer.Option("--cold", help="Drop the old table without a warm start.")] = False,
+):
+    """Swap a checkpoint's positions and save the result."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output} exists already: choose another --output")
+    source = embedded_model(model)
+    loaded = _load(source)
+    swap(loaded, scheme, max_positions=max_positions, warm_start=not cold)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.model_max_length = loaded.config.max_position_embeddings
+    output.mkdir(parents=True, exist_ok=True)
+    loaded.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    typer.echo(describe(loaded))
+    typer.echo(f"saved to {output}: import hf_posswap, then AutoModel...from_pretrained({str(output)!r})")
+
+
+@app.command("describe")
+def describe_command(model: Annotated[str, typer.Argument(help="A model folder or Hub id, swapped or not.")]):
+    """Say what positions a checkpoint has."""
+    typer.echo(describe(_load(embedded_model(model))))
+
+
+@app.command("compare")
+def compare_command(
+    output: Annotated[Path, typer.Option(help="Folder for results.json, results.md, plots and models.")] = Path("runs/compare"),
+    model: Annotated[
+        list[str] | None, typer.Option(help=f"A model folder or Hub id; repeatable. Default: {', '.join(DEFAULT_MODELS)}.")
+    ] = None,
+    schemes: Annotated[str, typer.Option(help="Schemes, separated by spaces.")] = " ".join(DEFAULT_SCHEMES),
+    data: Annotated[str | None, typer.Option(help="Text, csv, json or parquet file, folder, or Hub dataset.")] = None,
+    text_column: Annotated[str, typer.Option(help="The column of a table that holds the text.")] = "text",
+    seeds: Annotated[str, typer.Option(help="Seeds of the tuning, separated by commas.")] = "0",
+    max_steps: Annotated[int, typer.Option(help="Tuning steps, the same for every scheme.")] = CompareConfig.max_steps,
+    batch_size: Annotated[int, typer.Option(help="Sequences a step.")] = CompareConfig.batch_size,
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = CompareConfig.learning_rate,
+    evaluation_tokens: Annotated[int, typer.Option(help="Held-out tokens a figure.")] = CompareConfig.evaluation_tokens,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted comparison.")] = False,
+):
+    """Take checkpoints through schemes under one budget: damage, short tuning, word order, length.
+
+    Without options it runs on what is built in, offline: a BERT (all-MiniLM-L6-v2) and a small GPT-2.
+    """
+    try:
+        chosen = tuple(int(seed) for seed in seeds.split(","))
+    except ValueError:
+        raise PosswapError(f"--seeds {seeds!r} must be whole numbers separated by commas, such as 0,1,2") from None
+    config = CompareConfig(
+        models=tuple(model or DEFAULT_MODELS),
+        schemes=tuple(schemes.split()),
+        data=data,
+        text_column=text_column,
+        seeds=chosen,
+        max_steps=max_steps,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
+        evaluation_tokens=evaluation_tokens,
+    )
+    results = compare(config, output, resume=resume)
+    written = write_report(results, output)
+    console = Console()
+    console.print(Markdown((output / "results.md").read_text()))
+    for path in [*written, *sorted((output / "models").iterdir())]:
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+def _load(source: str) -> PreTrainedModel:
+    """Load a checkpoint with the head it was saved with, so that nothing is lost on the way."""
+    from transformers import AutoConfig
+
+    from hf_posswap.checkpoint import SWAPPED_CLASSES
+
+    config = AutoConfig.from_pretrained(source)
+    by_name = {kind.__name__: kind for pair in SWAPPED_CLASSES.items() for kind in pair}
+    named = (config.architectures or [None])[0]
+    if named in by_name:
+        return by_name[named].from_pretrained(source)
+    return (AutoModelForCausalLM if config.model_type.endswith("gpt2") else AutoModel).from_pretrained(source)
+
+
+def main() -> None:
+    """Run the command line; what users did wrong is told in one paragraph, without a traceback."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    try:
+        app(standalone_mode=True)
+    except (PosswapError, OSError) as error:
+        Console(stderr=True).print(f"hf-posswap: {error}", style="red", highlight=False, markup=False)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

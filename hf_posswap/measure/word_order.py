@@ -1,0 +1,93 @@
+"""Bigram shift: has a pair of adjacent words been swapped? A task that cannot be solved without order.
+
+Conneau et al. 2018, "What you can cram into a single $&!#* vector", section 3 (https://arxiv.org/abs/1805.01070). Each
+sentence occurs twice, intact and with a swap, so both classes hold the same words and a bag of words scores 50 %.
+
+An encoder is asked as in the paper: a linear probe reads frozen sentence vectors (here the means of all layers' states, and
+ridge regression with its penalty chosen by leave-one-out). A causal model is asked which of the two it finds likelier
+(as in Warstadt et al. 2020, https://arxiv.org/abs/1912.00582). Nothing is random but the choice of sentences.
+"""
+
+import random
+import re
+
+import numpy
+import torch
+from sklearn.linear_model import RidgeClassifierCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_posswap.errors import DataError
+
+
+def word_order_examples(paragraphs: list[str], count: int, *, seed: int = 0) -> tuple[list[str], list[int]]:
+    """Return `count` texts and labels: sentences of 6 to 24 words, each intact (0) and with two neighbours swapped (1).
+
+    >>> word_order_examples(["The quick brown fox jumps over the lazy dog."], 2)
+    (['The quick brown fox jumps over the lazy dog.', 'The quick brown fox jumps over lazy the dog.'], [0, 1])
+    """
+    sentences = {s.strip() for p in paragraphs for s in re.split(r"(?<=[.!?])\s+(?=[A-Z])", p)}
+    usable = sorted(s for s in sentences if 6 <= len(words := s.split()) <= 24 and len({w.lower() for w in words}) > 4)
+    if len(usable) * 2 < count:
+        raise DataError(
+            f"the text has {len(usable)} sentences of 6 to 24 words, {count} word-order examples need {count // 2}: "
+            "give more prose, or ask for fewer examples"
+        )
+    chance = random.Random(seed)
+    texts = []
+    for sentence in chance.sample(usable, count // 2):
+        words = sentence.split()
+        # Swapping equal neighbours would change nothing, and the last word carries the full stop.
+        place = chance.choice([i for i in range(len(words) - 2) if words[i].lower() != words[i + 1].lower()])
+        words[place : place + 2] = words[place + 1], words[place]
+        texts += [sentence, " ".join(words)]
+    return texts, [0, 1] * (count // 2)
+
+
+def word_order_probe(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    train: tuple[list[str], list[int]],
+    test: tuple[list[str], list[int]],
+) -> float:
+    """Return the share of test texts that a linear probe on the model's frozen states tells intact from swapped."""
+    vectors = [_sentence_vectors(model, tokenizer, texts) for texts, _ in (train, test)]
+    probe = make_pipeline(StandardScaler(), RidgeClassifierCV(alphas=numpy.logspace(1, 6, 11)))
+    return float(probe.fit(vectors[0], train[1]).score(vectors[1], test[1]))
+
+
+@torch.no_grad()
+def word_order_preference(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> float:
+    """Return the share of sentences that a causal model finds likelier than their swapped twins (texts alternate)."""
+    model.eval()
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    scores = []
+    for first in range(0, len(texts), 64):
+        batch = tokenizer(texts[first : first + 64], padding=True, padding_side="right", return_tensors="pt").to(model.device)
+        # A start token in front, so that the first word is predicted too.
+        tokens = torch.nn.functional.pad(batch["input_ids"], (1, 0), value=start)
+        mask = torch.nn.functional.pad(batch["attention_mask"], (1, 0), value=1)
+        logits = model(input_ids=tokens, attention_mask=mask).logits[:, :-1].float()
+        likelihood = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0] * mask[:, 1:]
+        scores.append(likelihood.sum(1))
+    scores = torch.cat(scores)
+    return (scores[0::2] > scores[1::2]).float().mean().item()
+
+
+@torch.no_grad()
+def _sentence_vectors(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> numpy.ndarray:
+    model.eval()
+    by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # batches of like lengths waste little padding
+    vectors = [None] * len(texts)
+    for start in range(0, len(texts), 64):
+        chosen = by_length[start : start + 64]
+        batch = tokenizer(
+            [texts[i] for i in chosen], padding=True, padding_side="right", truncation=True, return_tensors="pt"
+        ).to(model.device)
+        states = model.base_model(**batch, output_hidden_states=True).hidden_states
+        mask = batch["attention_mask"][..., None]
+        means = torch.cat([(layer.float() * mask).sum(1) / mask.sum(1) for layer in states], dim=-1)
+        for i, vector in zip(chosen, means.cpu().numpy(), strict=True):
+            vectors[i] = vector
+    return numpy.stack(vectors)

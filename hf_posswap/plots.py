@@ -1,0 +1,88 @@
+"""Pictures of results, as matplotlib figures; no global state, nothing is shown or saved here."""
+
+from matplotlib.figure import Figure
+
+from hf_posswap.compare import figures_of
+
+# Okabe and Ito's palette: told apart by colour-blind readers too. Markers and dashes repeat what colours say.
+_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+
+def plot_perplexity_by_length(model: dict) -> Figure:
+    """Perplexity against input length for each scheme: right after the swap (dashed) and after tuning (solid)."""
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    lengths = sorted(int(n) for n in model["evaluation_tokens"])
+    for index, row in enumerate(model["rows"]):
+        colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
+        figures = {(stage, name): (value, spread) for stage, name, value, spread in figures_of(row)}
+        for stage, style in (("swapped", "--"), ("tuned", "-")):
+            points = [figures[stage, f"perplexity_{n}"] for n in lengths]
+            axes.errorbar(
+                lengths,
+                [value for value, _ in points],
+                yerr=[spread or 0.0 for _, spread in points],
+                linestyle=style,
+                marker=marker,
+                markersize=5,
+                color=colour,
+                alpha=1.0 if stage == "tuned" else 0.5,
+                label=row["scheme"] if stage == "tuned" else None,
+                capsize=2,
+            )
+    axes.axvline(model["trained_positions"], color="0.7", linewidth=1, zorder=0)
+    axes.annotate(
+        "trained length", (model["trained_positions"], 1.0), xycoords=("data", "axes fraction"), xytext=(4, -12),
+        textcoords="offset points", color="0.4", fontsize=8,
+    )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(lengths, [str(n) for n in lengths])
+    axes.yaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_minor_formatter("{x:.0f}")
+    axes.tick_params(which="both", labelsize=8)
+    axes.set_xlabel("input length (tokens)")
+    axes.set_ylabel("held-out perplexity, lower is better")
+    axes.set_title(f"{model['model']}: dashed right after the swap, solid after tuning", fontsize=10)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    return figure
+
+
+def plot_quality(model: dict) -> Figure:
+    """One bar for each scheme and stage: cosine with the original, or perplexity at the trained length."""
+    lengths = sorted(int(n) for n in model["evaluation_tokens"])
+    name = f"perplexity_{lengths[0]}" if model["causal"] else f"cosine_{lengths[-1]}"
+    stages = {"cold": ("cold swap", "#E69F00"), "swapped": ("warm swap", "#56B4E9"), "tuned": ("tuned", "#0072B2")}
+    figure = Figure(figsize=(7.5, 4.0), layout="constrained")
+    axes = figure.subplots()
+    rows = model["rows"]
+    tables = [{(s, n): (value, spread) for s, n, value, spread in figures_of(row)} for row in rows]
+    reference = tables[0]["swapped", name][0]
+    for offset, (stage, (label, colour)) in zip((-0.27, 0.0, 0.27), stages.items(), strict=True):
+        places = [i for i, table in enumerate(tables) if i > 0 and (stage, name) in table]
+        values = [tables[i][stage, name] for i in places]
+        bars = axes.bar(
+            [i + offset for i in places],
+            [value for value, _ in values],
+            yerr=[spread or 0.0 for _, spread in values],
+            width=0.25,
+            color=colour,
+            label=label,
+            capsize=2,
+        )
+        axes.bar_label(bars, fmt="%.1f" if model["causal"] else "%.2f", fontsize=7, padding=2)
+    axes.axhline(reference, color="black", linewidth=1, linestyle=":", label="original")
+    if model["causal"]:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:.0f}")
+        axes.yaxis.set_minor_formatter("{x:.0f}")
+        axes.tick_params(which="both", labelsize=8)
+        axes.set_ylabel(f"perplexity at {lengths[0]} tokens, lower is better")
+    else:
+        axes.set_ylabel(f"cosine with the original at {lengths[-1]} tokens")
+    axes.margins(y=0.12)
+    axes.set_xticks(range(1, len(rows)), [row["scheme"] for row in rows[1:]])
+    axes.set_title(f"{model['model']}: what a swap costs, and what {model['tuning_tokens']:,} tokens win back", fontsize=10)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    return figure
