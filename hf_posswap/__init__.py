@@ -8,6 +8,7 @@ Importing registers the swapped model types with transformers' Auto classes, and
 """
 
 from hf_posswap.architectures import ARCHITECTURES, Architecture
+from hf_posswap.assets import embedded_model
 from hf_posswap.checkpoint import register_architecture
 from hf_posswap.errors import PosswapError
 from hf_posswap.schemes import (
@@ -36,6 +37,7 @@ __all__ = [
     "Scheme",
     "Sinusoidal",
     "describe",
+    "embedded_model",
     "register_architecture",
     "register_scheme",
     "restore",

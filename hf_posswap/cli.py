@@ -11,7 +11,8 @@ from rich.markdown import Markdown
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from hf_posswap.compare import DEFAULT_MODELS, DEFAULT_SCHEMES, CompareConfig, compare, embedded_model
+from hf_posswap.assets import EMBEDDED_MODELS, embedded_model
+from hf_posswap.compare import DEFAULT_SCHEMES, CompareConfig, compare
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.report import write_report
 from hf_posswap.schemes import SCHEMES
@@ -61,7 +62,7 @@ def describe_command(model: Annotated[str, typer.Argument(help="A model folder o
 def compare_command(
     output: Annotated[Path, typer.Option(help="Folder for results.json, results.md, plots and models.")] = Path("runs/compare"),
     model: Annotated[
-        list[str] | None, typer.Option(help=f"A model folder or Hub id; repeatable. Default: {', '.join(DEFAULT_MODELS)}.")
+        list[str] | None, typer.Option(help=f"A model folder or Hub id; repeatable. Default: {', '.join(EMBEDDED_MODELS)}.")
     ] = None,
     schemes: Annotated[str, typer.Option(help="Schemes, separated by spaces.")] = " ".join(DEFAULT_SCHEMES),
     data: Annotated[str | None, typer.Option(help="Text, csv, json or parquet file, folder, or Hub dataset.")] = None,
@@ -82,7 +83,7 @@ def compare_command(
     except ValueError:
         raise PosswapError(f"--seeds {seeds!r} must be whole numbers separated by commas, such as 0,1,2") from None
     config = CompareConfig(
-        models=tuple(model or DEFAULT_MODELS),
+        models=tuple(model or EMBEDDED_MODELS),
         schemes=tuple(schemes.split()),
         data=data,
         text_column=text_column,

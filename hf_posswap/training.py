@@ -80,8 +80,8 @@ def train(
     """Train `model` on `dataset` for `config.max_steps` steps and return it, unwrapped, with what the run did.
 
     `dataset` holds dicts of tensors, of one length or with a `collate` that pads them. `compute_loss(model, batch)` returns
-    a scalar; without it the model's own `model(**batch).loss` is used. With `output` and `checkpoint_every`, checkpoints are written aside and
-    renamed, so a killed run leaves no half-written one; `resume=True` goes on from the newest.
+    a scalar; without it the model's own `model(**batch).loss` is used. With `output` and `checkpoint_every`, checkpoints
+    are written aside and renamed, so a killed run leaves no half-written one; `resume=True` goes on from the newest.
     """
     if resume and output is None:
         raise PosswapError("resume=True needs output=, the folder of the run to go on with")
@@ -106,7 +106,12 @@ def train(
         )
     set_seed(config.seed)
     micro_batch = config.batch_size // config.gradient_accumulation_steps
-    loader = DataLoader(dataset, batch_size=micro_batch, shuffle=True, drop_last=True, collate_fn=collate)
+    # A generator of its own: without, every start of an epoch draws from the global one, and a resumed run, which starts
+    # its epoch once more, would see other dropout than the run it goes on with.
+    generator = torch.Generator().manual_seed(config.seed)
+    loader = DataLoader(
+        dataset, batch_size=micro_batch, shuffle=True, drop_last=True, collate_fn=collate, generator=generator
+    )
     decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -135,8 +140,9 @@ def train(
     micro_loss = 0.0
     while len(run.losses) < config.max_steps:
         epoch, skipped = divmod(len(run.losses) * config.gradient_accumulation_steps, len(loader))
-        loader.set_epoch(epoch)
-        for batch in skip_first_batches(loader, skipped) if skipped else loader:
+        batches = skip_first_batches(loader, skipped) if skipped else loader
+        batches.set_epoch(epoch)  # on the loader that is iterated: each carries its own count and shuffles by it
+        for batch in batches:
             with accelerator.accumulate(model):
                 loss = compute_loss(model, batch) if compute_loss else model(**batch).loss
                 accelerator.backward(loss)

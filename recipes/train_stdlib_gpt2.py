@@ -20,6 +20,7 @@ from typing import Annotated
 import torch
 import transformers
 import typer
+from huggingface_hub import ModelCard, ModelCardData
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -63,6 +64,31 @@ def shifted_blocks(documents: list[str], tokenizer: PreTrainedTokenizerFast, pas
 def held_out_perplexity(model: GPT2LMHeadModel, blocks: torch.Tensor) -> float:
     losses = [model(input_ids=rows, labels=rows).loss.item() * len(rows) for rows in blocks.split(16)]
     return math.exp(sum(losses) / len(blocks))
+
+
+def card(report: dict) -> ModelCard:
+    """The model card, from what the run reported; huggingface_hub checks its metadata."""
+    data = ModelCardData(language="en", license="apache-2.0", library_name="transformers", pipeline_tag="text-generation")
+    config = report["config"]
+    return ModelCard(f"""---
+{data.to_yaml()}
+---
+
+# stdlib-gpt2
+
+A GPT-2 of {report["parameters"]:,} parameters with learned absolute positions, {CONTEXT} of them. It is small enough to ship and
+real enough to see what happens when its positions are swapped. It writes Python and documentation, roughly.
+
+- Data: the sources of Python {report["versions"]["python"]}'s standard library and the topics of `help()`. Every tenth document, by the SHA-256
+  of its name, is held out. {report["train_tokens_distinct"]:,} distinct training tokens, byte-level BPE of 2,048 learned from the same text.
+- Training: `{report["command"]}`; {config["max_steps"]} steps of {config["batch_size"]} x {CONTEXT} tokens, {report["train_tokens_seen"]:,} in all, seed
+  {config["seed"]}, AdamW at {config["learning_rate"]:g} with cosine decay, {report["seconds"] / 60:.0f} minutes on {report["processes"]} CPU process.
+- Held-out perplexity: **{report["held_out_perplexity"]:.2f}** a token, over {report["held_out_tokens"]:,} tokens in blocks of {CONTEXT}.
+- Weights are float16 on disk and load as float32. torch {report["versions"]["torch"]}, transformers {report["versions"]["transformers"]}.
+
+Not for use as a language model: it knows nothing but the standard library. The text is under the Python Software Foundation
+License; generated text may repeat it.
+""")
 
 
 def main(
@@ -130,6 +156,7 @@ def main(
         },
     }
     (output / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+    card(report).save(output / "README.md")
     print(json.dumps(report, indent=2))
 
 

@@ -1,0 +1,418 @@
+"""What cannot work is refused with a PosswapError that says why and what to do, and the model is as it was before."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RoFormerConfig,
+    RoFormerForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import hf_posswap as posswap
+from hf_posswap.schemes import Scheme, scheme_from_dict
+from hf_posswap.schemes.relative import Relative, RelativePositions
+
+
+def state(model) -> tuple:
+    """Everything a failed swap must leave alone, with tensors copied."""
+    modules = {name: (type(module), id(getattr(module, "config", None))) for name, module in model.named_modules()}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    kept = {name: (tensor, tensor.detach().clone()) for name, tensor in tensors.items()}
+    return modules, kept, copy.deepcopy(model.config.to_dict()), sorted(vars(model))
+
+
+def unchanged(model, before: tuple) -> bool:
+    """Whether the model has the same modules, classes, configs and tensors, bit for bit (NaN included)."""
+    after = state(model)
+    tensors = after[1].keys() == before[1].keys() and all(
+        after[1][name][0].shape == value.shape and torch.equal(after[1][name][1].nan_to_num(7), value.nan_to_num(7))
+        for name, (_, value) in before[1].items()
+    )
+    return tensors and (after[0], after[2], after[3]) == (before[0], before[2], before[3])
+
+
+SCHEME_ERRORS = [
+    (
+        "rotery",
+        r"unknown scheme 'rotery' \(did you mean 'rotary'\?\); known are learned, sinusoidal, relative, rotary, none",
+    ),
+    ("xyzzy", r"unknown scheme 'xyzzy'; known are"),
+    ("", r"unknown scheme ''"),
+    (
+        "rotary:thetta=5",
+        r"rotary has no option 'thetta' \(did you mean 'theta'\?\); it has theta, fraction, layout, scaling",
+    ),
+    ("none:clip=5", r"none has no option 'clip'; it has none"),
+    ("rotary:theta", r"theta=None must be a number"),
+    ("rotary:theta=[", r"cannot read the options of 'rotary:theta=\['; write name:option=value"),
+    ("rotary:theta=big", r"theta='big' must be a number"),
+    ("rotary:theta=1", r"theta=1 must be a number above 1"),
+    ("rotary:theta=.inf", r"theta=inf must be a number"),
+    ("rotary:theta=.nan", r"theta=nan must be a number"),
+    ("rotary:theta=true", r"theta=True must be a number"),
+    ("rotary:fraction=0", r"fraction=0 must be a number above 0"),
+    ("rotary:fraction=1.5", r"fraction=1.5 must lie in \(0, 1\]"),
+    (
+        "rotary:fraction=0.2",
+        r"fraction=0.2 of head_dim 16 is 3 dimensions.*fraction=0.125 \(2 dimensions\) or fraction=0.25",
+    ),
+    ("rotary:fraction=0.01", r"is 0 dimensions.*fraction=0.125"),
+    ("rotary:layout=halves", r"layout='halves' is not one of 'interleaved', 'half'"),
+    ("rotary:scaling={rope_type=magic}", r"'rope_type' out of linear, dynamic, yarn, longrope, llama3"),
+    ("rotary:scaling={rope_type=linear}", r"linear scaling needs \['factor'\].*given were \[\]"),
+    ("rotary:scaling={rope_type=linear,factor=2,beta=3}", r"given were \['beta', 'factor'\]"),
+    ("rotary:scaling=linear", r"scaling='linear' must be a dict"),
+    ("rotary:scaling={rope_type=linear,factor=big}", r"factor='big'"),
+    ("rotary:scaling={rope_type=linear,factor=0}", r"factor=0"),
+    ("rotary:scaling={rope_type=linear,factor=-2}", r"factor=-2"),
+    (
+        "rotary:scaling={rope_type=longrope,short_factor=[1,2],long_factor=[1,2]}",
+        r"short_factor must have 8 numbers.*has 2",
+    ),
+    ("rotary:scaling={rope_type=longrope,short_factor=2,long_factor=3}", r"short_factor"),
+    ("relative:clip=0", r"clip=0 must be an integer of at least 1"),
+    ("relative:clip=-3", r"clip=-3 must be"),
+    ("relative:clip=2.5", r"clip=2.5 must be an integer"),
+    ("relative:clip=true", r"clip=True must be an integer"),
+    ("relative:values=maybe", r"values='maybe' is not one of True, False"),
+    ("relative:values=1", r"values=1 is not one of True, False"),
+    ("sinusoidal:layout=half", r"layout='half' is not one of 'interleaved', 'halves', 'tensor2tensor'"),
+    ("sinusoidal:base=0", r"base=0 must be a number above 1"),
+    ("sinusoidal:project=2", r"project=2 is not one of True, False"),
+    ("learned:extend=stretch", r"extend='stretch' is not one of 'tile', 'interpolate', None"),
+    (None, r"None is no scheme: pass an instance such as posswap.Rotary"),
+    (posswap.Rotary, r"is no scheme: pass an instance"),
+    ({"name": "rotary"}, r"is no scheme"),
+]
+
+
+@pytest.mark.parametrize(("scheme", "message"), SCHEME_ERRORS, ids=lambda value: str(value)[:40] if value else "empty")
+def test_bad_scheme(make_model, scheme, message):
+    """An unknown or impossible scheme names what was given and what exists; nothing happens to the model."""
+    model = make_model("bert")
+    before = state(model)
+    with pytest.raises(posswap.PosswapError, match=message):
+        posswap.swap(model, scheme)
+    assert unchanged(model, before)
+
+
+@pytest.mark.parametrize("entry", [{}, {"name": None}, {"name": ["rotary"]}, {"name": {"rotary": 1}}], ids=str)
+def test_bad_scheme_entry(entry):
+    """A dict without a usable name is refused as one."""
+    with pytest.raises(posswap.PosswapError, match="unknown scheme"):
+        scheme_from_dict(entry)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_bad_max_positions(make_model, family):
+    """Fewer positions than the model holds, a number that is none, and a table that cannot grow are refused."""
+    model = make_model(family)
+    before = state(model)
+    for length in (0, -1, 16, 31, 64.0, "64", True):
+        with pytest.raises(posswap.PosswapError, match=f"max_positions={length!r} must be an integer of at least 32"):
+            posswap.swap(model, "rotary", max_positions=length)
+    with pytest.raises(posswap.PosswapError, match=r"32 rows and cannot hold max_positions=33: pass extend='tile' or"):
+        posswap.swap(model, "learned", max_positions=33)
+    assert unchanged(model, before)
+
+
+@pytest.mark.parametrize("heads", [32, 4])
+def test_odd_sizes(make_model, heads):
+    """Head sizes that cannot turn in pairs, and hidden sizes without pairs, are refused with the remedy."""
+    model = make_model("gpt2", n_embd=33 if heads == 32 else 36, n_head=33 if heads == 32 else 4)
+    before = state(model)
+    if heads == 4:  # 9 dimensions a head
+        with pytest.raises(posswap.PosswapError, match=r"head_dim 9 is 9 dimensions.*fraction=0.888889 \(8 dimensions\)"):
+            posswap.swap(model, "rotary")
+        posswap.swap(model, posswap.Rotary(fraction=0.888889))
+    else:
+        with pytest.raises(posswap.PosswapError, match=r"head_dim 1"):
+            posswap.swap(model, "rotary")
+        with pytest.raises(posswap.PosswapError, match=r"hidden size 33 is odd; only layout='tensor2tensor'"):
+            posswap.swap(model, "sinusoidal")
+        assert unchanged(model, before)
+        posswap.swap(model, posswap.Sinusoidal(layout="tensor2tensor"))
+        model(torch.arange(2, 9)[None])
+
+
+SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+OTHERS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "roformer": lambda: RoFormerForMaskedLM(RoFormerConfig(**SIZES)),
+    "t5": lambda: T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_models_without_learned_positions(kind):
+    """Other families are named, with the families that are known and the way to add one."""
+    model = OTHERS[kind]()
+    before = state(model)
+    for verb in (
+        lambda: posswap.swap(model, "rotary"),
+        lambda: posswap.describe(model),
+        lambda: posswap.restore(model),
+    ):
+        with pytest.raises(posswap.PosswapError, match=f"'{kind}' model.*bert, gpt2.*register_architecture"):
+            verb()
+    assert unchanged(model, before)
+
+
+@pytest.mark.parametrize(
+    "thing", [None, "bert-base-uncased", nn.Linear(2, 2), BertConfig()], ids=["None", "str", "Linear", "config"]
+)
+def test_things_that_are_no_models(thing):
+    """Whatever is no transformers model is refused by its type's name."""
+    with pytest.raises(posswap.PosswapError, match=f"{type(thing).__name__} cannot be swapped: pass"):
+        posswap.swap(thing, "rotary")
+
+
+class OwnBert(BertForMaskedLM):
+    """A user's subclass."""
+
+
+def test_subclasses_and_parts(make_model):
+    """A user's own subclass could not be loaded again, so it is refused with the way around it."""
+    model = OwnBert(make_model("bert").config)
+    before = state(model)
+    with pytest.raises(posswap.PosswapError, match="OwnBert is not one of transformers' own bert classes.*BertModel inside it"):
+        posswap.swap(model, "rotary")
+    assert unchanged(model, before)
+    posswap.swap(model.bert, "rotary")
+
+
+def test_quantized(make_model):
+    """A quantized model is refused: swap first, then quantize."""
+    model = make_model("bert")
+    model.is_quantized = True
+    before = state(model)
+    with pytest.raises(posswap.PosswapError, match="quantized: swap the full-precision checkpoint, then quantize"):
+        posswap.swap(model, "rotary")
+    assert unchanged(model, before)
+
+
+def test_compiled(make_model):
+    """A compiled model is refused, whether torch.compile wrapped it or model.compile() changed it."""
+    model = make_model("bert")
+    compiled = torch.compile(model, backend="eager")
+    before = state(model)
+    with pytest.raises(posswap.PosswapError, match="compiled already: swap first, then compile"):
+        posswap.swap(compiled, "rotary")
+    assert unchanged(model, before)
+    model.compile(backend="eager")
+    with pytest.raises(posswap.PosswapError, match="compiled already"):
+        posswap.swap(model, "rotary")
+
+
+def test_foreign_hooks_and_tables(make_model):
+    """Instances whose forward or table something else has replaced, and meta weights, are refused."""
+    model = make_model("bert")
+    attention = model.bert.encoder.layer[1].attention.self
+    attention.forward = attention.forward
+    before = state(model)
+    with pytest.raises(posswap.PosswapError, match="forward of BertSelfAttention is replaced on the instance"):
+        posswap.swap(model, "rotary")
+    assert unchanged(model, before)
+    model = make_model("gpt2")
+    model.transformer.wpe = nn.Identity()
+    with pytest.raises(posswap.PosswapError, match="GPT2Model.wpe is Identity, not a learned table"):
+        posswap.swap(model, "rotary")
+    with torch.device("meta"):
+        model = BertForMaskedLM(BertConfig(**SIZES))
+    with pytest.raises(posswap.PosswapError, match="meta device: load them first"):
+        posswap.swap(model, "rotary")
+
+
+@pytest.mark.parametrize("scheme", ["learned", "rotary", "relative", "sinusoidal", "none"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_broken_table(make_model, family, scheme, value):
+    """A table with NaN or infinite numbers is refused, and stays as it is."""
+    model = make_model(family)
+    with torch.no_grad():
+        (model.transformer.wpe if family == "gpt2" else model.bert.embeddings.position_embeddings).weight[3, 1] = value
+    before = state(model)
+    with pytest.raises(posswap.PosswapError, match="position table holds NaN or infinite numbers"):
+        posswap.swap(model, scheme)
+    assert unchanged(model, before)
+
+
+def test_broken_projections(make_model):
+    """Query weights that are not finite are refused by the balanced warm start, which a cold swap goes without."""
+    model = make_model("bert")
+    with torch.no_grad():
+        model.bert.encoder.layer[1].attention.self.query.weight[0, 0] = float("nan")
+    before = state(model)
+    with pytest.raises(posswap.PosswapError, match="not finite.*warm_start=False"):
+        posswap.swap(model, "rotary")
+    assert unchanged(model, before)
+    posswap.swap(model, "rotary", warm_start=False)
+
+
+class FailsLater:
+    """A function that works a number of times and then fails."""
+
+    def __init__(self, function, calls: int):
+        self.function, self.left = function, calls
+
+    def __call__(self, *args, **kwargs):
+        if not self.left:
+            raise RuntimeError("out of luck")
+        self.left -= 1
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("first", [None, "rotary", "relative:clip=3", "sinusoidal"])
+@pytest.mark.parametrize("place", ["first layer", "second layer", "balance", "config"])
+def test_failure_in_the_middle(make_model, family, first, place, monkeypatch, tokens):
+    """A swap that fails half-way leaves the model, swapped before or not, bit for bit and still restorable."""
+    module = importlib.import_module("hf_posswap.swap")  # the attribute of that name is the function
+    model = make_model(family)
+    original = model(tokens).logits
+    if first is not None:
+        posswap.swap(model, first, max_positions=40)
+    before, logits = state(model), model(tokens).logits
+    scheme = "rotary:fraction=0.5"
+    if "layer" in place:
+        scheme = "relative:clip=5"
+        function = FailsLater(lambda self, geometry: RelativePositions(self, geometry), 1 + (place == "second layer"))
+        monkeypatch.setattr(Relative, "attention_module", lambda *args: function(*args))
+    elif place == "balance" and family == "bert":
+        monkeypatch.setattr(module, "balance", FailsLater(module.balance, 1))
+    else:
+        monkeypatch.setattr(module, "config_entry", FailsLater(None, 0))
+    with pytest.raises(RuntimeError, match="out of luck"):
+        posswap.swap(model, scheme, max_positions=64)
+    monkeypatch.undo()
+    assert unchanged(model, before)
+    assert torch.equal(model(tokens).logits, logits)
+    assert posswap.describe(model).can_restore == (first is not None)
+    posswap.swap(model, scheme, max_positions=64)
+    posswap.restore(model)
+    assert torch.equal(model(tokens).logits, original)
+
+
+def test_failing_scheme_of_a_user(make_model, family):
+    """A user's scheme that returns nonsense from embedding_module cannot leave a half-swapped model behind."""
+
+    class Broken(Scheme):
+        name = "broken"
+
+        def embedding_module(self, geometry):
+            return None
+
+        def __str__(self):
+            return self.name
+
+    model = make_model(family)
+    before = state(model)
+    with pytest.raises((AttributeError, TypeError)):
+        posswap.swap(model, Broken())
+    assert unchanged(model, before)
+
+
+# -- inputs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager"])
+def test_too_long_input(model, family, case):
+    """An input beyond the last position says its length, the maximum and the remedy; one that just fits runs."""
+    limit = case.max_positions or 32
+    model(torch.full((1, limit), 5))
+    too_long = f"reaches {limit + 1} positions.*set up for {limit}.*posswap.swap.*max_positions={limit + 1}.*truncate"
+    tokens = torch.full((1, limit + 1), 5)
+    for inputs in (
+        {"input_ids": tokens},
+        {"inputs_embeds": model.get_input_embeddings()(tokens)},
+        {"input_ids": tokens[:, :4], "position_ids": torch.tensor([[0, 1, 2, limit]])},
+    ):
+        with pytest.raises(posswap.PosswapError, match=too_long):
+            model(**inputs)
+    with pytest.raises(posswap.PosswapError, match="must not be negative, the smallest is -1"):
+        model(tokens[:, :4], position_ids=torch.tensor([[0, 1, 2, -1]]))
+
+
+def test_no_input_and_two_inputs(make_swapped, family):
+    """No tokens, or tokens and embeddings at once, get the family's own error."""
+    model = make_swapped(family, "rotary")
+    for inputs in ({}, {"input_ids": torch.ones(1, 3).long(), "inputs_embeds": torch.ones(1, 3, 32)}):
+        with pytest.raises(ValueError, match="input_ids"):
+            model(**inputs)
+
+
+def test_relative_refuses_flex_attention(make_model, make_swapped, tokens):
+    """Relative positions need eager or sdpa: before the swap and when the implementation is changed after it."""
+    model = make_model("bert", "flex_attention")
+    before = state(model)
+    with pytest.raises(posswap.PosswapError, match=r"'eager' or 'sdpa'.*'flex_attention'.*set_attn_implementation\('sdpa'\)"):
+        posswap.swap(model, "relative")
+    assert unchanged(model, before)
+    model = make_swapped("bert", "relative")
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(posswap.PosswapError, match="set_attn_implementation"):
+        model(tokens)
+
+
+# -- order of calls ------------------------------------------------------------------------------------------------
+
+
+def test_restore_without_swap(make_model, family):
+    """There is nothing to restore in a plain model, twice neither, and not in a part of a swapped one."""
+    model = make_model(family)
+    with pytest.raises(posswap.PosswapError, match="is not swapped: there is nothing to restore"):
+        posswap.restore(model)
+    posswap.swap(model, "rotary")
+    with pytest.raises(posswap.PosswapError, match="part of the model that was swapped.*restore the whole model"):
+        posswap.restore(model.base_model)
+    posswap.restore(model)
+    with pytest.raises(posswap.PosswapError, match="nothing to restore"):
+        posswap.restore(model)
+
+
+@pytest.mark.parametrize("what", ["attention", "table", "cast"])
+def test_swap_after_training(make_model, family, what, tokens):
+    """A second swap would lose what was learned since the first: it is refused, and both ways out work."""
+    model = make_model(family)
+    posswap.swap(model, "relative:clip=4")
+    if what == "cast":
+        model.bfloat16()
+    else:
+        attention = model.architecture.self_attentions(model.base_model)[1]
+        with torch.no_grad():
+            parameters = dict(attention.named_parameters())
+            parameters["positions.key_table"].add_(0.1) if what == "table" else next(iter(parameters.values())).add_(0.1)
+    before = state(model)
+    with pytest.raises(posswap.PosswapError, match=r"weights have changed since.*relative:clip=4.*posswap.restore\(model\)"):
+        posswap.swap(model, "rotary")
+    assert unchanged(model, before)
+    posswap.restore(model)
+    posswap.swap(model, "rotary")
+
+
+def test_registering_twice():
+    """A name or family that is taken stays with its owner; the same class again is no error."""
+    assert posswap.register_scheme(posswap.Rotary) is posswap.Rotary
+
+    class Impostor(posswap.Rotary):
+        pass
+
+    with pytest.raises(posswap.PosswapError, match="a scheme named 'rotary' exists already"):
+        posswap.register_scheme(Impostor)
+    with pytest.raises(posswap.PosswapError, match="must be a subclass of Scheme with a `name`"):
+        posswap.register_scheme(int)
+
+    class Other(type(posswap.ARCHITECTURES["bert"])):
+        pass
+
+    with pytest.raises(posswap.PosswapError, match="family 'bert' is registered already"):
+        posswap.register_architecture(Other())
+    assert type(posswap.ARCHITECTURES["bert"]) is not Other
+    assert posswap.register_architecture(posswap.ARCHITECTURES["gpt2"]) is posswap.ARCHITECTURES["gpt2"]

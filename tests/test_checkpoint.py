@@ -1,0 +1,305 @@
+"""Saved and loaded: the same logits bit for bit, here and in a fresh process, and nothing loads a folder wrongly."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertForMaskedLM,
+    GPT2LMHeadModel,
+)
+
+import hf_posswap as posswap
+
+AUTO = {"bert": AutoModelForMaskedLM, "bert-decoder": AutoModelForCausalLM, "gpt2": AutoModelForCausalLM}
+STOCK = {"bert": BertForMaskedLM, "gpt2": GPT2LMHeadModel}
+
+
+def load(family: str, folder, **options):
+    """Load without missing, unexpected or mismatched weights."""
+    loaded, info = AUTO[family].from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
+    return loaded.eval()
+
+
+def edit_config(folder, **entry):
+    """Change or (with None) drop entries of `position_scheme` in a saved config.json."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["position_scheme"] |= entry
+    config["position_scheme"] = {key: value for key, value in config["position_scheme"].items() if value is not None}
+    path.write_text(json.dumps(config))
+
+
+def test_round_trip(model, family, backend, case, tokens, tmp_path):
+    """The loaded model has the class, the logits bit for bit, and a config with every field of the scheme."""
+    model.save_pretrained(tmp_path)
+    entry = json.loads((tmp_path / "config.json").read_text())["position_scheme"]
+    scheme = {"name": case.scheme.name, **asdict(case.scheme)}
+    assert entry == {"format": 1, "trained_positions": 32, **scheme}
+    loaded = load(family, tmp_path, attn_implementation=backend)
+    assert type(loaded) is type(model) and type(loaded.base_model) is type(model.base_model)
+    assert loaded.config.position_scheme == entry and loaded.base_model.position_scheme == case.scheme
+    assert loaded.config.max_position_embeddings == (case.max_positions or 32)
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert [name for name, _ in loaded.named_parameters()] == [name for name, _ in model.named_parameters()]
+    told = posswap.describe(loaded)
+    assert (told.new, told.trained_positions, told.can_restore) == (case.scheme, 32, False)
+    with pytest.raises(posswap.PosswapError, match="loaded from a swapped checkpoint"):
+        posswap.restore(loaded)
+
+
+@pytest.mark.parametrize("backend", ["eager"])
+def test_second_round_trip(model, family, tokens, tmp_path):
+    """What was loaded can be saved and loaded again."""
+    model.save_pretrained(tmp_path / "first")
+    load(family, tmp_path / "first").save_pretrained(tmp_path / "second")
+    assert torch.equal(load(family, tmp_path / "second", attn_implementation="eager")(tokens).logits, model(tokens).logits)
+
+
+FRESH = """
+import json, sys, torch
+import transformers
+if sys.argv[1] == "plugin":
+    import hf_posswap
+tokens = torch.tensor(json.loads(sys.argv[2]))
+torch.set_num_threads(1)
+for folder in sys.argv[3:]:
+    auto = transformers.AutoModelForMaskedLM if "/bert-" in folder else transformers.AutoModelForCausalLM
+    try:
+        model = auto.from_pretrained(folder, attn_implementation="eager").eval()
+        torch.save(model(tokens).logits, folder + "/fresh.pt")
+    except Exception as error:
+        print(type(error).__name__, " ".join(str(error).split()))
+"""
+
+
+@pytest.fixture
+def folders(make_swapped, tokens, tmp_path):
+    """Saved models of several schemes, and the logits that they had."""
+    expected = {}
+    for family in ("bert", "gpt2"):
+        for scheme in ("rotary:fraction=0.5", "relative:clip=4", "sinusoidal", "none", "learned:extend=tile"):
+            folder = tmp_path / f"{family}-{scheme.partition(':')[0]}"
+            model = make_swapped(family, scheme, max_positions=64)
+            model.save_pretrained(folder)
+            expected[folder] = model(tokens).logits
+    return expected
+
+
+def run_fresh(mode: str, tokens, folders) -> list[str]:
+    """Load folders in a new interpreter; return what it printed."""
+    command = [sys.executable, "-c", FRESH, mode, json.dumps(tokens.tolist()), *map(str, folders)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_fresh_process(folders, tokens):
+    """Another process, after `import hf_posswap`, computes the same logits bit for bit."""
+    assert run_fresh("plugin", tokens, folders) == []
+    for folder, logits in folders.items():
+        assert torch.equal(torch.load(folder / "fresh.pt"), logits), folder.name
+
+
+def test_fresh_process_without_the_plugin(folders, tokens):
+    """Without the plugin, transformers refuses the model type of every folder and says its name."""
+    lines = run_fresh("bare", tokens, folders)
+    assert len(lines) == len(folders) == 10
+    for line, folder in zip(lines, folders, strict=True):
+        assert f"posswap-{folder.name.partition('-')[0]}" in line and line.startswith(("ValueError", "KeyError"))
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("backend", ["eager"])
+def test_stock_class_refuses_or_agrees(model, family, case, tokens, tmp_path):
+    """A stock class named outright refuses the folder; a learned table it may load, and then computes the same."""
+    model.save_pretrained(tmp_path)
+    if case.scheme.name == "learned":
+        stock = STOCK[family].from_pretrained(tmp_path, attn_implementation="eager").eval()
+        assert torch.equal(stock(tokens).logits, model(tokens).logits)
+    else:
+        with pytest.raises(RuntimeError, match=r"(?s)mismatch"):
+            STOCK[family].from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["eager"])
+def test_sharded_and_placed(model, family, tokens, tmp_path):
+    """Shards of a few kilobytes, device_map as a dict and "auto", and a state dict that is handed over, load alike."""
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    expected = model(tokens).logits
+    for options in ({}, {"device_map": {"": "cpu"}}, {"device_map": "auto"}, {"low_cpu_mem_usage": True}):
+        if options.get("device_map") == "auto" and torch.cuda.is_available():
+            continue  # there `auto` is the GPU, whose sums differ in the last bits
+        loaded = load(family, tmp_path, attn_implementation="eager", **options)
+        assert not any(tensor.is_meta for tensor in (*loaded.parameters(), *loaded.buffers()))
+        assert torch.equal(loaded(tokens).logits, expected), options
+
+
+def test_meta_device_then_load(make_swapped, family, case, tokens, tmp_path):
+    """A swapped model built on the meta device takes a saved state dict: no scheme keeps what is lost there."""
+    model = make_swapped(family, case.scheme, max_positions=case.max_positions)
+    with torch.device("meta"):
+        empty = AUTO[family].from_config(model.config).eval()
+    empty = empty.to_empty(device="cpu")
+    empty.load_state_dict(model.state_dict())
+    empty.tie_weights()
+    if family != "gpt2":  # buffers of BERT itself, which no state dict holds
+        model.architecture.resize(empty.base_model, empty.config.max_position_embeddings)
+    empty.set_attn_implementation("eager")
+    assert torch.equal(empty(tokens).logits, model(tokens).logits)
+
+
+@pytest.mark.parametrize("backend", ["eager"])
+def test_bfloat16_round_trip(model, family, tokens, tmp_path):
+    """A bfloat16 model is saved and loaded in bfloat16, with the same logits."""
+    model.bfloat16().save_pretrained(tmp_path)
+    loaded = load(family, tmp_path, attn_implementation="eager")
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+
+
+def test_other_heads_from_a_folder(make_swapped, family, case, tokens, tmp_path):
+    """The headless model and a new head load from the folder of another head, with its positions."""
+    model = make_swapped(family, case.scheme, max_positions=case.max_positions)
+    model.save_pretrained(tmp_path)
+    expected = model.base_model(tokens).last_hidden_state
+    for auto in (AutoModel, AutoModelForSequenceClassification):
+        loaded, info = auto.from_pretrained(tmp_path, attn_implementation="eager", output_loading_info=True)
+        assert all(key.split(".")[0] in ("pooler", "bert", "classifier", "score") for key in info["missing_keys"]), info
+        assert loaded.base_model.position_scheme == case.scheme
+        assert torch.equal(loaded.eval().base_model(tokens).last_hidden_state, expected)
+
+
+def test_swap_again_from_a_folder(make_swapped, family, case, tokens, tmp_path):
+    """A loaded model can be swapped to any scheme, to a longer one too, saved and restored to what was loaded."""
+    first = make_swapped(family, "relative:clip=4" if case.scheme.name == "rotary" else "rotary", max_positions=40)
+    first.save_pretrained(tmp_path / "first")
+    model = load(family, tmp_path / "first", attn_implementation="eager")
+    expected = model(tokens).logits
+    if case.scheme == posswap.Learned():  # the folder holds 40 positions, a table of 32 rows was trained
+        with pytest.raises(posswap.PosswapError, match="32 rows"):
+            posswap.swap(model, case.scheme)
+        return
+    posswap.swap(model, case.scheme, max_positions=80)
+    told = posswap.describe(model)
+    assert (told.trained_positions, told.max_positions) == (32, 80) and told.old == first.base_model.position_scheme
+    model.save_pretrained(tmp_path / "second")
+    again = load(family, tmp_path / "second", attn_implementation="eager")
+    assert torch.equal(again(tokens.repeat(1, 4)).logits, model(tokens.repeat(1, 4)).logits)
+    posswap.restore(model)
+    assert model.base_model.position_scheme == first.base_model.position_scheme
+    assert torch.equal(model(tokens).logits, expected)
+    assert model.config.max_position_embeddings == 40
+
+
+def test_config_and_from_config(make_swapped, family, tmp_path, tokens):
+    """AutoConfig reads the entry; a model built from it starts with the family's initialisation and trains."""
+    for scheme in ("relative:clip=4", "learned", "sinusoidal"):
+        make_swapped(family, scheme).save_pretrained(tmp_path)
+        config = AutoConfig.from_pretrained(tmp_path)
+        assert config.model_type == f"posswap-{family.removesuffix('-decoder')}"
+        model = AUTO[family].from_config(config)
+        model(tokens, labels=tokens).loss.backward()
+        assert all(p.isfinite().all() and p.grad is not None for p in model.parameters())
+
+
+def test_tokenizer_in_the_folder(make_swapped, bert_tokenizer, tmp_path):
+    """AutoTokenizer finds the tokenizer that was saved beside a swapped model."""
+    make_swapped("bert", "rotary").save_pretrained(tmp_path)
+    bert_tokenizer.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(loaded) is type(bert_tokenizer)
+    assert loaded("the cat").input_ids == bert_tokenizer("the cat").input_ids
+
+
+# -- broken folders ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"format": 2}, r"format 2.*reads format 1.*pip install -U"),
+        ({"format": None}, r"format None"),
+        ({"name": "rotery"}, r"unknown scheme 'rotery'.*rotary"),
+        ({"clip": 0}, r"clip=0 must be an integer of at least 1"),
+        ({"clip": "four"}, r"clip='four' must be"),
+        ({"clop": 3}, r"no option 'clop'.*clip"),
+        ({"trained_positions": None}, r"complete `position_scheme`"),
+    ],
+    ids=str,
+)
+def test_broken_config(make_swapped, family, entry, message, tmp_path):
+    """A config of a newer format, or one that does not hold a scheme, is refused with what is wrong and what to do."""
+    make_swapped(family, "relative:clip=4").save_pretrained(tmp_path)
+    edit_config(tmp_path, **entry)
+    with pytest.raises(posswap.PosswapError, match=message):
+        AUTO[family].from_pretrained(tmp_path)
+
+
+def test_config_without_entry(make_swapped, tmp_path):
+    """A swapped model type without any scheme in its config is refused."""
+    make_swapped("bert", "rotary").save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["position_scheme"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(posswap.PosswapError, match="complete `position_scheme` entry, it has None"):
+        AutoModelForMaskedLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, 20_000])
+def test_truncated_weights(make_swapped, family, size, tmp_path):
+    """A weight file that was cut short is refused in our words, wherever it was cut."""
+    make_swapped(family, "rotary").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(posswap.PosswapError, match="truncated or corrupted"):
+        AUTO[family].from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "lost"),
+    [
+        ("relative:clip=4", "key_table"),
+        ("relative:clip=4", "value_table"),
+        ("sinusoidal", "projection"),
+        ("rotary", "mean"),
+        ("learned:extend=tile", "positions"),
+    ],
+)
+def test_missing_position_weights(make_swapped, family, scheme, lost, tmp_path):
+    """Position weights that a folder lacks are named, never made up."""
+    model = make_swapped(family, scheme)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    if lost == "positions":
+        dropped = [name for name in weights if "position_embeddings.weight" in name or "wpe.weight" in name]
+    else:
+        dropped = [name for name in weights if name.endswith(lost)]
+    assert len(dropped) in (1, 2)
+    save_file({name: value for name, value in weights.items() if name not in dropped}, path, {"format": "pt"})
+    with pytest.raises(posswap.PosswapError, match="lacks position or embedding weights") as raised:
+        AUTO[family].from_pretrained(tmp_path)
+    assert all(name in str(raised.value) for name in dropped)
+
+
+def test_position_weights_of_another_shape(make_swapped, family, tmp_path):
+    """Tables that do not fit the scheme in the config are refused."""
+    make_swapped(family, "relative:clip=4").save_pretrained(tmp_path)
+    edit_config(tmp_path, clip=5)
+    with pytest.raises((RuntimeError, posswap.PosswapError), match="mismatch"):
+        AUTO[family].from_pretrained(tmp_path)

@@ -1,0 +1,75 @@
+"""The command line: what it prints, what it writes, and what it refuses."""
+
+import pytest
+from transformers import AutoModel, AutoTokenizer, BertModel
+
+import hf_posswap as posswap
+from hf_posswap import cli
+
+
+def _call(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr("sys.argv", ["hf-posswap", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return stop.value.code, capsys.readouterr()
+
+
+@pytest.fixture
+def folder(make_model, bert_tokenizer, tmp_path):
+    """A tiny BERT with its tokenizer on disk."""
+    make_model("bert", head=BertModel).save_pretrained(tmp_path / "bert")
+    bert_tokenizer.save_pretrained(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+def test_swap_then_describe(folder, tmp_path, monkeypatch, capsys):
+    """A swapped folder is described alike before and after saving, and loads with its tokenizer."""
+    output = tmp_path / "out"
+    code, said = _call(
+        monkeypatch,
+        capsys,
+        "swap",
+        folder,
+        "--scheme",
+        "rotary:fraction=0.5",
+        "--max-positions",
+        64,
+        "--output",
+        output,
+    )
+    assert code == 0 and "learned -> rotary:fraction=0.5" in said.out and str(output) in said.out
+    code, said = _call(monkeypatch, capsys, "describe", output)
+    assert code == 0 and "learned -> rotary:fraction=0.5" in said.out and "64 (trained with 32)" in said.out
+    assert posswap.describe(AutoModel.from_pretrained(output)).new == posswap.Rotary(fraction=0.5)
+    assert AutoTokenizer.from_pretrained(output).model_max_length == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--scheme", "rotray"), "did you mean 'rotary'"),
+        (("--scheme", "relative:clip=0"), "clip=0"),
+        (("--scheme", "rotary", "--max-positions", "3"), "max_positions=3"),
+    ],
+)
+def test_refusals_leave_nothing_behind(folder, tmp_path, monkeypatch, capsys, arguments, says):
+    """A bad option ends with one paragraph, exit status 2 and no output folder."""
+    code, said = _call(monkeypatch, capsys, "swap", folder, "--output", tmp_path / "out", *arguments)
+    assert code == 2 and says in said.err.replace("\n", " ") and "Traceback" not in said.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_existing_folder_is_kept(folder, tmp_path, monkeypatch, capsys):
+    """A folder with something in it is not written into."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("x")
+    code, said = _call(monkeypatch, capsys, "swap", folder, "--scheme", "rotary", "--output", tmp_path / "out")
+    assert code == 2 and "exists already" in said.err.replace("\n", " ")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("command", ["swap", "describe", "compare"])
+def test_help(monkeypatch, capsys, command):
+    """Every command explains itself."""
+    code, said = _call(monkeypatch, capsys, command, "--help")
+    assert code == 0 and len(said.out) > 200

@@ -1,0 +1,119 @@
+"""Every head of both families, swapped: it runs, trains, saves and loads; cross-attention is left alone."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import BertLMHeadModel, BertModel, EncoderDecoderModel, GPT2LMHeadModel, GPT2Model
+
+import hf_posswap as posswap
+from hf_posswap.checkpoint import SWAPPED_CLASSES
+
+LABELS = {
+    "ForPreTraining": {"labels": (2, 12), "next_sentence_label": (2,)},
+    "LMHeadModel": {"labels": (2, 12)},
+    "ForMaskedLM": {"labels": (2, 12)},
+    "ForSequenceClassification": {"labels": (2,)},
+    "ForTokenClassification": {"labels": (2, 12)},
+    "ForQuestionAnswering": {"start_positions": (2,), "end_positions": (2,)},
+    "ForMultipleChoice": {"labels": (2,)},
+    "ForNextSentencePrediction": {"labels": (2,)},
+    "DoubleHeadsModel": {"labels": (2, 3, 12), "mc_labels": (2,)},
+    "Model": {},
+}
+
+
+def family_of(head: type) -> str:
+    """The family name that the fixtures know."""
+    return "gpt2" if head.__name__.startswith("GPT2") else "bert"
+
+
+def inputs_for(head: type) -> dict:
+    """Inputs with padding and labels, in the shape that this head wants."""
+    generator = torch.Generator().manual_seed(2)
+    choices = "MultipleChoice" in head.__name__ or "DoubleHeads" in head.__name__
+    tokens = torch.randint(2, 98, (2, 3, 12) if choices else (2, 12), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[1, ..., 9:] = 0
+    labels = next(shapes for suffix, shapes in LABELS.items() if head.__name__.endswith(suffix))
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        **{name: torch.randint(2, shape, generator=generator) for name, shape in labels.items()},
+    }
+
+
+def tensors_of(output) -> dict[str, torch.Tensor]:
+    """The tensors of a model output, by name."""
+    return {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
+
+
+def test_every_head_is_here():
+    """The families' heads are those that transformers' Auto mappings list, and the ones beyond them."""
+    names = {head.__name__ for head in SWAPPED_CLASSES}
+    assert {"BertModel", "BertForPreTraining", "BertLMHeadModel", "BertForMultipleChoice", "GPT2Model"} <= names
+    assert {"GPT2DoubleHeadsModel", "GPT2LMHeadModel", "GPT2ForTokenClassification"} <= names
+    assert len(names) == 15 and len(set(SWAPPED_CLASSES.values())) == 15
+
+
+@pytest.mark.parametrize("scheme", ["rotary", "relative:clip=4", "sinusoidal", "learned"])
+@pytest.mark.parametrize("head", SWAPPED_CLASSES, ids=lambda head: head.__name__)
+def test_head(make_model, make_swapped, head, scheme, tmp_path):
+    """The plain head's outputs under Learned(), others under other schemes; saved, loaded and restored exactly."""
+    model, inputs = make_model(family_of(head), head=head), inputs_for(head)
+    expected = tensors_of(model(**inputs))
+    posswap.swap(model, scheme)
+    actual = tensors_of(model(**inputs))
+    assert actual.keys() == expected.keys() and len(actual) > 0
+    assert ("loss" in actual) == (len(inputs) > 2)
+    same = [torch.equal(actual[name], expected[name]) for name in expected]
+    assert all(same) if scheme == "learned" else not any(same)
+    if "loss" in actual:
+        (actual["loss"] + actual.get("mc_loss", 0)).backward()
+        assert [name for name, p in model.named_parameters() if p.grad is None and "pooler" not in name] == []
+    model.save_pretrained(tmp_path)
+    loaded, info = type(model).from_pretrained(tmp_path, attn_implementation="eager", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    again = tensors_of(loaded.eval()(**inputs))
+    assert all(torch.equal(again[name], actual[name]) for name in actual)
+    posswap.restore(model)
+    assert type(model) is head
+    restored = tensors_of(model(**inputs))
+    assert all(torch.equal(restored[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("scheme", ["rotary:fraction=0.5", "relative:clip=4", "sinusoidal", "none"])
+@pytest.mark.parametrize("head", [BertLMHeadModel, BertModel, GPT2LMHeadModel, GPT2Model], ids=lambda head: head.__name__)
+def test_cross_attention(make_swapped, head, scheme, backend, tokens, tmp_path):
+    """Decoders with cross-attention: only self-attention is positioned, a cache equals none, and reloading is exact."""
+    family = "gpt2" if head in (GPT2LMHeadModel, GPT2Model) else "bert-decoder"
+    model = make_swapped(family, scheme, backend, head=head, add_cross_attention=True, max_positions=64)
+    encoded = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[1, 5:] = 0
+    cross = {"encoder_hidden_states": encoded, "encoder_attention_mask": mask}
+    with torch.no_grad():
+        expected = model(tokens, **cross, use_cache=False)[0]
+        assert (model(tokens, use_cache=False)[0] - expected).abs().max() > 0.1
+        crossed = [module for name, module in model.named_modules() if name.endswith(("crossattention", "crossattention.self"))]
+        assert len(crossed) >= 2 and not any(hasattr(module, "positions") for module in crossed)
+        output = model(tokens[:, :15], **cross, use_cache=True)
+        parts = [output[0]]
+        for step in range(15, 20):
+            output = model(tokens[:, step : step + 1], **cross, past_key_values=output.past_key_values, use_cache=True)
+            parts.append(output[0])
+        assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-4)
+        model.save_pretrained(tmp_path)
+        loaded = type(model).from_pretrained(tmp_path, attn_implementation=backend).eval()
+        assert torch.equal(loaded(tokens, **cross, use_cache=False)[0], expected)
+
+
+def test_inside_an_encoder_decoder(make_swapped, tokens):
+    """A swapped BERT encoder and decoder work inside an EncoderDecoderModel, with and without a cache."""
+    encoder = make_swapped("bert", "rotary", head=BertModel)
+    decoder = make_swapped("bert-decoder", "relative:clip=4", add_cross_attention=True)
+    model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": 6, "do_sample": False, "decoder_start_token_id": 1, "pad_token_id": 0}
+    generated = model.generate(tokens, **options)
+    assert torch.equal(generated, model.generate(tokens, use_cache=False, **options))
+    assert generated.shape == (2, 7)

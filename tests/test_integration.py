@@ -1,0 +1,341 @@
+"""Swapped models in the hands of others: torch.compile, bfloat16, PEFT, Trainer, pipelines, DDP, flex attention."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch.testing import assert_close
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    DataCollatorForLanguageModeling,
+    StaticCache,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+import hf_posswap as posswap
+
+FAMILIES = ("bert", "gpt2")
+SCHEMES = ("learned", "sinusoidal", "relative:clip=4", "rotary:fraction=0.5", "none")
+TARGETS = {"bert": ["query", "key", "value"], "gpt2": ["c_attn"]}
+# PEFT asks for `is_gradient_checkpointing`, which transformers has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning")
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+# -- torch.compile -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_compiler():
+    """Forget compiled code before and after, so that no test runs into dynamo's limit of recompilations."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_compile_without_graph_breaks(make_swapped, family, scheme, tokens, fresh_compiler):
+    """Every scheme traces as one graph, with padding, and gives the same logits."""
+    model = make_swapped(family, scheme)
+    mask = torch.ones_like(tokens)
+    mask[1, 13:] = 0
+    inputs = {"attention_mask": mask} | ({} if family == "bert" else {"use_cache": False})
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        assert_close(compiled(tokens, **inputs).logits, model(tokens, **inputs).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary"])
+def test_compile_with_positions_and_cache(make_swapped, scheme, tokens, fresh_compiler):
+    """Custom position_ids and a decoding step on a static cache trace as one graph too."""
+    model = make_swapped("gpt2", scheme)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    position_ids = torch.arange(20)[None].flip(1)
+    with torch.no_grad():
+        actual = compiled(tokens, position_ids=position_ids, use_cache=False).logits
+        assert_close(actual, model(tokens, position_ids=position_ids, use_cache=False).logits, **CLOSE)
+        cache = StaticCache(config=model.config, max_cache_len=24)
+        model(tokens[:, :19], past_key_values=cache)
+        last = compiled(tokens[:, 19:], past_key_values=cache, position_ids=torch.tensor([[19]])).logits
+        assert_close(last[:, 0], model(tokens, use_cache=False).logits[:, -1], **CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic"])
+def test_compile_scaled_rotary(make_swapped, kind, tokens, fresh_compiler):
+    """Scaled rotary positions trace as one graph too, also where frequencies depend on the length."""
+    model = make_swapped("gpt2", f"rotary:scaling={{rope_type={kind},factor=2.0}}", max_positions=64)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    tokens = tokens.repeat(1, 2)
+    with torch.no_grad():
+        assert_close(compiled(tokens, use_cache=False).logits, model(tokens, use_cache=False).logits, **CLOSE)
+
+
+@pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary"])
+def test_compiled_gradients(make_swapped, scheme, tokens, fresh_compiler):
+    """Training through a compiled model gives the gradients of the model itself."""
+    model = make_swapped("gpt2", scheme)
+    model(tokens, use_cache=False).logits.square().mean().backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled(tokens, use_cache=False).logits.square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-4)
+
+
+# -- numbers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scheme", ["rotary", "rotary:layout=half,fraction=0.5", "sinusoidal", "sinusoidal:project=false"])
+@pytest.mark.parametrize("offset", [0, 100_000])
+def test_bfloat16_phases(make_swapped, family, scheme, offset, tokens):
+    """A bfloat16 model keeps to the same weights in float32, at position 100,000 as closely as at 0."""
+    model = make_swapped(family, scheme, max_positions=131_072).bfloat16()
+    twin = make_swapped(family, scheme, max_positions=131_072)
+    twin.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
+    position_ids = torch.arange(offset, offset + 20)[None]
+    with torch.no_grad():
+        actual = model(tokens, position_ids=position_ids).logits
+        expected = twin(tokens, position_ids=position_ids).logits
+    assert actual.dtype == torch.bfloat16 and actual.isfinite().all()
+    error = (actual.float() - expected).norm() / expected.norm()
+    # bfloat16 phases would be off by whole turns there: an error of about 1
+    assert error < 0.05
+
+
+def test_rotary_phases_are_float32(make_swapped):
+    """At position 100,000 the angles of a bfloat16 model are those of float64 up to float32 rounding."""
+    model = make_swapped("gpt2", "rotary", max_positions=131_072).bfloat16()
+    positions = model.transformer.h[0].attn.positions
+    position_ids = torch.tensor([[0, 511, 4096, 100_000, 131_071]])
+    cos, sin = positions.prepare(position_ids, position_ids, None)
+    assert cos.dtype == sin.dtype == torch.float32
+    frequencies = 10_000.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+    angles = position_ids[0, :, None].double() * frequencies
+    assert_close(cos[0, 0].double(), angles.cos(), rtol=0, atol=1e-7)
+    assert_close(sin[0, 0].double(), angles.sin(), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_autocast(make_swapped, family, scheme, backend, tokens):
+    """Under autocast to bfloat16 every scheme runs and trains, close to float32."""
+    model = make_swapped(family, scheme, backend)
+    expected = model(tokens).logits
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(tokens, labels=tokens)
+    assert (output.logits.float() - expected).norm() / expected.norm() < 0.05
+    output.loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+# -- PEFT ----------------------------------------------------------------------------------------------------------
+
+
+def add_lora(model, family: str) -> PeftModel:
+    """LoRA on queries, keys and values, with an effect."""
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=TARGETS[family], fan_in_fan_out=family == "gpt2"))
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return adapted.eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("order", ["swap first", "adapter first"])
+@pytest.mark.filterwarnings("ignore:adapters wrap the query and key projections:UserWarning")
+def test_lora(make_model, family, scheme, order, tokens, tmp_path):
+    """The adapter's effect goes through the scheme: its output is that of the weights it is merged into."""
+    model = make_model(family)
+    if order == "swap first":
+        posswap.swap(model, scheme)
+        base = model(tokens).logits
+        adapted = add_lora(model, family)
+    else:
+        adapted = add_lora(model, family)
+        assert posswap.swap(adapted, scheme) is adapted
+        with adapted.disable_adapter():
+            base = adapted(tokens).logits
+    assert posswap.describe(adapted).new == model.base_model.position_scheme
+    expected = adapted(tokens).logits
+    assert (expected - base).abs().max() > 0.1
+    merged = adapted.merge_and_unload()
+    assert_close(merged(tokens).logits, expected, rtol=1e-3, atol=1e-3)
+    merged.save_pretrained(tmp_path)
+    auto = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
+    loaded = auto.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert torch.equal(loaded(tokens).logits, merged(tokens).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_on_rotary_is_rotated(make_model, family, tokens):
+    """A low-rank change of queries and keys equals the same change made in the weights before a rotary swap."""
+    adapted = posswap.swap(make_model(family), "rotary", warm_start=False)
+    adapted = add_lora(adapted, family)
+    merged = add_lora(make_model(family), family).merge_and_unload()
+    posswap.swap(merged, "rotary", warm_start=False)
+    assert_close(adapted(tokens).logits, merged(tokens).logits, rtol=1e-3, atol=1e-3)
+
+
+def test_lora_warns_that_no_basis_is_balanced(make_model):
+    """An adapter around queries and keys keeps the balanced basis out of the warm start, and the user is told."""
+    adapted = add_lora(make_model("bert"), "bert")
+    with pytest.warns(UserWarning, match="balanced basis is left out.*swap before adding adapters"):
+        posswap.swap(adapted, "rotary")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lora_save_and_load_on_a_swapped_base(make_swapped, family, tokens, tmp_path):
+    """An adapter trained on a swapped model is saved by PEFT and loads onto the saved swapped model."""
+    model = make_swapped(family, "rotary")
+    model.save_pretrained(tmp_path / "base")
+    adapted = add_lora(model, family)
+    expected = adapted(tokens).logits
+    adapted.save_pretrained(tmp_path / "adapter")
+    auto = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
+    base = auto.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    assert torch.equal(loaded(tokens).logits, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_restore_under_an_adapter(make_model, family, tokens):
+    """restore works on the adapted model, and leaves the adapter on the original positions."""
+    expected = add_lora(make_model(family), family)(tokens).logits
+    model = make_model(family)
+    posswap.swap(model, "relative:clip=4")
+    adapted = add_lora(model, family)
+    posswap.restore(adapted)
+    assert torch.equal(adapted(tokens).logits, expected)
+
+
+# -- Trainer and pipelines -----------------------------------------------------------------------------------------
+
+
+def train(model, tokenizer, folder, *, masked: bool):
+    """Two steps of the Trainer, with evaluation, and the folder saved by it."""
+    texts = ["the cat sat on the mat", "a dog ran under the log and it was happy", "then the cat was sad"] * 4
+    data = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
+    options = {
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    trainer = Trainer(
+        model,
+        TrainingArguments(folder, learning_rate=1e-3, dataloader_pin_memory=False, **options),
+        train_dataset=data,
+        eval_dataset=data,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=masked, mlm_probability=0.3),
+        processing_class=tokenizer,
+    )
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    trainer.train()
+    assert torch.tensor(trainer.evaluate()["eval_loss"]).isfinite()
+    trainer.save_model(folder)
+    return [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_trainer_and_fill_mask(make_swapped, position_parameters, bert_tokenizer, scheme, tokens, tmp_path):
+    """The Trainer trains every position parameter of a BERT; a pipeline on the folder it saved fills a mask."""
+    model = make_swapped("bert", scheme)
+    unmoved = train(model, bert_tokenizer, tmp_path, masked=True)
+    assert not set(unmoved) & set(position_parameters(model))
+    fill = pipeline("fill-mask", model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
+    assert fill.model.base_model.position_scheme == model.base_model.position_scheme
+    model.eval()
+    inputs = bert_tokenizer("the cat [MASK] on the mat", return_tensors="pt")
+    expected = model(**inputs).logits[0, 3].softmax(-1)
+    for answer in fill("the cat [MASK] on the mat"):
+        assert answer["score"] == pytest.approx(expected[answer["token"]].item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_trainer_and_text_generation(make_swapped, position_parameters, gpt2_tokenizer, scheme, tmp_path):
+    """The Trainer trains every position parameter of a GPT-2; a pipeline on the folder it saved continues a text."""
+    model = make_swapped("gpt2", scheme)
+    unmoved = train(model, gpt2_tokenizer, tmp_path, masked=False)
+    assert not set(unmoved) & set(position_parameters(model))
+    write = pipeline("text-generation", model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
+    assert write.model.base_model.position_scheme == model.base_model.position_scheme
+    text = write("the cat", max_new_tokens=5, do_sample=False)[0]["generated_text"]
+    assert text.startswith("the cat")
+
+
+# -- several processes ---------------------------------------------------------------------------------------------
+
+
+DDP = """
+import sys
+import torch
+from accelerate import Accelerator, debug_launcher
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+import hf_posswap
+
+def steps(folders):
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 2
+    for folder in folders:
+        auto = AutoModelForMaskedLM if "/bert" in folder else AutoModelForCausalLM
+        model = auto.from_pretrained(folder).train()
+        wrapped = accelerator.prepare(model)
+        assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+        for step in range(2):  # DDP raises in the second where a parameter got no gradient in the first
+            seed = torch.Generator().manual_seed(2 * step + accelerator.process_index)
+            tokens = torch.randint(2, 98, (2, 12), generator=seed)
+            accelerator.backward(wrapped(input_ids=tokens, labels=tokens).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        sums = accelerator.gather(torch.stack([p.detach().double().sum() for p in model.parameters()])[None])
+        assert torch.equal(sums[0], sums[1]) and sums.isfinite().all()
+        if accelerator.is_main_process:
+            print("trained", folder, flush=True)
+
+debug_launcher(steps, args=(sys.argv[1:],), num_processes=2)
+"""
+
+
+def test_ddp_finds_no_unused_parameter(make_swapped, tmp_path):
+    """Two processes train every scheme with DistributedDataParallel, and hold the same weights after each."""
+    folders = []
+    for family in FAMILIES:
+        for number, scheme in enumerate(SCHEMES):
+            folders.append(str(tmp_path / f"{family}{number}"))
+            make_swapped(family, scheme).save_pretrained(folders[-1])
+    done = subprocess.run([sys.executable, "-c", DDP, *folders], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("trained") == len(folders) == 10
+
+
+# -- flex attention ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="flex attention is compiled, and there is no C++ compiler here")
+@pytest.mark.parametrize(("family", "scheme"), [("bert", "rotary:fraction=0.5"), ("bert-decoder", "sinusoidal")])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch|transformers")  # inductor, and transformers' masks
+def test_flex_attention(make_swapped, family, scheme, tokens, fresh_compiler):
+    """Schemes that leave attention to the backend agree under flex attention and sdpa; GPT-2 has none in transformers."""
+    model = make_swapped(family, scheme, "sdpa")
+    mask = torch.ones_like(tokens)
+    mask[1, 13:] = 0
+    with torch.no_grad():
+        expected = model(tokens, attention_mask=mask).logits
+        model.set_attn_implementation("flex_attention")
+        actual = model(tokens, attention_mask=mask).logits
+    assert_close(actual[mask.bool()], expected[mask.bool()], rtol=1e-3, atol=1e-3)

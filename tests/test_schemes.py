@@ -1,0 +1,327 @@
+"""Each scheme's arithmetic against its formula as a plain loop in float64, and the reading of scheme strings."""
+
+import cmath
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import hf_posswap as posswap
+from hf_posswap.schemes import Geometry, parse_scheme, scheme_from_dict
+from hf_posswap.schemes.sinusoidal import sinusoids
+
+
+def geometry(head_dim: int = 8, num_heads: int = 2, max_positions: int = 32, trained_positions: int = 32) -> Geometry:
+    """The sizes of a small model."""
+    sizes = {"max_positions": max_positions, "trained_positions": trained_positions}
+    return Geometry(hidden_size=num_heads * head_dim, num_heads=num_heads, head_dim=head_dim, **sizes)
+
+
+# -- relative ------------------------------------------------------------------------------------------------------
+
+
+def shaw(query, key, value, key_table, value_table, clip, scaling, query_positions, key_positions, allowed):
+    """Shaw et al. 2018, equations 3 to 5, one number after the other; tables are (H, R, D) and R = 2 * clip + 1."""
+    batch, heads, length, dim = query.shape
+    output = torch.zeros(batch, heads, length, dim, dtype=torch.float64)
+    for b in range(batch):
+        for h in range(heads):
+            for i in range(length):
+                keys = [j for j in range(key.shape[2]) if allowed(b, i, j)]
+                rows, scores = [], []
+                for j in keys:
+                    distance = int(key_positions[b][j] - query_positions[b][i])
+                    rows.append(max(-clip, min(clip, distance)) + clip)
+                    scores.append(
+                        sum(float(query[b, h, i, d] * (key[b, h, j, d] + key_table[h, rows[-1], d])) for d in range(dim))
+                    )
+                weights = [math.exp(scaling * score) for score in scores]
+                for j, row, weight in zip(keys, rows, weights, strict=True):
+                    output[b, h, i] += weight / sum(weights) * (value[b, h, j] + value_table[h, row])
+    return output
+
+
+@pytest.mark.parametrize("values", [True, False])
+@pytest.mark.parametrize("share_heads", [True, False])
+@pytest.mark.parametrize("situation", ["bidirectional", "causal", "padded", "boolean mask", "custom positions", "cached"])
+def test_relative_equals_double_loop(situation, share_heads, values):
+    """Key and value terms, clipped, for every kind of mask and for positions that are given or come from a cache."""
+    torch.manual_seed(0)
+    scheme = posswap.Relative(clip=3, values=values, share_heads=share_heads)
+    module = scheme.attention_module(geometry(head_dim=4)).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    key_length, length = 9, 4 if situation == "cached" else 9
+    query, key, value = (torch.randn(2, 2, n, 4, dtype=torch.float64) for n in (length, key_length, key_length))
+    past = key_length - length
+    slots = torch.arange(past, key_length)[None]
+    position_ids, key_positions = slots, torch.arange(key_length).expand(2, -1)
+    mask, causal = None, False
+
+    def allowed(b, i, j):
+        return True
+
+    if situation in ("causal", "cached"):
+        causal = True
+
+        def allowed(b, i, j):
+            return j <= past + i
+
+    elif situation in ("padded", "boolean mask"):
+        mask = torch.arange(9)[None] < torch.tensor([[9], [6]])
+        mask = mask[:, None, None].expand(2, 1, 9, 9)
+        if situation == "padded":
+            mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
+
+        def allowed(b, i, j):
+            return j < (9, 6)[b]
+
+    elif situation == "custom positions":
+        position_ids = torch.stack([torch.randperm(9), 2 * torch.arange(9)])
+        key_positions = position_ids
+    shared = module.prepare(position_ids, slots, None)
+    output, probabilities = module.attend(query, key, value, mask, shared, scaling=0.5, dropout=0.0, causal=causal)
+    assert_close(probabilities.sum(-1), torch.ones(2, 2, length, dtype=torch.float64))
+    tables = [
+        table if table is not None else torch.zeros_like(module.key_table) for table in (module.key_table, module.value_table)
+    ]
+    tables = [table.expand(2, -1, -1).detach() for table in tables]
+    expected = shaw(query, key, value, *tables, 3, 0.5, key_positions[:, -length:], key_positions, allowed)
+    assert_close(output, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_relative_gradients():
+    """Gradients of queries, keys, values and both tables equal finite differences."""
+    torch.manual_seed(0)
+    module = posswap.Relative(clip=2).attention_module(geometry(head_dim=2)).double()
+    states = [torch.randn(1, 2, 5, 2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    tables = [torch.randn(2, 5, 2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    slots = torch.arange(5)[None]
+
+    def attend(query, key, value, key_table, value_table):
+        weights = {"key_table": key_table, "value_table": value_table}
+        arguments = (query, key, value, None, (slots, slots))
+        return torch.func.functional_call(_Attend(module), {f"module.{k}": v for k, v in weights.items()}, arguments)
+
+    assert torch.autograd.gradcheck(attend, (*states, *tables))
+
+
+class _Attend(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments):
+        return self.module.attend(*arguments, scaling=0.7, dropout=0.0, causal=True)[0]
+
+
+# -- sinusoidal ----------------------------------------------------------------------------------------------------
+
+
+def printed(position: int, size: int, base: float) -> list[float]:
+    """Vaswani et al. 2017, section 3.5."""
+    row = []
+    for i in range(size // 2):
+        row += [math.sin(position / base ** (2 * i / size)), math.cos(position / base ** (2 * i / size))]
+    return row
+
+
+def get_timing_signal_1d(length: int, channels: int, max_timescale: float, start_index: int = 0) -> torch.Tensor:
+    """tensor2tensor's function of this name, tensor2tensor/layers/common_attention.py, in float64."""
+    min_timescale = 1.0
+    position = torch.arange(length, dtype=torch.float64) + start_index
+    num_timescales = channels // 2
+    log_timescale_increment = math.log(max_timescale / min_timescale) / max(num_timescales - 1, 1)
+    inv_timescales = min_timescale * torch.exp(torch.arange(num_timescales, dtype=torch.float64) * -log_timescale_increment)
+    scaled_time = position[:, None] * inv_timescales[None, :]
+    signal = torch.cat([torch.sin(scaled_time), torch.cos(scaled_time)], dim=1)
+    return torch.nn.functional.pad(signal, (0, channels % 2))
+
+
+@pytest.mark.parametrize("base", [10_000, 300])
+@pytest.mark.parametrize("start", [0, 100_000])
+def test_sinusoids_equal_the_formulas(start, base):
+    """The printed formula, its halves layout and tensor2tensor's code, near zero and at position 100,000."""
+    positions = torch.arange(start, start + 12)
+    expected = torch.tensor([printed(int(p), 8, base) for p in positions], dtype=torch.float64)
+    close = {"rtol": 0.0, "atol": 1e-7, "check_dtype": False}
+    assert_close(sinusoids(positions, 8, base=base), expected, **close)
+    halves = torch.cat([expected[:, 0::2], expected[:, 1::2]], dim=1)
+    assert_close(sinusoids(positions, 8, base=base, layout="halves"), halves, **close)
+    for size in (8, 7, 3, 2):
+        signal = sinusoids(positions, size, base=base, layout="tensor2tensor")
+        assert_close(signal, get_timing_signal_1d(12, size, base, start), **close)
+    difference = sinusoids(positions, 8, base=base, layout="tensor2tensor") - halves
+    assert difference.abs().max() > 0.05  # not a permutation of the printed one
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "halves", "tensor2tensor"])
+def test_raw_sinusoids_stand_in_the_models_table(make_model, family, layout):
+    """project=False puts the formula where the table was, warm or cold, for any position."""
+    expected = sinusoids(torch.tensor([[0, 3, 50]]), 32, layout=layout)
+    for warm_start in (True, False):
+        model = make_model(family)
+        scheme = posswap.Sinusoidal(layout=layout, project=False)
+        posswap.swap(model, scheme, max_positions=64, warm_start=warm_start)
+        owner, name = model.architecture.table_owner(model.base_model)
+        assert torch.equal(getattr(owner, name)(torch.tensor([[0, 3, 50]])), expected)
+
+
+def test_projection_is_a_least_squares_fit():
+    """Within the trained length the fit is the best linear map, and its mean is that of the table."""
+    torch.manual_seed(0)
+    module = posswap.Sinusoidal(base=20).embedding_module(geometry(head_dim=4, max_positions=100, trained_positions=100))
+    signal = sinusoids(torch.arange(100), 8, base=20).double()
+    table = torch.randn(100, 8, dtype=torch.float64)
+    design = torch.cat([signal, torch.ones(100, 1, dtype=torch.float64)], dim=1)
+    best = design @ torch.linalg.lstsq(design, table).solution
+    with torch.no_grad():
+        module.fit_table(table, 100)
+        fitted = module(torch.arange(100))
+    assert_close(fitted, best, rtol=0, atol=1e-3, check_dtype=False)
+    assert_close(fitted.mean(0), table.mean(0), rtol=0, atol=1e-6, check_dtype=False)
+
+
+def test_projection_continues_a_table():
+    """A linear map of sinusoids is found again and continued; no table at all makes rows beyond it explode."""
+    torch.manual_seed(0)
+    module = posswap.Sinusoidal(base=20).embedding_module(geometry(head_dim=4, max_positions=200, trained_positions=100))
+    signal = sinusoids(torch.arange(200), 8, base=20).double()
+    table = signal @ torch.randn(8, 8, dtype=torch.float64) + torch.randn(8, dtype=torch.float64)
+    with torch.no_grad():
+        module.fit_table(table[:100], 100)
+        assert_close(module(torch.arange(200)), table, rtol=0, atol=0.03, check_dtype=False)
+        module = posswap.Sinusoidal().embedding_module(geometry(head_dim=16, max_positions=200, trained_positions=50))
+        table = torch.randn(50, 32, dtype=torch.float64)
+        module.fit_table(table, 50)
+        assert module(torch.arange(50, 200)).norm(dim=1).max() < 4 * table.norm(dim=1).mean()
+
+
+# -- learned -------------------------------------------------------------------------------------------------------
+
+
+def test_learned_tiles_and_interpolates():
+    """Row p is row p mod P, or lies linearly between two rows; without `extend` the table is the table."""
+    torch.manual_seed(0)
+    table = torch.randn(5, 4, dtype=torch.float64)
+    sizes = geometry(head_dim=2, max_positions=13, trained_positions=5)
+    modules = {extend: posswap.Learned(extend=extend).embedding_module(sizes).double() for extend in ("tile", "interpolate")}
+    for extend, module in modules.items():
+        with torch.no_grad():
+            module.fit_table(table, 5)
+        for position in range(13):
+            if extend == "tile":
+                expected = table[position % 5]
+            else:
+                place = position * 4 / 12
+                left = min(int(place), 3)
+                expected = table[left] + (place - left) * (table[left + 1] - table[left])
+            assert_close(module(torch.tensor(position)), expected, rtol=0, atol=1e-12)
+
+
+# -- rotary --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+@pytest.mark.parametrize(("fraction", "turning"), [(1.0, 8), (0.5, 4), (0.25, 2)])
+@pytest.mark.parametrize("theta", [10_000, 50.0])
+def test_rotary_turns_complex_numbers(theta, fraction, turning, layout):
+    """Each pair is one complex number times e^(i p theta^(-2m/R)); the rest of the head stays."""
+    torch.manual_seed(0)
+    module = posswap.Rotary(theta=theta, fraction=fraction, layout=layout).attention_module(geometry())
+    states = torch.randn(2, 2, 6, 8)
+    position_ids = torch.tensor([[0, 1, 2, 3, 4, 5], [7, 1000, 31, 3, 0, 5]])
+    query, key = module.rotate(states, 2 * states, module.prepare(position_ids, torch.arange(6)[None], None))
+    assert_close(key, 2 * query)
+    expected = states.double().clone()
+    for b in range(2):
+        for i in range(6):
+            for m in range(turning // 2):
+                x, y = (2 * m, 2 * m + 1) if layout == "interleaved" else (m, m + turning // 2)
+                turn = cmath.exp(1j * float(position_ids[b, i]) * theta ** (-2 * m / turning))
+                for h in range(2):
+                    number = complex(states[b, h, i, x], states[b, h, i, y]) * turn
+                    expected[b, h, i, x], expected[b, h, i, y] = number.real, number.imag
+    assert_close(query, expected, rtol=0, atol=1e-6, check_dtype=False)
+
+
+def test_rotary_layouts_are_a_permutation_apart():
+    """Dimension m of `half` is 2m of `interleaved`, and m + R/2 is 2m + 1."""
+    torch.manual_seed(0)
+    states, slots = torch.randn(1, 2, 6, 8), torch.arange(6)[None]
+    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    turned = []
+    for layout, given in (("interleaved", states), ("half", states[..., order])):
+        module = posswap.Rotary(layout=layout).attention_module(geometry())
+        turned.append(module.rotate(given, given, module.prepare(slots, slots, 6))[0])
+    assert torch.equal(turned[0][..., order], turned[1])
+    assert not torch.equal(turned[0], turned[1])
+
+
+def test_rotary_orders_dimensions_by_speed():
+    """dims_slow_to_fast lists unturned dimensions first, then planes from slow to fast, each dimension once."""
+    for layout, slowest, fastest in (("interleaved", [2, 3], [0, 1]), ("half", [1, 3], [0, 2])):
+        order = posswap.Rotary(layout=layout, fraction=0.5).attention_module(geometry()).dims_slow_to_fast().tolist()
+        assert order == [4, 5, 6, 7, *slowest, *fastest]
+
+
+SCALINGS = [
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8, "beta_slow": 2, "truncate": False, "attention_factor": 1.3},
+    {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.5, 3.0, 4.0]},
+    {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: f"{s['rope_type']}-{len(s)}")
+@pytest.mark.parametrize("length", [20, 500])
+def test_rotary_scalings_equal_transformers(scaling, length):
+    """Frequencies and attention factor are those of transformers' own functions with a Llama's config."""
+    kind = scaling["rope_type"]
+    original = {} if kind in ("linear", "dynamic") else {"original_max_position_embeddings": 64}
+    config = LlamaConfig(
+        hidden_size=16,
+        num_attention_heads=2,
+        max_position_embeddings=64 if kind == "dynamic" else 512,
+        rope_parameters={**scaling, **original, "rope_theta": 500.0},
+    )
+    expected, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
+    scheme = posswap.Rotary(theta=500.0, scaling=scaling)
+    module = scheme.attention_module(geometry(max_positions=512, trained_positions=64))
+    actual, actual_factor = module.frequencies(torch.device("cpu"), length)
+    assert_close(actual.float(), expected)
+    assert actual_factor == factor
+    plain, _ = posswap.Rotary(theta=500.0).attention_module(geometry()).frequencies(torch.device("cpu"), length)
+    assert (kind == "dynamic" and length == 20) == torch.allclose(actual, plain, rtol=1e-3)
+
+
+# -- strings and dicts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "scheme"),
+    [
+        ("none", posswap.NoPositions()),
+        ("learned:extend=tile", posswap.Learned(extend="tile")),
+        ("learned:extend=null", posswap.Learned()),
+        ("sinusoidal:layout=halves,project=false,base=1e4", posswap.Sinusoidal(layout="halves", project=False)),
+        ("relative:clip=16,share_heads=true", posswap.Relative(clip=16, share_heads=True)),
+        ("rotary", posswap.Rotary()),
+        ("rotary:theta=500000,fraction=0.5", posswap.Rotary(theta=500_000, fraction=0.5)),
+        ("rotary:theta=5e5, layout=half", posswap.Rotary(theta=500_000, layout="half")),
+        (
+            "rotary:scaling={rope_type=linear,factor=2.0}",
+            posswap.Rotary(scaling={"rope_type": "linear", "factor": 2.0}),
+        ),
+    ],
+)
+def test_scheme_strings(text, scheme):
+    """A string gives the scheme it names, and a scheme's own string and dict give it back."""
+    assert parse_scheme(text) == scheme
+    assert scheme_from_dict(scheme.to_dict()) == scheme
+    assert parse_scheme(str(scheme)) == scheme

@@ -1,0 +1,253 @@
+"""swap, restore and describe: what they change, that all of it comes back, and that no other model notices."""
+
+import pickle
+
+import pytest
+import torch
+from transformers import BertModel
+
+import hf_posswap as posswap
+from hf_posswap.checkpoint import SWAPPED_CLASSES
+
+CHAINS = [
+    ["rotary"],
+    ["learned"],
+    ["rotary", "relative:clip=4", "rotary:fraction=0.5,layout=half"],
+    ["sinusoidal", "none", "learned:extend=tile", "relative:values=false"],
+    ["none", "rotary", "rotary:theta=50"],
+]
+
+
+def state(model) -> dict:
+    """Everything that a swap may touch, copied or by identity."""
+    return {
+        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+        "parameters": {name: id(parameter) for name, parameter in model.named_parameters()},
+        "buffers": {name: value.clone() for name, value in model.named_buffers()},
+        "classes": {name: type(module) for name, module in model.named_modules()},
+        "configs": {name: id(getattr(module, "config", None)) for name, module in model.named_modules()},
+        "config": model.config.to_dict(),
+        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+        "training": {name: module.training for name, module in model.named_modules()},
+    }
+
+
+def assert_same(actual: dict, expected: dict):
+    """Equal in every part, tensors bit for bit."""
+    assert len(expected["weights"]) > 20 and len(expected["classes"]) > 20
+    for part, values in expected.items():
+        assert actual[part].keys() == values.keys(), part
+        for name, value in values.items():
+            same = torch.equal(actual[part][name], value) if isinstance(value, torch.Tensor) else actual[part][name] == value
+            assert same, (part, name)
+
+
+@pytest.mark.parametrize("chain", CHAINS, ids=" ".join)
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_restore_is_exact(make_model, family, chain, warm_start, tokens):
+    """After any chain of swaps, at several lengths, every weight, class, buffer and config is the one from before."""
+    model = make_model(family)
+    logits, before = model(tokens).logits, state(model)
+    for step, scheme in enumerate(chain):
+        length = None if scheme == "learned" else (None, 64, 40, 50)[step]
+        assert posswap.swap(model, scheme, max_positions=length, warm_start=warm_start) is model
+        assert model.config.max_position_embeddings == (length or 32)
+        model(tokens.repeat(1, 2 if length else 1))
+    assert posswap.restore(model) is model
+    assert_same(state(model), before)
+    assert torch.equal(model(tokens).logits, logits)
+
+
+def test_restore_keeps_a_training_mode_and_dtype(make_model, tokens):
+    """A model that was set to train, or cast, since its swap stays so; the table comes back in the new dtype."""
+    model = make_model("gpt2")
+    posswap.swap(model, "rotary")
+    model.train().bfloat16()
+    posswap.restore(model)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert all(module.training for module in model.modules())
+    model(tokens)
+
+
+def test_a_second_swap_starts_from_the_original(make_model, family, case, tokens):
+    """A chain of swaps ends where its last swap alone would have gone."""
+    chained, alone = make_model(family), make_model(family)
+    for scheme in ("rotary", "relative:clip=4", case.scheme):
+        posswap.swap(chained, scheme, max_positions=case.max_positions)
+        if scheme != case.scheme:
+            posswap.swap(chained, scheme)
+    posswap.swap(alone, case.scheme, max_positions=case.max_positions)
+    assert torch.equal(chained(tokens).logits, alone(tokens).logits)
+    assert chained.config.to_dict() == alone.config.to_dict()
+
+
+def test_models_do_not_influence_each_other(make_model, family, case, tokens):
+    """Models that share their config object and class stay as they are while one of them is swapped and restored."""
+    model = make_model(family)
+    other = type(model)(model.config).eval()
+    expected, before = other(tokens).logits, state(other)
+    posswap.swap(model, case.scheme, max_positions=case.max_positions)
+    assert other.config is not model.config
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(other(tokens).logits, expected)
+    swapped = model(tokens).logits
+    posswap.swap(other, "rotary:theta=77")
+    assert torch.equal(model(tokens).logits, swapped)
+    posswap.restore(model)
+    assert model.config is not other.config
+    posswap.restore(other)
+    assert_same(state(other), before)
+
+
+def test_swap_leaves_other_weights_alone(make_model, family, case):
+    """A swap keeps every parameter but the table: the same objects, and the same values where no basis is balanced."""
+    model = make_model(family)
+    before = {name: (parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()}
+    posswap.swap(model, case.scheme, max_positions=case.max_positions)
+    after = dict(model.named_parameters())
+    table = [name for name in before if "position_embeddings" in name or "wpe" in name]
+    balanced = case.scheme.name == "rotary" and family == "bert"
+    assert len(table) == 1
+    for name in before.keys() - set(table):
+        assert after[name] is before[name][0]
+        rewritten = balanced and (".query." in name or ".key." in name)
+        assert torch.equal(after[name], before[name][1]) != rewritten, name
+
+
+@pytest.mark.parametrize("scheme", ["rotary", "rotary:fraction=0.5,layout=half"])
+def test_balanced_basis_keeps_attention(make_model, scheme, tokens):
+    """The warm start of rotary leaves q.k as it was: without turning, an encoder computes what it computes without."""
+    model, plain = make_model("bert"), make_model("bert")
+    posswap.swap(plain, "none")
+    posswap.swap(model, scheme)
+    queries = [m.bert.encoder.layer[0].attention.self.query.weight for m in (model, plain)]
+    assert not torch.equal(*queries)
+    logits = model(tokens, position_ids=torch.full_like(tokens, 5)).logits  # all at one place: no distance, no turn
+    expected = plain(tokens, position_ids=torch.full_like(tokens, 5)).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_warm_start_keeps_what_the_table_was(make_model, family):
+    """Warm, a new scheme keeps the table's mean and first row, or its rows up to a least-squares fit."""
+    model = make_model(family)
+    owner, name = posswap.ARCHITECTURES[model.config.model_type].table_owner(model.base_model)
+    table = getattr(owner, name).weight.detach().clone()
+    positions = torch.arange(32)[None]
+    for scheme in ("rotary", "none", "relative"):
+        posswap.swap(model, scheme)
+        vectors = getattr(owner, name)(positions)[0]
+        torch.testing.assert_close(vectors[5], table.mean(0))
+        assert torch.equal(vectors[0], table[0]) and torch.equal(vectors[5], vectors[31])
+        posswap.swap(model, scheme, warm_start=False)
+        assert getattr(owner, name)(positions).abs().max() == 0
+    posswap.swap(model, "sinusoidal")
+    fitted = getattr(owner, name)(positions)[0]
+    assert torch.nn.functional.cosine_similarity(fitted, table, dim=1).mean() > 0.5
+    torch.testing.assert_close(fitted.mean(0), table.mean(0), rtol=0, atol=1e-5)
+
+
+def test_describe(make_model, family):
+    """describe names family, schemes, parameters, lengths and layers, before, after and restored."""
+    model = make_model(family)
+    plain = posswap.describe(model)
+    assert (plain.old, plain.new, plain.can_restore) == (posswap.Learned(), posswap.Learned(), False)
+    assert (plain.parameters_added, plain.parameters_dropped, plain.layers, plain.layers_patched) == (0, 0, 2, 0)
+    before = model.num_parameters()
+    posswap.swap(model, posswap.Relative(clip=4), max_positions=100)
+    told = posswap.describe(model)
+    assert (told.old, told.new, told.can_restore) == (posswap.Learned(), posswap.Relative(clip=4), True)
+    assert told.family == family.removesuffix("-decoder")
+    assert (told.trained_positions, told.max_positions) == (32, 100)
+    assert (told.layers, told.layers_patched) == (2, 2)
+    assert told.parameters_dropped == 32 * 32
+    assert model.num_parameters() == before + told.parameters_added - told.parameters_dropped
+    text = str(told)
+    for part in ("learned -> relative:clip=4", "100 (trained with 32)", "2 of 2", type(model).__name__, "restore"):
+        assert part in text
+    posswap.restore(model)
+    assert posswap.describe(model) == plain
+
+
+def test_buffers_follow_max_positions(make_model):
+    """BERT's position_ids and token_type_ids reach as far as the config says, and come back."""
+    model = make_model("bert")
+    posswap.swap(model, "rotary", max_positions=100)
+    embeddings = model.bert.embeddings
+    assert embeddings.position_ids.shape == embeddings.token_type_ids.shape == (1, 100)
+    assert torch.equal(embeddings.position_ids[0], torch.arange(100)) and not embeddings.token_type_ids.any()
+    assert "position_ids" not in model.state_dict() and model.config.max_position_embeddings == 100
+    posswap.restore(model)
+    assert embeddings.position_ids.shape == (1, 32)
+
+
+def test_gpt2_names_the_length_twice(make_model):
+    """GPT-2's n_positions is its max_position_embeddings: both say the new length."""
+    model = make_model("gpt2")
+    posswap.swap(model, "rotary", max_positions=100)
+    assert model.config.n_positions == model.config.max_position_embeddings == 100
+    posswap.restore(model)
+    assert model.config.n_positions == 32
+
+
+def test_classes(make_model, family):
+    """A swapped model is an instance of what it was, of our class for that, and so is the headless model inside."""
+    model = make_model(family)
+    original, base = type(model), type(model.base_model)
+    posswap.swap(model, "rotary")
+    assert type(model) is SWAPPED_CLASSES[original] and isinstance(model, original)
+    assert type(model.base_model) is SWAPPED_CLASSES[base]
+    assert model.config.model_type == f"posswap-{family.removesuffix('-decoder')}"
+
+
+@pytest.mark.parametrize("option", ["scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "scale_attn_weights"])
+def test_attention_options_of_gpt2(make_model, option, tokens):
+    """GPT-2's scaling by layer, unscaled and upcast attention act under every scheme as they do without one."""
+    model = make_model("gpt2", **{option: option != "scale_attn_weights"})
+    position_ids = torch.full_like(tokens, 5)  # all in one place: no distance, so relative tables of zero and no turn
+    outputs = [
+        posswap.swap(model, scheme)(tokens, position_ids=position_ids).logits for scheme in ("none", "rotary", "relative")
+    ]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(outputs[2], outputs[0], rtol=1e-4, atol=1e-4)
+
+
+def test_optimizer_keeps_working(make_model, tokens):
+    """An optimizer made after the swap trains a swapped model; the loss goes down."""
+    model = make_model("gpt2").train()
+    posswap.swap(model, "relative:clip=4")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(10):
+        losses.append(model(tokens, labels=tokens).loss)
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_pickle(make_model, family, tokens):
+    """A whole model can be pickled: its classes are found by name. The copy restores to the original."""
+    model = make_model(family)
+    expected = model(tokens).logits
+    swapped = posswap.swap(model, "rotary", max_positions=64)(tokens).logits
+    twin = pickle.loads(pickle.dumps(model))
+    assert torch.equal(twin(tokens).logits, swapped)
+    assert torch.equal(posswap.restore(twin)(tokens).logits, expected)
+    assert type(model) is not type(twin) and model.config.max_position_embeddings == 64
+
+
+def test_headless_part_of_a_model(make_model):
+    """The headless model inside can be swapped by itself, and then describes itself."""
+    model = make_model("bert")
+    posswap.swap(model.bert, "rotary")
+    assert posswap.describe(model.bert).new == posswap.Rotary()
+    posswap.restore(model.bert)
+    assert type(model.bert) is BertModel
+
+
+def test_strings_and_instances_agree(make_model, tokens):
+    """A scheme written as a string is the same swap as the instance."""
+    outputs = []
+    for scheme in ("rotary:theta=500,fraction=0.5", posswap.Rotary(theta=500, fraction=0.5)):
+        outputs.append(posswap.swap(make_model("gpt2"), scheme)(tokens).logits)
+    assert torch.equal(*outputs)
