@@ -94,7 +94,9 @@ def test_compiled_gradients(make_swapped, scheme, tokens, fresh_compiler):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("scheme", ["rotary", "rotary:layout=half,fraction=0.5", "sinusoidal", "sinusoidal:project=false"])
+@pytest.mark.parametrize(
+    "scheme", ["rotary", "rotary:layout=half,fraction=0.5", "sinusoidal", "sinusoidal:project=false"]
+)
 @pytest.mark.parametrize("offset", [0, 100_000])
 def test_bfloat16_phases(make_swapped, family, scheme, offset, tokens):
     """A bfloat16 model keeps to the same weights in float32, at position 100,000 as closely as at 0."""
@@ -330,7 +332,7 @@ def test_ddp_finds_no_unused_parameter(make_swapped, tmp_path):
 @pytest.mark.parametrize(("family", "scheme"), [("bert", "rotary:fraction=0.5"), ("bert-decoder", "sinusoidal")])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch|transformers")  # inductor, and transformers' masks
 def test_flex_attention(make_swapped, family, scheme, tokens, fresh_compiler):
-    """Schemes that leave attention to the backend agree under flex attention and sdpa; GPT-2 has none in transformers."""
+    """Schemes that leave attention to the backend agree under flex attention and sdpa; GPT-2 has no flex."""
     model = make_swapped(family, scheme, "sdpa")
     mask = torch.ones_like(tokens)
     mask[1, 13:] = 0

@@ -179,3 +179,24 @@ def test_registries():
     assert {"learned", "sinusoidal", "relative", "rotary", "none"} <= set(hf_posswap.SCHEMES)
     assert {"bert", "gpt2"} <= set(hf_posswap.ARCHITECTURES)
     assert all(scheme.summary and "\n" not in scheme.summary for scheme in hf_posswap.SCHEMES.values())
+
+
+def test_registering_twice():
+    """A name or family that is taken stays with its owner; the same class again is no error."""
+    assert hf_posswap.register_scheme(hf_posswap.Rotary) is hf_posswap.Rotary
+
+    class Impostor(hf_posswap.Rotary):
+        pass
+
+    with pytest.raises(hf_posswap.PosswapError, match="a scheme named 'rotary' exists already"):
+        hf_posswap.register_scheme(Impostor)
+    with pytest.raises(hf_posswap.PosswapError, match="must be a subclass of Scheme with a `name`"):
+        hf_posswap.register_scheme(int)
+
+    class Other(type(hf_posswap.ARCHITECTURES["bert"])):
+        pass
+
+    with pytest.raises(hf_posswap.PosswapError, match="family 'bert' is registered already"):
+        hf_posswap.register_architecture(Other())
+    assert type(hf_posswap.ARCHITECTURES["bert"]) is not Other
+    assert hf_posswap.register_architecture(hf_posswap.ARCHITECTURES["gpt2"]) is hf_posswap.ARCHITECTURES["gpt2"]

@@ -38,7 +38,11 @@ def assert_same(actual: dict, expected: dict):
     for part, values in expected.items():
         assert actual[part].keys() == values.keys(), part
         for name, value in values.items():
-            same = torch.equal(actual[part][name], value) if isinstance(value, torch.Tensor) else actual[part][name] == value
+            same = (
+                torch.equal(actual[part][name], value)
+                if isinstance(value, torch.Tensor)
+                else actual[part][name] == value
+            )
             assert same, (part, name)
 
 
@@ -67,6 +71,33 @@ def test_restore_keeps_a_training_mode_and_dtype(make_model, tokens):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert all(module.training for module in model.modules())
     model(tokens)
+
+
+@pytest.mark.parametrize("scheme", ["none", "relative:clip=4", "sinusoidal", "learned"])
+def test_restore_keeps_training(make_model, family, scheme):
+    """Weights that the swap did not rewrite stay as they were trained, queries and keys too."""
+    model = make_model(family)
+    posswap.swap(model, scheme)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    trained = {
+        name: value.clone() for name, value in model.named_parameters() if "position" not in name and "wpe" not in name
+    }
+    posswap.restore(model)
+    after = dict(model.named_parameters())
+    assert len(trained) > 20
+    assert [name for name, value in trained.items() if not torch.equal(after[name], value)] == []
+
+
+def test_restore_keeps_other_changes_of_the_config(make_model, family):
+    """What else has changed in the config since the swap, such as the size of the vocabulary, stays."""
+    model = make_model(family)
+    posswap.swap(model, "rotary", max_positions=64)
+    model.resize_token_embeddings(120)
+    posswap.restore(model)
+    assert model.get_input_embeddings().num_embeddings == model.config.vocab_size == 120
+    assert model.config.max_position_embeddings == 32 and not hasattr(model.config, "position_scheme")
 
 
 def test_a_second_swap_starts_from_the_original(make_model, family, case, tokens):
@@ -205,7 +236,8 @@ def test_attention_options_of_gpt2(make_model, option, tokens):
     model = make_model("gpt2", **{option: option != "scale_attn_weights"})
     position_ids = torch.full_like(tokens, 5)  # all in one place: no distance, so relative tables of zero and no turn
     outputs = [
-        posswap.swap(model, scheme)(tokens, position_ids=position_ids).logits for scheme in ("none", "rotary", "relative")
+        posswap.swap(model, scheme)(tokens, position_ids=position_ids).logits
+        for scheme in ("none", "rotary", "relative")
     ]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(outputs[2], outputs[0], rtol=1e-4, atol=1e-4)
