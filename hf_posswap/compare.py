@@ -45,11 +45,11 @@ class CompareConfig:
     data: str | None = None  # text, table or Hub dataset; None: the standard library's text
     text_column: str = "text"
     seeds: tuple[int, ...] = (0,)
-    max_steps: int = 16
+    max_steps: int = 12
     batch_size: int = 8
     learning_rate: float = 2e-4
-    evaluation_tokens: int = 8192  # of held-out text, for each figure
-    word_order_sentences: int = 800  # half of them intact; half as many again are held out
+    evaluation_tokens: int = 4096  # of held-out text, for each figure
+    word_order_sentences: int = 480  # half of them intact; half as many again are held out
 
     def __post_init__(self):
         if not self.models or not self.schemes or not self.seeds:
