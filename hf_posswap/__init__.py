@@ -27,13 +27,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ARCHITECTURES",
-    "SCHEMES",
     "Architecture",
     "Learned",
     "NoPositions",
     "PosswapError",
     "Relative",
     "Rotary",
+    "SCHEMES",
     "Scheme",
     "Sinusoidal",
     "describe",

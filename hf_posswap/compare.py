@@ -9,6 +9,8 @@ times its trained length and by KL to the original, and tuned on its own loss.
 import copy
 import json
 import platform
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -45,7 +47,7 @@ class CompareConfig:
     data: str | None = None  # text, table or Hub dataset; None: the standard library's text
     text_column: str = "text"
     seeds: tuple[int, ...] = (0,)
-    max_steps: int = 12
+    max_steps: int = 16
     batch_size: int = 8
     learning_rate: float = 2e-4
     evaluation_tokens: int = 4096  # of held-out text, for each figure
@@ -252,8 +254,13 @@ def _prepare_output(config: CompareConfig, output: Path, resume: bool) -> Path:
 
 
 def _provenance() -> dict:
+    source = Path(hf_posswap.__file__).parent
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=source, capture_output=True, text=True, check=False)
+    cpu = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else []
     return {
         "command": " ".join(["hf-posswap", *sys.argv[1:]]),
+        "commit": git.stdout.strip() or None,  # None for an installed package
         "versions": {
             "hf_posswap": hf_posswap.__version__,
             "python": platform.python_version(),
@@ -261,9 +268,9 @@ def _provenance() -> dict:
             "transformers": transformers.__version__,
         },
         "hardware": {
-            "machine": platform.machine(),
-            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+            "cpu": models[0] if models else platform.machine(),
             "threads": torch.get_num_threads(),
+            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
     }
 

@@ -37,7 +37,8 @@ def query_key_moments(
     base = model.base_model
     config = model.config
     length = min(length, config.max_position_embeddings)
-    tokens = torch.randint(config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (rows, length), generator=generator, device="cpu")
     moments = []
 
     def record(attention, args, kwargs):
@@ -65,11 +66,11 @@ def balance(query_key: QueryKey, query_moment: torch.Tensor, key_moment: torch.T
     query, query_bias, key, key_bias = (tensor.double() for tensor in query_key.tensors())
     num_heads, head_dim, _ = query_moment.shape
     factors = [_factor(moment) for moment in (query_moment, key_moment)]
+    if not all(torch.isfinite(factor).all() for factor in factors):
+        raise PosswapError("query or key weights are not finite, or a head of them is zero: pass warm_start=False")
     left, strengths, _ = torch.linalg.svd(factors[1].transpose(1, 2) @ factors[0])
     change = strengths.rsqrt()[..., None] * (left.transpose(1, 2) @ factors[1].transpose(1, 2))  # A: (H, D, D)
     inverse = torch.linalg.inv(change).transpose(1, 2)  # A^-T
-    if not (torch.isfinite(change).all() and torch.isfinite(inverse).all()):
-        raise PosswapError("query or key weights are not finite, or a head of them is zero: pass warm_start=False")
     order = dims_slow_to_fast.to(query.device)
     placed = torch.empty_like(change), torch.empty_like(inverse)
     placed[0][:, order], placed[1][:, order] = (

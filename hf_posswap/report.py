@@ -47,10 +47,11 @@ def markdown_table(model: dict) -> str:
 def provenance_line(results: dict) -> str:
     """Return the command, seeds, versions and hardware behind a table."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    hardware = results["hardware"]["accelerator"] or f"{results['hardware']['threads']} CPU threads"
+    hardware = results["hardware"]["accelerator"] or "{cpu}, threads: {threads}".format(**results["hardware"])
+    commit = f" at commit {results['commit']}" if results["commit"] else ""
     seeds = results["config"]["seeds"]
     spread = "mean ± standard deviation over them" if len(seeds) > 1 else "a single one: no spread"
-    return f"`{results['command']}`; seeds {seeds} ({spread}); {versions}; {hardware}."
+    return f"`{results['command']}`{commit}; seeds {seeds} ({spread}); {versions}; {hardware}."
 
 
 def _cell(figure: tuple[float, float | None] | None, form: str) -> str:

@@ -67,7 +67,7 @@ def revert(model: PreTrainedModel, architecture: Architecture, snapshot: Snapsho
     base = model.base_model
     owner, name = architecture.table_owner(base)
     like = base.get_input_embeddings().weight
-    setattr(owner, name, snapshot.table.to(device=like.device, dtype=like.dtype))
+    setattr(owner, name, snapshot.table.to(device=like.device, dtype=like.dtype).train(owner.training))
     for layer, (attention, (kind, positions)) in enumerate(
         zip(architecture.self_attentions(base), snapshot.attentions, strict=True)
     ):
@@ -76,8 +76,7 @@ def revert(model: PreTrainedModel, architecture: Architecture, snapshot: Snapsho
             current = architecture.query_key(attention).tensors()
             for target, value in zip(current, snapshot.query_keys[layer], strict=True):
                 target.copy_(value)
-    if model.config.max_position_embeddings != snapshot.max_positions:
-        architecture.resize(base, snapshot.max_positions)
+    architecture.resize(base, snapshot.max_positions)
     set_config(model, snapshot.config)
     base.__class__ = snapshot.base_class
     model.__class__ = snapshot.model_class
@@ -93,7 +92,7 @@ def install(model: PreTrainedModel, architecture: Architecture, scheme: Scheme, 
     owner, name = architecture.table_owner(base)
     like = base.get_input_embeddings().weight
     embedding = scheme.embedding_module(geometry).to(device=like.device, dtype=like.dtype)
-    setattr(owner, name, embedding.train(model.training))
+    setattr(owner, name, embedding.train(owner.training))
     for attention in architecture.self_attentions(base):
         positions = scheme.attention_module(geometry)
         if positions is None:

@@ -23,10 +23,11 @@ from hf_posswap.surgery import Snapshot, geometry_of, install, revert, set_confi
 
 @dataclass
 class _Record:
-    """Kept on a swapped model: how to give the original back, and whether the weights moved since."""
+    """Kept on a swapped model: how to give the original back, and what it was right after the swap."""
 
     original: Snapshot
     fingerprint: int
+    config_fields: dict
 
 
 def swap(
@@ -53,6 +54,8 @@ def swap(
     >>> describe(model).new
     Relative(clip=8, values=True, share_heads=False)
     """
+    if torch.is_inference_mode_enabled():
+        raise PosswapError("a swap inside torch.inference_mode() would make parameters that can never be trained: swap outside")
     scheme = parse_scheme(scheme)
     target, architecture = _target(model)
     check_implementation(scheme.implementations, target.config._attn_implementation, scheme.name)
@@ -63,30 +66,31 @@ def swap(
             "or loaded), and another swap would start from the original's positions: call posswap.restore(model) first, "
             "or save the model and load it again to swap from where it is now"
         )
-    # Only a balanced basis rewrites weights; when the first swap has none, a later one may.
-    rewrites = balances(architecture, target.config) and _plain_projections(target, architecture)
-    before = take_snapshot(target, architecture, weights=rewrites)
-    start = before if record is None else record.original
-    trained_positions = _trained_positions(start)
+    start = take_snapshot(target, architecture, weights=False) if record is None else record.original
     max_positions = _check_max_positions(max_positions, start)
-    geometry = geometry_of(target.config, max_positions, trained_positions)
+    geometry = geometry_of(target.config, max_positions, _trained_positions(start))
     scheme.check(geometry)
+    order = _balanced_order(target, architecture, scheme, geometry) if warm_start else None
+    before = take_snapshot(target, architecture, weights=order is not None or start.query_keys is not None)
     try:
         if record is not None:
             revert(target, architecture, start)
-        _install(target, architecture, scheme, geometry, start.table, warm_start)
+        # Query and key weights are kept only when they are about to be rewritten: restore touches nothing else.
+        original = take_snapshot(target, architecture, weights=order is not None)
+        _install(target, architecture, scheme, geometry, warm_start, order)
     except BaseException:
         revert(target, architecture, before)
         raise
-    vars(target)["_posswap_record"] = _Record(start, _fingerprint(target, architecture))
+    fields = copy.deepcopy(vars(target.config))
+    vars(target)["_posswap_record"] = _Record(original, _fingerprint(target, architecture), fields)
     return model
 
 
-def _install(target, architecture: Architecture, scheme: Scheme, geometry, table_module: nn.Module, warm_start: bool):
-    table = _rows(table_module, geometry.trained_positions)
+def _install(target, architecture: Architecture, scheme: Scheme, geometry, warm_start: bool, order: torch.Tensor | None):
+    owner, name = architecture.table_owner(target.base_model)
+    table = _rows(getattr(owner, name), geometry.trained_positions)
     if not torch.isfinite(table).all():
         raise PosswapError("the position table holds NaN or infinite numbers: the checkpoint is broken, load it again")
-    order = _balanced_order(target, architecture, scheme, geometry) if warm_start else None
     moments = None if order is None else query_key_moments(target, architecture)
     embedding = install(target, architecture, scheme, geometry)
     if warm_start or embedding.keeps_table:
@@ -123,7 +127,11 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
                 "model that was swapped. Load the original checkpoint, or restore the whole model"
             )
         raise PosswapError(f"this {type(target).__name__} is not swapped: there is nothing to restore")
+    config = target.config
+    # Fields that were set since (a resized vocabulary, labels, an attention implementation) are the user's: they stay.
+    since = {k: v for k, v in vars(config).items() if k not in record.config_fields or record.config_fields[k] != v}
     revert(target, architecture, record.original)
+    vars(target.config).update(since)
     del vars(target)["_posswap_record"]
     return model
 
@@ -142,12 +150,13 @@ class Description:
     max_positions: int
     layers: int
     layers_patched: int
+    swapped: bool
     can_restore: bool
 
     def __str__(self) -> str:
         table = Table(show_header=False, box=None, pad_edge=False)
         table.add_row("model", f"{self.model_class} ({self.family})")
-        table.add_row("positions", f"{self.old} -> {self.new}" if self.old != self.new else f"{self.new}, not swapped")
+        table.add_row("positions", f"{self.old} -> {self.new}" if self.swapped else f"{self.new}, not swapped")
         table.add_row("parameters", f"+{self.parameters_added:,} -{self.parameters_dropped:,}")
         table.add_row("max positions", f"{self.max_positions:,} (trained with {self.trained_positions:,})")
         table.add_row("attention layers patched", f"{self.layers_patched} of {self.layers}")
@@ -192,6 +201,7 @@ def describe(model: PreTrainedModel) -> Description:
         max_positions=target.config.max_position_embeddings,
         layers=len(attentions),
         layers_patched=sum(hasattr(a, "positions") for a in attentions),
+        swapped=swapped,
         can_restore=record is not None,
     )
 
@@ -283,7 +293,7 @@ def _balanced_order(target: PreTrainedModel, architecture: Architecture, scheme:
 
 
 def _plain_projections(target: PreTrainedModel, architecture: Architecture) -> bool:
-    return all(architecture.query_key(a) is not None for a in architecture.self_attentions(target.base_model))
+    return not any(architecture.query_key(a).wrapped for a in architecture.self_attentions(target.base_model))
 
 
 def _fingerprint(target: PreTrainedModel, architecture: Architecture) -> int:

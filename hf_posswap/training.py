@@ -109,9 +109,7 @@ def train(
     # A generator of its own: without, every start of an epoch draws from the global one, and a resumed run, which starts
     # its epoch once more, would see other dropout than the run it goes on with.
     generator = torch.Generator().manual_seed(config.seed)
-    loader = DataLoader(
-        dataset, batch_size=micro_batch, shuffle=True, drop_last=True, collate_fn=collate, generator=generator
-    )
+    loader = DataLoader(dataset, batch_size=micro_batch, shuffle=True, drop_last=True, collate_fn=collate, generator=generator)
     decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
     others = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
     optimizer = torch.optim.AdamW(

@@ -46,9 +46,7 @@ CASES = {
     "rotary": Case(posswap.Rotary(), 64),
     "rotary-half": Case(posswap.Rotary(layout="half", theta=100)),
     "rotary-partial": Case(posswap.Rotary(fraction=0.5)),
-    "rotary-linear": Case(
-        posswap.Rotary(fraction=0.5, layout="half", scaling={"rope_type": "linear", "factor": 2.0}), 64
-    ),
+    "rotary-linear": Case(posswap.Rotary(fraction=0.5, layout="half", scaling={"rope_type": "linear", "factor": 2.0}), 64),
     "none": Case(posswap.NoPositions()),
 }
 

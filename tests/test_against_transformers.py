@@ -120,9 +120,7 @@ def test_bert_with_rotary_is_roformer(make_model, family, backend, tokens):
 def test_gpt2_with_rotary_is_gpt_neox(make_model, fraction, backend, tokens):
     """Same weights, same logits and the same cached generation past the old maximum."""
     model = make_model("gpt2", backend)
-    posswap.swap(
-        model, posswap.Rotary(layout="half", fraction=fraction, theta=5_000), max_positions=64, warm_start=False
-    )
+    posswap.swap(model, posswap.Rotary(layout="half", fraction=fraction, theta=5_000), max_positions=64, warm_start=False)
     rope = {"rope_type": "default", "rope_theta": 5_000.0, "partial_rotary_factor": fraction}
     neox = to_gpt_neox(model, rope, 64)
     assert_close(model(tokens).logits, neox(tokens).logits, **EXACT)
@@ -172,9 +170,7 @@ def test_relative_is_relative_key(kind, backend):
         "num_attention_heads": 2,
         "intermediate_size": 48,
     }
-    config = BertConfig(
-        **options, max_position_embeddings=16, is_decoder=kind == "decoder", attn_implementation=backend
-    )
+    config = BertConfig(**options, max_position_embeddings=16, is_decoder=kind == "decoder", attn_implementation=backend)
     model = (BertLMHeadModel if kind == "decoder" else BertForMaskedLM)(config).eval()
     tables = [weights.pop(f"bert.encoder.layer.{layer}.attention.self.distance_embedding.weight") for layer in range(2)]
     missing, unexpected = model.load_state_dict(weights, strict=False)

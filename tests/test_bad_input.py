@@ -131,11 +131,9 @@ def test_odd_sizes(make_model, heads):
     model = make_model("gpt2", n_embd=33 if heads == 32 else 36, n_head=33 if heads == 32 else 4)
     before = state(model)
     if heads == 4:  # 9 dimensions a head
-        with pytest.raises(
-            posswap.PosswapError, match=r"head_dim 9 is 9 dimensions.*fraction=0.888889 \(8 dimensions\)"
-        ):
+        with pytest.raises(posswap.PosswapError, match=r"head_dim 9 is 9 dimensions.*fraction=0.8888888889 \(8 dimensions\)"):
             posswap.swap(model, "rotary")
-        posswap.swap(model, posswap.Rotary(fraction=0.888889))
+        posswap.swap(model, posswap.Rotary(fraction=0.8888888889))
     else:
         with pytest.raises(posswap.PosswapError, match=r"head_dim 1"):
             posswap.swap(model, "rotary")
@@ -150,9 +148,7 @@ SIZES = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_atten
 OTHERS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "roformer": lambda: RoFormerForMaskedLM(RoFormerConfig(**SIZES)),
-    "t5": lambda: T5ForConditionalGeneration(
-        T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
-    ),
+    "t5": lambda: T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)),
 }
 
 
@@ -188,9 +184,7 @@ def test_subclasses_and_parts(make_model):
     """A user's own subclass could not be loaded again, so it is refused with the way around it."""
     model = OwnBert(make_model("bert").config)
     before = state(model)
-    with pytest.raises(
-        posswap.PosswapError, match="OwnBert is not one of transformers' own bert classes.*BertModel inside it"
-    ):
+    with pytest.raises(posswap.PosswapError, match="OwnBert is not one of transformers' own bert classes.*BertModel inside it"):
         posswap.swap(model, "rotary")
     assert unchanged(model, before)
     posswap.swap(model.bert, "rotary")
@@ -329,9 +323,7 @@ def test_relative_refuses_flex_attention(make_model, make_swapped, tokens):
     """Relative positions need eager or sdpa: before the swap and when the implementation is changed after it."""
     model = make_model("bert", "flex_attention")
     before = state(model)
-    with pytest.raises(
-        posswap.PosswapError, match=r"'eager' or 'sdpa'.*'flex_attention'.*set_attn_implementation\('sdpa'\)"
-    ):
+    with pytest.raises(posswap.PosswapError, match=r"'eager' or 'sdpa'.*'flex_attention'.*set_attn_implementation\('sdpa'\)"):
         posswap.swap(model, "relative")
     assert unchanged(model, before)
     model = make_swapped("bert", "relative")
@@ -367,13 +359,9 @@ def test_swap_after_training(make_model, family, what, tokens):
         attention = model.architecture.self_attentions(model.base_model)[1]
         with torch.no_grad():
             parameters = dict(attention.named_parameters())
-            parameters["positions.key_table"].add_(0.1) if what == "table" else next(iter(parameters.values())).add_(
-                0.1
-            )
+            parameters["positions.key_table"].add_(0.1) if what == "table" else next(iter(parameters.values())).add_(0.1)
     before = state(model)
-    with pytest.raises(
-        posswap.PosswapError, match=r"weights have changed since.*relative:clip=4.*posswap.restore\(model\)"
-    ):
+    with pytest.raises(posswap.PosswapError, match=r"weights have changed since.*relative:clip=4.*posswap.restore\(model\)"):
         posswap.swap(model, "rotary")
     assert unchanged(model, before)
     posswap.restore(model)

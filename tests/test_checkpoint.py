@@ -64,9 +64,7 @@ def test_second_round_trip(model, family, tokens, tmp_path):
     """What was loaded can be saved and loaded again."""
     model.save_pretrained(tmp_path / "first")
     load(family, tmp_path / "first").save_pretrained(tmp_path / "second")
-    assert torch.equal(
-        load(family, tmp_path / "second", attn_implementation="eager")(tokens).logits, model(tokens).logits
-    )
+    assert torch.equal(load(family, tmp_path / "second", attn_implementation="eager")(tokens).logits, model(tokens).logits)
 
 
 FRESH = """

@@ -151,9 +151,7 @@ def test_backends_agree(model, backend, tokens):
     assert_close(outcomes[0][0], outcomes[1][0], **CLOSE)
     assert outcomes[0][1].keys() == outcomes[1][1].keys()
     for name, gradient in outcomes[0][1].items():
-        assert_close(
-            gradient, outcomes[1][1][name], rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        assert_close(gradient, outcomes[1][1][name], rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_inputs_embeds(model, tokens):

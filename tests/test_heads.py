@@ -82,9 +82,7 @@ def test_head(make_model, make_swapped, head, scheme, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["rotary:fraction=0.5", "relative:clip=4", "sinusoidal", "none"])
-@pytest.mark.parametrize(
-    "head", [BertLMHeadModel, BertModel, GPT2LMHeadModel, GPT2Model], ids=lambda head: head.__name__
-)
+@pytest.mark.parametrize("head", [BertLMHeadModel, BertModel, GPT2LMHeadModel, GPT2Model], ids=lambda head: head.__name__)
 def test_cross_attention(make_swapped, head, scheme, backend, tokens, tmp_path):
     """Decoders with cross-attention: only self-attention is positioned, a cache equals none, and reloading is exact."""
     family = "gpt2" if head in (GPT2LMHeadModel, GPT2Model) else "bert-decoder"
@@ -96,9 +94,7 @@ def test_cross_attention(make_swapped, head, scheme, backend, tokens, tmp_path):
     with torch.no_grad():
         expected = model(tokens, **cross, use_cache=False)[0]
         assert (model(tokens, use_cache=False)[0] - expected).abs().max() > 0.1
-        crossed = [
-            module for name, module in model.named_modules() if name.endswith(("crossattention", "crossattention.self"))
-        ]
+        crossed = [module for name, module in model.named_modules() if name.endswith(("crossattention", "crossattention.self"))]
         assert len(crossed) >= 2 and not any(hasattr(module, "positions") for module in crossed)
         output = model(tokens[:, :15], **cross, use_cache=True)
         parts = [output[0]]

@@ -94,9 +94,7 @@ def test_compiled_gradients(make_swapped, scheme, tokens, fresh_compiler):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    "scheme", ["rotary", "rotary:layout=half,fraction=0.5", "sinusoidal", "sinusoidal:project=false"]
-)
+@pytest.mark.parametrize("scheme", ["rotary", "rotary:layout=half,fraction=0.5", "sinusoidal", "sinusoidal:project=false"])
 @pytest.mark.parametrize("offset", [0, 100_000])
 def test_bfloat16_phases(make_swapped, family, scheme, offset, tokens):
     """A bfloat16 model keeps to the same weights in float32, at position 100,000 as closely as at 0."""

@@ -37,9 +37,7 @@ def shaw(query, key, value, key_table, value_table, clip, scaling, query_positio
                     distance = int(key_positions[b][j] - query_positions[b][i])
                     rows.append(max(-clip, min(clip, distance)) + clip)
                     scores.append(
-                        sum(
-                            float(query[b, h, i, d] * (key[b, h, j, d] + key_table[h, rows[-1], d])) for d in range(dim)
-                        )
+                        sum(float(query[b, h, i, d] * (key[b, h, j, d] + key_table[h, rows[-1], d])) for d in range(dim))
                     )
                 weights = [math.exp(scaling * score) for score in scores]
                 for j, row, weight in zip(keys, rows, weights, strict=True):
@@ -49,9 +47,7 @@ def shaw(query, key, value, key_table, value_table, clip, scaling, query_positio
 
 @pytest.mark.parametrize("values", [True, False])
 @pytest.mark.parametrize("share_heads", [True, False])
-@pytest.mark.parametrize(
-    "situation", ["bidirectional", "causal", "padded", "boolean mask", "custom positions", "cached"]
-)
+@pytest.mark.parametrize("situation", ["bidirectional", "causal", "padded", "boolean mask", "custom positions", "cached"])
 def test_relative_equals_double_loop(situation, share_heads, values):
     """Key and value terms, clipped, for every kind of mask and for positions that are given or come from a cache."""
     torch.manual_seed(0)
@@ -91,8 +87,7 @@ def test_relative_equals_double_loop(situation, share_heads, values):
     output, probabilities = module.attend(query, key, value, mask, shared, scaling=0.5, dropout=0.0, causal=causal)
     assert_close(probabilities.sum(-1), torch.ones(2, 2, length, dtype=torch.float64))
     tables = [
-        table if table is not None else torch.zeros_like(module.key_table)
-        for table in (module.key_table, module.value_table)
+        table if table is not None else torch.zeros_like(module.key_table) for table in (module.key_table, module.value_table)
     ]
     tables = [table.expand(2, -1, -1).detach() for table in tables]
     expected = shaw(query, key, value, *tables, 3, 0.5, key_positions[:, -length:], key_positions, allowed)
@@ -141,9 +136,7 @@ def get_timing_signal_1d(length: int, channels: int, max_timescale: float, start
     position = torch.arange(length, dtype=torch.float64) + start_index
     num_timescales = channels // 2
     log_timescale_increment = math.log(max_timescale / min_timescale) / max(num_timescales - 1, 1)
-    inv_timescales = min_timescale * torch.exp(
-        torch.arange(num_timescales, dtype=torch.float64) * -log_timescale_increment
-    )
+    inv_timescales = min_timescale * torch.exp(torch.arange(num_timescales, dtype=torch.float64) * -log_timescale_increment)
     scaled_time = position[:, None] * inv_timescales[None, :]
     signal = torch.cat([torch.sin(scaled_time), torch.cos(scaled_time)], dim=1)
     return torch.nn.functional.pad(signal, (0, channels % 2))
@@ -181,9 +174,7 @@ def test_raw_sinusoids_stand_in_the_models_table(make_model, family, layout):
 def test_projection_is_a_least_squares_fit():
     """Within the trained length the fit is the best linear map, and its mean is that of the table."""
     torch.manual_seed(0)
-    module = posswap.Sinusoidal(base=20).embedding_module(
-        geometry(head_dim=4, max_positions=100, trained_positions=100)
-    )
+    module = posswap.Sinusoidal(base=20).embedding_module(geometry(head_dim=4, max_positions=100, trained_positions=100))
     signal = sinusoids(torch.arange(100), 8, base=20).double()
     table = torch.randn(100, 8, dtype=torch.float64)
     design = torch.cat([signal, torch.ones(100, 1, dtype=torch.float64)], dim=1)
@@ -198,9 +189,7 @@ def test_projection_is_a_least_squares_fit():
 def test_projection_continues_a_table():
     """A linear map of sinusoids is found again and continued; no table at all makes rows beyond it explode."""
     torch.manual_seed(0)
-    module = posswap.Sinusoidal(base=20).embedding_module(
-        geometry(head_dim=4, max_positions=200, trained_positions=100)
-    )
+    module = posswap.Sinusoidal(base=20).embedding_module(geometry(head_dim=4, max_positions=200, trained_positions=100))
     signal = sinusoids(torch.arange(200), 8, base=20).double()
     table = signal @ torch.randn(8, 8, dtype=torch.float64) + torch.randn(8, dtype=torch.float64)
     with torch.no_grad():
@@ -220,9 +209,7 @@ def test_learned_tiles_and_interpolates():
     torch.manual_seed(0)
     table = torch.randn(5, 4, dtype=torch.float64)
     sizes = geometry(head_dim=2, max_positions=13, trained_positions=5)
-    modules = {
-        extend: posswap.Learned(extend=extend).embedding_module(sizes).double() for extend in ("tile", "interpolate")
-    }
+    modules = {extend: posswap.Learned(extend=extend).embedding_module(sizes).double() for extend in ("tile", "interpolate")}
     for extend, module in modules.items():
         with torch.no_grad():
             module.fit_table(table, 5)

@@ -38,11 +38,7 @@ def assert_same(actual: dict, expected: dict):
     for part, values in expected.items():
         assert actual[part].keys() == values.keys(), part
         for name, value in values.items():
-            same = (
-                torch.equal(actual[part][name], value)
-                if isinstance(value, torch.Tensor)
-                else actual[part][name] == value
-            )
+            same = torch.equal(actual[part][name], value) if isinstance(value, torch.Tensor) else actual[part][name] == value
             assert same, (part, name)
 
 
@@ -81,9 +77,7 @@ def test_restore_keeps_training(make_model, family, scheme):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01)
-    trained = {
-        name: value.clone() for name, value in model.named_parameters() if "position" not in name and "wpe" not in name
-    }
+    trained = {name: value.clone() for name, value in model.named_parameters() if "position" not in name and "wpe" not in name}
     posswap.restore(model)
     after = dict(model.named_parameters())
     assert len(trained) > 20
@@ -236,8 +230,7 @@ def test_attention_options_of_gpt2(make_model, option, tokens):
     model = make_model("gpt2", **{option: option != "scale_attn_weights"})
     position_ids = torch.full_like(tokens, 5)  # all in one place: no distance, so relative tables of zero and no turn
     outputs = [
-        posswap.swap(model, scheme)(tokens, position_ids=position_ids).logits
-        for scheme in ("none", "rotary", "relative")
+        posswap.swap(model, scheme)(tokens, position_ids=position_ids).logits for scheme in ("none", "rotary", "relative")
     ]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(outputs[2], outputs[0], rtol=1e-4, atol=1e-4)

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -53,19 +54,23 @@ class Architecture(ABC):
     # -- for warm starts -------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def query_key(self, attention: nn.Module) -> "QueryKey | None":
-        """Return views of the query and key projections, or None when something (an adapter) wraps them."""
+    def query_key(self, attention: nn.Module) -> "QueryKey":
+        """Return views of the query and key projections; of the layers beneath where adapters wrap them."""
 
     def is_causal(self, config: PreTrainedConfig) -> bool:
         """Whether self-attention looks only to the left."""
         return False
 
 
+@dataclass(frozen=True)
 class QueryKey:
     """Views of one layer's query and key projections as (H * D, E) matrices; writing to them writes to the model."""
 
-    def __init__(self, query: torch.Tensor, query_bias: torch.Tensor, key: torch.Tensor, key_bias: torch.Tensor):
-        self.query, self.query_bias, self.key, self.key_bias = query, query_bias, key, key_bias
+    query: torch.Tensor
+    query_bias: torch.Tensor
+    key: torch.Tensor
+    key_bias: torch.Tensor
+    wrapped: bool  # by an adapter, whose own weights are not among these
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.query, self.query_bias, self.key, self.key_bias

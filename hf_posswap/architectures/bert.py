@@ -5,7 +5,6 @@ fails even when the table is gone. As a decoder (`is_decoder=True`) the same mod
 """
 
 import torch
-from torch import nn
 from transformers import BertConfig, BertModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert import modeling_bert
@@ -50,10 +49,10 @@ class Bert(Architecture):
         return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, modeling_bert.eager_attention_forward)
 
     def query_key(self, attention):
-        if type(attention.query) is not nn.Linear or type(attention.key) is not nn.Linear:
-            return None
-        query, key = attention.query, attention.key
-        return QueryKey(query.weight, query.bias, key.weight, key.bias)
+        # PEFT's layers call what they wrap `base_layer`.
+        query, key = (getattr(layer, "base_layer", layer) for layer in (attention.query, attention.key))
+        wrapped = query is not attention.query or key is not attention.key
+        return QueryKey(query.weight, query.bias, key.weight, key.bias, wrapped)
 
     def is_causal(self, config):
         return config.is_decoder

@@ -75,7 +75,7 @@ def scheme_from_dict(entry: dict[str, Any]) -> Scheme:
     """Build a scheme from its name and options, as config.json holds them."""
     options = dict(entry)
     name = options.pop("name", None)
-    if name not in SCHEMES:
+    if not isinstance(name, str) or name not in SCHEMES:
         raise UnknownSchemeError(f"unknown scheme {name!r}{_nearest(name, SCHEMES)}; known are {', '.join(SCHEMES)}")
     known = {field.name: field for field in fields(SCHEMES[name])}
     for option, value in options.items():
@@ -96,6 +96,3 @@ def scheme_from_dict(entry: dict[str, Any]) -> Scheme:
 def _nearest(given: Any, known) -> str:
     near = difflib.get_close_matches(str(given), list(known), n=1, cutoff=0.5)
     return f" (did you mean {near[0]!r}?)" if near else ""
-
-
-__all__ += ["CheckpointError"]

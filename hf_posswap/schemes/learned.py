@@ -21,7 +21,9 @@ class Table(nn.Embedding):
     keeps_table: ClassVar[bool] = True
 
     def __init__(self, geometry: Geometry, extend: str | None):
-        super().__init__(geometry.max_positions, geometry.hidden_size)
+        # Given weights, nn.Embedding draws no random ones: a swap leaves the global random state alone.
+        weight = torch.empty(geometry.max_positions, geometry.hidden_size)
+        super().__init__(geometry.max_positions, geometry.hidden_size, _weight=weight)
         self.extend = extend
 
     def fit_table(self, table: torch.Tensor, trained_positions: int) -> None:

@@ -13,7 +13,6 @@ the two are one family up to that permutation.
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -40,18 +39,11 @@ class RotaryPositions(AttentionPositions):
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         parameters = {"original_max_position_embeddings": self.geometry.trained_positions, **scaling}
-        parameters |= {"rope_theta": float(scheme.theta), "partial_rotary_factor": scheme.fraction}
-        config = SimpleNamespace(
-            rope_parameters=parameters,
-            head_dim=self.geometry.head_dim,
-            hidden_size=self.geometry.hidden_size,
-            num_attention_heads=self.geometry.num_heads,
-            # `dynamic` grows from this length, yarn and longrope read it for a factor that is not given.
-            max_position_embeddings=(
-                self.geometry.trained_positions if scaling["rope_type"] == "dynamic" else self.geometry.max_positions
-            ),
-            standardize_rope_params=lambda: None,  # the parameters above are complete
-        )
+        parameters["rope_theta"] = float(scheme.theta)
+        # `dynamic` grows from this length, longrope reads it for a factor that is not given.
+        dynamic = scaling["rope_type"] == "dynamic"
+        length_now = self.geometry.trained_positions if dynamic else self.geometry.max_positions
+        config = _RopeConfig(parameters, self.rotary_dim, length_now)
         frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, device, seq_len=length)
         return frequencies.double(), factor
 
@@ -90,6 +82,23 @@ class RotaryPositions(AttentionPositions):
         else:
             planes = torch.stack([2 * pairs, 2 * pairs + 1], dim=-1)
         return torch.cat([torch.arange(self.rotary_dim, self.geometry.head_dim), planes.flatten()])
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+class _RopeConfig:
+    """What ROPE_INIT_FUNCTIONS read of a config: complete parameters, and a head of which every dimension turns."""
+
+    def __init__(self, rope_parameters: dict[str, Any], rotary_dim: int, max_positions: int):
+        self.rope_parameters = rope_parameters
+        self.head_dim = self.hidden_size = rotary_dim
+        self.num_attention_heads = 1
+        self.max_position_embeddings = max_positions
+
+    def standardize_rope_params(self) -> None:
+        pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,16 +158,25 @@ class Rotary(Scheme):
                 f"rotary: {kind} scaling needs {sorted(needed[kind])} and takes {sorted(optional.get(kind, set()))} and "
                 f"'original_max_position_embeddings'; given were {sorted(given)}"
             )
+        for key, value in given.items():
+            if key in ("short_factor", "long_factor"):
+                right, wanted = isinstance(value, list) and all(map(_positive, value)), "a list of numbers above 0"
+            elif key == "truncate":
+                right, wanted = isinstance(value, bool), "true or false"
+            else:
+                right, wanted = _positive(value), "a number above 0"
+            if not right:
+                raise PosswapError(f"rotary: {key}={value!r} of {kind} scaling must be {wanted}")
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return R, the number of dimensions that turn."""
-        return int(head_dim * self.fraction)
+        return int(head_dim * self.fraction + 1e-6)  # a third of 6 is 2, however many digits are given
 
     def check(self, geometry: Geometry) -> None:
         dims = self.rotary_dim(geometry.head_dim)
         if dims % 2 or dims < 2:
             even = sorted({max(2, dims // 2 * 2), min(dims // 2 * 2 + 2, geometry.head_dim // 2 * 2)})
-            choices = " or ".join(f"fraction={n / geometry.head_dim:g} ({n} dimensions)" for n in even if n)
+            choices = " or ".join(f"fraction={n / geometry.head_dim:.10g} ({n} dimensions)" for n in even if n)
             raise PosswapError(
                 f"rotary: fraction={self.fraction:g} of head_dim {geometry.head_dim} is {dims} dimensions, and they turn "
                 f"in pairs: use {choices}"
