@@ -21,6 +21,7 @@ from tqdm import tqdm
 from transformers import get_cosine_schedule_with_warmup
 
 from hf_posswap.errors import PosswapError
+from hf_posswap.schemes import AttentionPositions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class TrainingConfig:
     max_steps: int = 100
     batch_size: int = 16  # sequences a step, over all processes
     learning_rate: float = 3e-4
+    # Position tables of attention layers start at zero in a trained network and have far to go: they learn this much faster.
+    table_learning_rate_factor: float = 10.0
     warmup_ratio: float = 0.1
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
@@ -110,13 +113,7 @@ def train(
     # its epoch once more, would see other dropout than the run it goes on with.
     generator = torch.Generator().manual_seed(config.seed)
     loader = DataLoader(dataset, batch_size=micro_batch, shuffle=True, drop_last=True, collate_fn=collate, generator=generator)
-    decayed = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
-    others = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-        lr=config.learning_rate,
-        betas=(0.9, 0.95),
-    )
+    optimizer = torch.optim.AdamW(_parameter_groups(model, config), lr=config.learning_rate, betas=(0.9, 0.95))
     warmup_steps = math.ceil(config.warmup_ratio * config.max_steps)
     scheduler = get_cosine_schedule_with_warmup(optimizer, warmup_steps, config.max_steps)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -172,6 +169,21 @@ def train(
     trained = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     accelerator.free_memory()
     return trained.eval(), run
+
+
+def _parameter_groups(model: torch.nn.Module, config: TrainingConfig) -> list[dict]:
+    tables = {id(p) for m in model.modules() if isinstance(m, AttentionPositions) for p in m.parameters()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {
+            "params": [p for p in trained if id(p) in tables],
+            "lr": config.learning_rate * config.table_learning_rate_factor,
+            "weight_decay": 0.0,
+        },
+        {"params": [p for p in trained if id(p) not in tables and p.dim() > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if id(p) not in tables and p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def _save_checkpoint(accelerator: Accelerator, output: Path, run: TrainingRun) -> None:

@@ -81,6 +81,22 @@ def test_dropout_can_be_off(make_model):
     assert abs(third - fourth) > 1e-3
 
 
+def test_tables_learn_faster(make_model):
+    """Adam's first step moves every entry by its learning rate: tables by `table_learning_rate_factor` times as much."""
+    import hf_posswap as posswap
+
+    for factor in (1.0, 50.0):
+        model = posswap.swap(make_model("gpt2"), "relative:clip=4,values=false")
+        before = model.transformer.h[0].attn.c_attn.weight.detach().clone()
+        budget = TrainingConfig(
+            max_steps=1, batch_size=8, learning_rate=1e-4, warmup_ratio=0, table_learning_rate_factor=factor
+        )
+        _run(model, budget)
+        attention = model.transformer.h[0].attn
+        assert attention.positions.key_table.abs().max().item() == pytest.approx(1e-4 * factor, rel=1e-2)
+        assert (attention.c_attn.weight - before).abs().max().item() == pytest.approx(1e-4, rel=1e-2)
+
+
 def test_nan_stops(make_model):
     """A loss that is no number ends the run with advice."""
     with pytest.raises(PosswapError, match="learning_rate"):
