@@ -10,6 +10,8 @@ import copy
 import json
 import platform
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -50,10 +52,13 @@ class CompareConfig:
     max_steps: int = 16
     batch_size: int = 8
     learning_rate: float = 2e-4
-    evaluation_tokens: int = 4096  # of held-out text, for each figure
+    evaluation_tokens: int = 8192  # of held-out text, for each figure
     word_order_sentences: int = 480  # half of them intact; half as many again are held out
 
     def __post_init__(self):
+        for field in ("max_steps", "batch_size", "evaluation_tokens", "word_order_sentences"):
+            if not isinstance(getattr(self, field), int) or getattr(self, field) < 1:
+                raise PosswapError(f"{field}={getattr(self, field)!r} must be an integer of at least 1")
         if not self.models or not self.schemes or not self.seeds:
             raise PosswapError("a comparison needs at least one model, one scheme and one seed")
         for scheme in self.schemes:
@@ -66,10 +71,12 @@ def compare(config: CompareConfig, output: Path, *, resume: bool = False, progre
 
     Writes into `output`: results.json, results.md, one PNG for each figure, and models/ with one swapped model a family.
     """
+    if config.data is not None:  # a missing file is found before anything is loaded or written
+        read_documents(config.data, text_column=config.text_column)
     rows_folder = _prepare_output(config, output, resume)
     results = {"format": FORMAT, **_provenance(), "config": asdict(config), "models": []}
     jobs = [(name, scheme) for name in config.models for scheme in (ORIGINAL, *config.schemes)]
-    bar = tqdm(total=len(jobs), desc="compare", unit="swap", disable=not progress)
+    bar = tqdm(total=len(jobs), desc="compare", unit="swap", disable=None if progress else True)
     for name in config.models:
         bench = _Bench(name, config, progress)
         rows = []
@@ -115,8 +122,13 @@ class _Bench:
         held_out, training = self._documents("validation"), self._documents("train")
         self.train_length = self.trained_positions if self.causal else min(128, self.trained_positions)
         self.train_blocks = token_blocks(training, self.tokenizer, self.train_length)
-        eval_lengths = self.lengths or sorted({min(128, self.trained_positions), self.trained_positions})
-        self.eval_blocks = {n: self._evaluation_blocks(held_out, n) for n in eval_lengths}
+        if self.causal:
+            # The same tokens at every length, cut into shorter or longer blocks: length alone makes the difference.
+            longest = self._evaluation_blocks(held_out, self.max_positions)
+            self.eval_blocks = {n: longest.view(-1, n) for n in self.lengths}
+        else:
+            eval_lengths = sorted({min(128, self.trained_positions), self.trained_positions})
+            self.eval_blocks = {n: self._evaluation_blocks(held_out, n) for n in eval_lengths}
         if not self.causal:
             self.original_states = {n: pooled_states(self.original, b) for n, b in self.eval_blocks.items()}
         self.words_train, self.words_test = self._word_order()
@@ -256,12 +268,15 @@ def _prepare_output(config: CompareConfig, output: Path, resume: bool) -> Path:
 
 def _provenance() -> dict:
     source = Path(hf_posswap.__file__).parent
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=source, capture_output=True, text=True, check=False)
+    commit = None
+    if (source.parent / ".git").exists() and shutil.which("git"):  # not an installed package, whatever lies around it
+        command = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False).stdout.strip() or None
     cpu = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else []
     return {
-        "command": " ".join(["hf-posswap", *sys.argv[1:]]),
-        "commit": git.stdout.strip() or None,  # None for an installed package
+        "command": shlex.join(["hf-posswap", *sys.argv[1:]]),
+        "commit": commit,
         "versions": {
             "hf_posswap": hf_posswap.__version__,
             "python": platform.python_version(),

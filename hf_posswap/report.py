@@ -27,7 +27,7 @@ def markdown_table(model: dict) -> str:
         columns = [(f"ppl {n}", f"perplexity_{n}", "{:.1f}") for n in lengths] + [("KL", "kl", "{:.3f}")]
     else:
         columns = [(f"cosine {n}", f"cosine_{n}", "{:.3f}") for n in lengths]
-    columns.append(("word order", "word_order", "{:.3f}"))
+    columns.append(("word order", "word_order", "{:.2f}"))
     lines = [
         f"| positions | {' | '.join(title for title, _, _ in columns)} |",
         f"|---|{'---|' * len(columns)}",
@@ -35,12 +35,16 @@ def markdown_table(model: dict) -> str:
     stages = {"cold": "cold swap", "swapped": "swap", "tuned": f"+ {model['tuning_tokens']:,} tokens"}
     for row in model["rows"]:
         figures = {(stage, name): (value, spread) for stage, name, value, spread in figures_of(row)}
+        # Longer input than a learned table holds needs some table: the original's is repeated.
+        title = row["scheme"]
+        if title == "original" and model["causal"]:
+            title = f"original (tiled past {model['trained_positions']})"
         for stage, label in stages.items():
             if not any(key[0] == stage for key in figures):
                 continue
             label = "as it is" if (row["scheme"], stage) == ("original", "swapped") else label
             cells = [_cell(figures.get((stage, name)), form) for _, name, form in columns]
-            lines.append(f"| {row['scheme']}, {label} | {' | '.join(cells)} |")
+            lines.append(f"| {title}, {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

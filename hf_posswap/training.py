@@ -129,7 +129,7 @@ def train(
         desc=description,
         unit="step",
         leave=False,
-        disable=not (progress and accelerator.is_main_process),
+        disable=None if progress and accelerator.is_main_process else True,  # None: where it is not seen, it is not drawn
     )
     started, spent = time.perf_counter(), run.seconds
     micro_loss = 0.0
