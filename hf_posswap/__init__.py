@@ -10,7 +10,14 @@ Importing registers the swapped model types with transformers' Auto classes, and
 from hf_posswap.architectures import ARCHITECTURES, Architecture
 from hf_posswap.assets import embedded_model
 from hf_posswap.checkpoint import register_architecture
-from hf_posswap.errors import PosswapError
+from hf_posswap.errors import (
+    CheckpointError,
+    DataError,
+    PosswapError,
+    SequenceTooLongError,
+    UnknownSchemeError,
+    UnsupportedModelError,
+)
 from hf_posswap.schemes import (
     SCHEMES,
     Learned,
@@ -28,6 +35,8 @@ __version__ = "0.1.0"
 __all__ = [
     "ARCHITECTURES",
     "Architecture",
+    "CheckpointError",
+    "DataError",
     "Learned",
     "NoPositions",
     "PosswapError",
@@ -35,7 +44,10 @@ __all__ = [
     "Rotary",
     "SCHEMES",
     "Scheme",
+    "SequenceTooLongError",
     "Sinusoidal",
+    "UnknownSchemeError",
+    "UnsupportedModelError",
     "describe",
     "embedded_model",
     "register_architecture",

@@ -36,6 +36,8 @@ class PositionedAttention(nn.Module):
             if isinstance(past_key_values, EncoderDecoderCache):
                 past_key_values = past_key_values.self_attention_cache
             key, value = past_key_values.update(key, value, self.layer_idx)
+        if self.positions.attend is not None and kwargs.get("cache") is not None:
+            raise PosswapError("these positions compute attention themselves and do not run with a paged cache: use generate()")
         dropout = self.architecture.dropout(self) if self.training else 0.0
         if self.positions.attend is None:
             output, probabilities = self.architecture.backend(self)(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import initialization as init
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
@@ -52,6 +53,11 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
             "upgrade with pip install -U hf_posswap"
         )
     trained_positions = entry.pop("trained_positions")
+    if trained_positions < 1 or config.max_position_embeddings < 1:
+        raise CheckpointError(
+            f"config.json has trained_positions={trained_positions} and max positions {config.max_position_embeddings}: both "
+            "must be 1 or more; the file was changed by hand, save the swapped model again"
+        )
     try:
         return scheme_from_dict(entry), trained_positions
     except PosswapError as error:
@@ -71,6 +77,15 @@ class SwappedModel:
         embedding = install(self, self.architecture, scheme, geometry)
         self._init_weights(embedding)  # a learned table that starts from scratch starts as the family's tables do
         self.base_model.__class__ = SWAPPED_CLASSES.get(type(self.base_model), type(self.base_model))
+        mark_part(self)
+
+    def _init_weights(self, module):
+        """As the family does; and our modules, which transformers empties when it builds a model to load it."""
+        if isinstance(module, (AttentionPositions, PositionEmbedding)):
+            for name, value in module.initial_values().items():
+                init.copy_(getattr(module, name), value)
+        else:
+            super()._init_weights(module)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
@@ -84,7 +99,8 @@ class SwappedModel:
             ) from error
         ours = (AttentionPositions, PositionEmbedding, torch.nn.Embedding)
         owners = {name for name, module in model.named_modules() if isinstance(module, ours)}
-        lost = sorted(key for key in info["missing_keys"] if key.rpartition(".")[0] in owners)
+        unread = [*info["missing_keys"], *(key[0] if isinstance(key, tuple) else key for key in info["mismatched_keys"])]
+        lost = sorted(key for key in unread if key.rpartition(".")[0] in owners)
         if lost:
             raise CheckpointError(
                 f"{pretrained_model_name_or_path} lacks position or embedding weights ({', '.join(lost)}): the checkpoint is "
@@ -110,18 +126,54 @@ def _positioned_forward(base_class: type):
         past = 0 if cache is None else cache.get_seq_length()
         # A new tensor: a static cache returns its own counter, which the first layer moves on.
         slots = torch.arange(length, device=device)[None] + past  # (1, L)
+        if isinstance(past, torch.Tensor) and past.device.type == "cpu" and not torch.compiler.is_compiling():
+            past = int(past)
         position_ids = arguments.get("position_ids")
         known_length = past + length if position_ids is None and isinstance(past, int) else None
-        position_ids = slots if position_ids is None else position_ids.view(-1, length)
+        position_ids = slots if position_ids is None else _check_positions(position_ids, length)
         _check_length(self, position_ids, past, length)
         arguments["position_ids"] = position_ids
         check_implementation(self.position_scheme.implementations, self.config._attn_implementation, self.position_scheme.name)
         first = getattr(self.architecture.self_attentions(self)[0], "positions", None)
         if first is not None:
-            arguments["shared_positions"] = first.prepare(position_ids, slots, known_length)
+            keys = _key_positions(cache, position_ids, past) if first.needs_key_positions and cache is not None else None
+            arguments["shared_positions"] = first.prepare(position_ids, slots, known_length, keys)
         return base_class.forward(self, **arguments)
 
     return forward
+
+
+def _check_positions(position_ids: torch.Tensor, length: int) -> torch.Tensor:
+    if position_ids.shape[-1] != length or position_ids.dtype not in (torch.int64, torch.int32):
+        raise PosswapError(
+            f"position_ids of shape {tuple(position_ids.shape)} and type {position_ids.dtype} do not fit an input of "
+            f"{length} tokens: they must be integers of shape (batch or 1, {length})"
+        )
+    return position_ids.view(-1, length)
+
+
+def _key_positions(cache, position_ids: torch.Tensor, past: int | torch.Tensor) -> torch.Tensor | None:
+    """Return the positions of all keys, (B or 1, past + L), and keep them on the cache for the next call.
+
+    A cache holds keys and no positions. The cache is what is cropped, copied and started anew between calls, so they are
+    kept on it, and cut to what it holds now. While compiling they are not known.
+    """
+    if torch.compiler.is_compiling() or not isinstance(past, int):
+        return None
+    earlier = getattr(cache, "posswap_key_positions", torch.arange(past, device=position_ids.device)[None])[:, :past]
+    earlier = earlier.to(position_ids.device)
+    rows = max(len(earlier), len(position_ids))
+    if len(earlier) not in (1, rows):  # beams that were multiplied since
+        earlier = earlier.repeat_interleave(rows // len(earlier), dim=0)
+    keys = torch.cat([earlier.expand(rows, -1), position_ids.expand(rows, -1)], dim=-1)
+    cache.posswap_key_positions = keys
+    return keys
+
+
+def mark_part(model) -> None:
+    """Mark the headless model inside a swapped one: a swap of the part alone would contradict the whole's config."""
+    if model.base_model is not model:
+        vars(model.base_model)["_posswap_part"] = True
 
 
 def _check_length(base, position_ids: torch.Tensor, past, length: int) -> None:
@@ -145,6 +197,8 @@ def register_architecture(architecture: Architecture) -> Architecture:
 
     A family's heads are the classes that the Auto mappings list for its config, and its `further_classes`.
     """
+    if not isinstance(architecture, Architecture):
+        raise PosswapError(f"{architecture!r} must be an instance of a subclass of Architecture")
     known = ARCHITECTURES.get(architecture.model_type)
     if architecture.model_type in CONFIG_CLASSES:
         if type(known) is type(architecture):

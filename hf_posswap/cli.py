@@ -8,10 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markdown import Markdown
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from hf_posswap.assets import EMBEDDED_MODELS, embedded_model
+from hf_posswap.assets import EMBEDDED_MODELS, model_source
+from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.compare import DEFAULT_SCHEMES, CompareConfig, compare
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.report import write_report
@@ -40,22 +41,26 @@ def swap_command(
     """Swap a checkpoint's positions and save the result."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} exists already: choose another --output")
-    source = embedded_model(model)
+    source = model_source(model)
     loaded = _load(source)
     swap(loaded, scheme, max_positions=max_positions, warm_start=not cold)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    tokenizer.model_max_length = loaded.config.max_position_embeddings
     output.mkdir(parents=True, exist_ok=True)
     loaded.save_pretrained(output)
-    tokenizer.save_pretrained(output)
     typer.echo(describe(loaded))
+    # For a folder without a tokenizer transformers makes one up, with hardly a word in it.
+    if len(tokenizer) > 10:
+        tokenizer.model_max_length = loaded.config.max_position_embeddings
+        tokenizer.save_pretrained(output)
+    else:
+        typer.echo(f"no tokenizer saved: {source} has none for this model")
     typer.echo(f"saved to {output}: import hf_posswap, then AutoModel...from_pretrained({str(output)!r})")
 
 
 @app.command("describe")
 def describe_command(model: Annotated[str, typer.Argument(help="A model folder or Hub id, swapped or not.")]):
     """Say what positions a checkpoint has."""
-    typer.echo(describe(_load(embedded_model(model))))
+    typer.echo(describe(_load(model_source(model))))
 
 
 @app.command("compare")
@@ -103,16 +108,20 @@ def compare_command(
 
 def _load(source: str) -> PreTrainedModel:
     """Load a checkpoint with the head it was saved with, so that nothing is lost on the way."""
-    from transformers import AutoConfig
-
-    from hf_posswap.checkpoint import SWAPPED_CLASSES
-
     config = AutoConfig.from_pretrained(source)
     by_name = {kind.__name__: kind for pair in SWAPPED_CLASSES.items() for kind in pair}
     named = (config.architectures or [None])[0]
     if named in by_name:
         return by_name[named].from_pretrained(source)
-    return (AutoModelForCausalLM if config.model_type.endswith("gpt2") else AutoModel).from_pretrained(source)
+    auto_class = AutoModelForCausalLM if config.model_type.endswith("gpt2") else AutoModel
+    model, info = auto_class.from_pretrained(source, output_loading_info=True)
+    if info["unexpected_keys"]:
+        lost = ", ".join(sorted(info["unexpected_keys"])[:3])
+        raise CheckpointError(
+            f"{source} was saved as {named}, which is none of the known classes, and weights would be lost ({lost} ...): swap "
+            "it in Python, where you choose the class"
+        )
+    return model
 
 
 def main() -> None:

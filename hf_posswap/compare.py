@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 import hf_posswap
 from hf_posswap.architectures import ARCHITECTURES
-from hf_posswap.assets import EMBEDDED_MODELS, embedded_model
+from hf_posswap.assets import EMBEDDED_MODELS, model_source
 from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
 from hf_posswap.measure.damage import kl_divergence, perplexity, pooled_cosine, pooled_states
 from hf_posswap.measure.word_order import word_order_examples, word_order_preference, word_order_probe
@@ -84,7 +84,8 @@ def compare(config: CompareConfig, output: Path, *, resume: bool = False, progre
             bar.set_description(f"{name}: {scheme}")
             row_file = rows_folder / f"{len(results['models'])}-{_slug(scheme)}.json"
             if not row_file.exists():
-                keep = output / "models" / f"{_slug(name)}-{_slug(scheme)}" if scheme == _kept(config) else None
+                folder = f"{len(results['models'])}-{_slug(name)}-{_slug(scheme)}"
+                keep = output / "models" / folder if scheme == _kept(config) else None
                 _write_json(row_file, bench.row(scheme, keep))
             rows.append(json.loads(row_file.read_text()))
             bar.update()
@@ -99,7 +100,7 @@ class _Bench:
 
     def __init__(self, name: str, config: CompareConfig, progress: bool):
         self.name, self.config, self.progress = name, config, progress
-        source = embedded_model(name)
+        source = model_source(name)
         family = AutoConfig.from_pretrained(source)
         architecture = ARCHITECTURES.get(family.model_type)
         if architecture is None:
@@ -110,11 +111,14 @@ class _Bench:
         self.causal = architecture.is_causal(family)
         self.original = (AutoModelForCausalLM if self.causal else AutoModel).from_pretrained(source).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(source)
-        if len(self.tokenizer) > family.vocab_size:
-            raise PosswapError(f"{name}: the tokenizer has {len(self.tokenizer)} tokens, the model {family.vocab_size}")
+        if not 10 < len(self.tokenizer) <= family.vocab_size:  # for a folder without one, transformers makes one up
+            raise PosswapError(
+                f"{name}: the tokenizer has {len(self.tokenizer)} tokens and the model {family.vocab_size}: they do not belong "
+                "together"
+            )
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.mps.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
         self.original.to(device)
         self.trained_positions = family.max_position_embeddings
         self.lengths = [n * self.trained_positions for n in (1, 2, 4)] if self.causal else []

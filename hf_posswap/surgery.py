@@ -20,7 +20,8 @@ class Snapshot:
 
     model_class: type
     base_class: type
-    config: object
+    config: PreTrainedConfig
+    base_config: PreTrainedConfig
     max_positions: int
     scheme: Scheme | None
     table: nn.Module
@@ -53,6 +54,7 @@ def take_snapshot(model: PreTrainedModel, architecture: Architecture, *, weights
         model_class=type(model),
         base_class=type(base),
         config=model.config,
+        base_config=base.config,
         max_positions=model.config.max_position_embeddings,
         scheme=getattr(base, "position_scheme", None),
         table=getattr(owner, name),
@@ -68,22 +70,21 @@ def revert(model: PreTrainedModel, architecture: Architecture, snapshot: Snapsho
     owner, name = architecture.table_owner(base)
     like = base.get_input_embeddings().weight
     setattr(owner, name, snapshot.table.to(device=like.device, dtype=like.dtype).train(owner.training))
-    for layer, (attention, (kind, positions)) in enumerate(
-        zip(architecture.self_attentions(base), snapshot.attentions, strict=True)
-    ):
-        _set_positions(attention, kind, positions)
-        if snapshot.query_keys is not None:
-            current = architecture.query_key(attention).tensors()
-            for target, value in zip(current, snapshot.query_keys[layer], strict=True):
-                target.copy_(value)
+    attentions = architecture.self_attentions(base)
+    for attention, (kind, positions) in zip(attentions, snapshot.attentions, strict=True):
+        here = next(attention.parameters())
+        _set_positions(attention, kind, positions and positions.to(device=here.device, dtype=here.dtype))
     architecture.resize(base, snapshot.max_positions)
-    set_config(model, snapshot.config)
+    set_config(model, snapshot.config, snapshot.base_config)
     base.__class__ = snapshot.base_class
     model.__class__ = snapshot.model_class
     if snapshot.scheme is None:
         vars(base).pop("position_scheme", None)
     else:
         base.position_scheme = snapshot.scheme
+    for attention, values in zip(attentions, snapshot.query_keys or (), strict=snapshot.query_keys is not None):
+        for target, value in zip(architecture.query_key(attention).tensors(), values, strict=True):
+            target.copy_(value)
 
 
 def install(model: PreTrainedModel, architecture: Architecture, scheme: Scheme, geometry: Geometry) -> nn.Module:
@@ -106,12 +107,16 @@ def install(model: PreTrainedModel, architecture: Architecture, scheme: Scheme, 
     return embedding
 
 
-def set_config(model: PreTrainedModel, config) -> None:
-    """Give every module of the model that holds the model's config another one; other models keep theirs."""
-    old = model.config
+def set_config(model: PreTrainedModel, config: PreTrainedConfig, base_config: PreTrainedConfig) -> None:
+    """Give every module that holds the model's config, or that of the headless model in it, another; other models keep theirs.
+
+    The two are one object as a rule, but a composite model or a user may have given the head its own copy.
+    """
+    old = model.config, model.base_model.config
+    inside = set(model.base_model.modules())
     for module in model.modules():
-        if getattr(module, "config", None) is old:
-            module.config = config
+        if any(getattr(module, "config", None) is one for one in old):
+            module.config = base_config if module in inside else config
 
 
 def _set_positions(attention: nn.Module, kind: type, positions: nn.Module | None) -> None:

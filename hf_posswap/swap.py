@@ -14,10 +14,17 @@ from transformers import PreTrainedModel
 
 from hf_posswap.architectures import ARCHITECTURES, Architecture
 from hf_posswap.attention import check_implementation
-from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES, SwappedModel, config_entry, read_config_entry
+from hf_posswap.checkpoint import (
+    CONFIG_CLASSES,
+    SWAPPED_CLASSES,
+    SwappedModel,
+    config_entry,
+    mark_part,
+    read_config_entry,
+)
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.fitting import balance, balances, query_key_moments
-from hf_posswap.schemes import Learned, Scheme, parse_scheme
+from hf_posswap.schemes import SCHEMES, Learned, Scheme, parse_scheme
 from hf_posswap.surgery import Snapshot, geometry_of, install, revert, set_config, take_snapshot
 
 
@@ -28,6 +35,7 @@ class _Record:
     original: Snapshot
     fingerprint: int
     config_fields: dict
+    name_or_path: str
 
 
 def swap(
@@ -57,7 +65,14 @@ def swap(
     if torch.is_inference_mode_enabled():
         raise PosswapError("a swap inside torch.inference_mode() would make parameters that can never be trained: swap outside")
     scheme = parse_scheme(scheme)
+    if SCHEMES.get(scheme.name, type(scheme)) is not type(scheme):
+        raise PosswapError(
+            f"{type(scheme).__name__} is named {scheme.name!r} like {SCHEMES[scheme.name].__name__}, and a saved model of it "
+            "would load as that one: give it a name of its own"
+        )
     target, architecture = _target(model)
+    if vars(target).get("_posswap_part"):
+        raise PosswapError("this is the inner part of a swapped model, whose config names the scheme: swap the whole model")
     check_implementation(scheme.implementations, target.config._attn_implementation, scheme.name)
     record: _Record | None = vars(target).get("_posswap_record")
     if record is not None and record.fingerprint != _fingerprint(target, architecture):
@@ -82,7 +97,10 @@ def swap(
         revert(target, architecture, before)
         raise
     fields = copy.deepcopy(vars(target.config))
-    vars(target)["_posswap_record"] = _Record(original, _fingerprint(target, architecture), fields)
+    name = target.name_or_path if record is None else record.name_or_path
+    vars(target)["_posswap_record"] = _Record(original, _fingerprint(target, architecture), fields, name)
+    # The checkpoint it came from holds the original: an adapter that named it as its base would load onto that one.
+    target.name_or_path = ""
     return model
 
 
@@ -92,21 +110,31 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, warm_
     if not torch.isfinite(table).all():
         raise PosswapError("the position table holds NaN or infinite numbers: the checkpoint is broken, load it again")
     moments = None if order is None else query_key_moments(target, architecture)
+    attentions = architecture.self_attentions(target.base_model)
+    same = getattr(target.base_model, "position_scheme", None) == scheme
+    kept = [getattr(owner, name), *(getattr(a, "positions", None) for a in attentions)] if same else []
     embedding = install(target, architecture, scheme, geometry)
-    if warm_start or embedding.keeps_table:
+    if same and not embedding.keeps_table:
+        # A loaded model that only gets another length: what it has learned stays.
+        for new, old in zip([embedding, *(getattr(a, "positions", None) for a in attentions)], kept, strict=True):
+            if new is not None:
+                new.load_state_dict(old.state_dict())
+    elif warm_start or embedding.keeps_table:
         with torch.no_grad():
-            embedding.fit_table(table, geometry.trained_positions)
+            embedding.fit_table(table)
     if order is not None:
-        for attention, (query, key) in zip(architecture.self_attentions(target.base_model), moments, strict=True):
+        for attention, (query, key) in zip(attentions, moments, strict=True):
             balance(architecture.query_key(attention), query, key, order)
     config = copy.deepcopy(target.config)
     config.__class__ = CONFIG_CLASSES[architecture.model_type]
     config.max_position_embeddings = geometry.max_positions
     config.position_scheme = config_entry(scheme, geometry.trained_positions)
-    set_config(target, config)
+    config._name_or_path = ""
+    set_config(target, config, config)
     base = target.base_model
     base.__class__ = SWAPPED_CLASSES.get(type(base), type(base))
     target.__class__ = SWAPPED_CLASSES.get(type(target), type(target))
+    mark_part(target)
 
 
 def restore(model: PreTrainedModel) -> PreTrainedModel:
@@ -129,9 +157,18 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
         raise PosswapError(f"this {type(target).__name__} is not swapped: there is nothing to restore")
     config = target.config
     # Fields that were set since (a resized vocabulary, labels, an attention implementation) are the user's: they stay.
-    since = {k: v for k, v in vars(config).items() if k not in record.config_fields or record.config_fields[k] != v}
+    # Not theirs is what save_pretrained writes down.
+    since = {
+        k: v
+        for k, v in vars(config).items()
+        if k not in ("architectures", "dtype") and (k not in record.config_fields or record.config_fields[k] != v)
+    }
     revert(target, architecture, record.original)
+    vars(target.base_model).pop("_posswap_part", None)
+    if isinstance(target, SwappedModel):  # what the first swap found was a loaded swapped model
+        mark_part(target)
     vars(target.config).update(since)
+    target.name_or_path = record.name_or_path
     del vars(target)["_posswap_record"]
     return model
 
@@ -160,7 +197,8 @@ class Description:
         table.add_row("parameters", f"+{self.parameters_added:,} -{self.parameters_dropped:,}")
         table.add_row("max positions", f"{self.max_positions:,} (trained with {self.trained_positions:,})")
         table.add_row("attention layers patched", f"{self.layers_patched} of {self.layers}")
-        table.add_row("original", "kept: posswap.restore(model)" if self.can_restore else "not kept in this process")
+        original = "kept: posswap.restore(model)" if self.can_restore else "not kept in this process"
+        table.add_row("original", original if self.swapped else "this is it")
         console = Console(width=100, highlight=False, color_system=None)
         with console.capture() as capture:
             console.print(table)
@@ -177,7 +215,7 @@ def describe(model: PreTrainedModel) -> Description:
     parameters                +0 -0
     max positions             64 (trained with 64)
     attention layers patched  0 of 1
-    original                  not kept in this process
+    original                  this is it
     """
     target, architecture = _target(model)
     base = target.base_model
@@ -241,6 +279,12 @@ def _target(model) -> tuple[PreTrainedModel, Architecture]:
         )
     if any(p.is_meta for p in table.parameters()):
         raise UnsupportedModelError("this model's weights are on the meta device: load them first, then swap")
+    if any(p.is_inference() for p in base.parameters()):
+        raise UnsupportedModelError("this model was made inside torch.inference_mode() and cannot be changed: load it outside")
+    if torch.get_default_device().type == "meta":
+        raise PosswapError("a swap under torch.device('meta') would make empty parameters: swap outside")
+    if any(callable(getattr(layer, "weight", None)) for a in architecture.self_attentions(base) for layer in a.modules()):
+        raise UnsupportedModelError("this model's projections are quantized: swap the full-precision model, then quantize")
     # accelerate's dispatch (device_map over several devices, offload) and other patchers set `forward` on the instance, which
     # would go on calling the old attention whatever the class says: a silent no-op.
     for module in (base, *architecture.self_attentions(base)):
@@ -280,12 +324,13 @@ def _balanced_order(target: PreTrainedModel, architecture: Architecture, scheme:
     """Return the order of dimensions for a balanced basis, or None where the warm start leaves projections alone."""
     positions = scheme.attention_module(geometry)
     order = None if positions is None else positions.dims_slow_to_fast()
-    if order is None or not balances(architecture, target.config):
+    same = getattr(target.base_model, "position_scheme", None) == scheme and "_posswap_record" not in vars(target)
+    if order is None or same or not balances(architecture, target.config):
         return None
     if not _plain_projections(target, architecture):
         warnings.warn(
-            "adapters wrap the query and key projections, so the balanced basis is left out of the warm start; swap before "
-            "adding adapters to have it",
+            "query and key projections are wrapped by adapters, parametrized or shared, so the balanced basis is left out of "
+            "the warm start; swap before adding adapters to have it",
             stacklevel=4,
         )
         return None
@@ -293,7 +338,7 @@ def _balanced_order(target: PreTrainedModel, architecture: Architecture, scheme:
 
 
 def _plain_projections(target: PreTrainedModel, architecture: Architecture) -> bool:
-    return not any(architecture.query_key(a).wrapped for a in architecture.self_attentions(target.base_model))
+    return all(architecture.query_key(a).plain for a in architecture.self_attentions(target.base_model))
 
 
 def _fingerprint(target: PreTrainedModel, architecture: Architecture) -> int:

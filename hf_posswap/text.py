@@ -80,27 +80,32 @@ def read_documents(source: str | Path, *, split: Split = "train", text_column: s
     """Read documents from a text, csv, tsv, json or parquet file, a folder of .txt files, or a Hub dataset id.
 
     A plain text file is one document, and held-out text is its last tenth; a table has one document a row, and rows are
-    held out by a hash of their text; a Hub dataset ("name" or "name/config") uses its own splits.
+    held out by a hash of their text; a Hub dataset ("name" or "name:config") uses its own splits.
     """
     path = Path(source)
+    kind = path.suffix.lower()
     if path.is_dir():
         files = sorted(path.rglob("*.txt"))
         if not files:
             raise DataError(f"no .txt file in {path}; give a file, a folder of .txt files or a Hub dataset id")
-        texts = {str(file.relative_to(path)): file.read_text(encoding="utf-8") for file in files}
+        texts = {str(file.relative_to(path)): _read_text(file) for file in files}
         if len(texts) > 1:
             documents = [text for name, text in texts.items() if split_of(name) == split]
         else:
             documents = [_tenth(text, split) for text in texts.values()]
-    elif path.suffix in {".csv", ".tsv", ".json", ".jsonl", ".parquet"} and path.is_file():
+    elif kind in {".csv", ".tsv", ".json", ".jsonl", ".parquet"} and path.is_file():
         import datasets
 
-        kind = {".tsv": "csv", ".jsonl": "json"}.get(path.suffix, path.suffix[1:])
-        options = {"delimiter": "\t"} if path.suffix == ".tsv" else {}
-        table = datasets.load_dataset(kind, data_files=str(path), split="train", **options)
+        builder = {".tsv": "csv", ".jsonl": "json"}.get(kind, kind[1:])
+        options = {"delimiter": "\t"} if kind == ".tsv" else {}
+        try:
+            table = datasets.load_dataset(builder, data_files=str(path), split="train", **options)
+        except datasets.exceptions.DatasetGenerationError as error:
+            reason = str(error.__cause__ or error).splitlines()[0]
+            raise DataError(f"{path} cannot be read as {kind[1:]} in UTF-8: {reason}") from None
         documents = [text for text in _column(table, text_column, source) if split_of(text) == split]
     elif path.is_file():
-        documents = [_tenth(path.read_text(encoding="utf-8"), split)]
+        documents = [_tenth(_read_text(path), split)]
     elif path.suffix or str(source).startswith((".", "/", "~")):
         raise DataError(f"no such file or folder: {source}")
     else:
@@ -115,6 +120,13 @@ def read_documents(source: str | Path, *, split: Split = "train", text_column: s
     return documents
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error}): convert it first") from None
+
+
 def _tenth(text: str, split: Split) -> str:
     cut = len(text) * 9 // 10
     return text[:cut] if split == "train" else text[cut:]
@@ -126,6 +138,8 @@ def _column(table, column: str, source) -> list[str]:
     texts = table[column]
     if any(text is None for text in texts):
         raise DataError(f"column {column!r} of {source} has empty (None) rows: drop them first")
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError(f"column {column!r} of {source} holds {table.features[column]}, not text: pass text_column=")
     return list(texts)
 
 

@@ -61,7 +61,7 @@ def test_compare_end_to_end(config, tmp_path):
     assert {run["seed"] for run in gpt2["rows"][2]["tuned"]} == {0, 1}
     assert gpt2["rows"][1]["swapped"] != gpt2["rows"][1]["tuned"][0]
 
-    kept = AutoModelForCausalLM.from_pretrained(output / "models" / "gpt2-rotary")
+    kept = AutoModelForCausalLM.from_pretrained(output / "models" / "1-gpt2-rotary")
     assert posswap.describe(kept).new == posswap.Rotary() and kept.config.max_position_embeddings == 128
 
     before = {path: path.stat().st_mtime_ns for path in (output / "rows").iterdir()}

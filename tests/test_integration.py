@@ -116,7 +116,7 @@ def test_rotary_phases_are_float32(make_swapped):
     model = make_swapped("gpt2", "rotary", max_positions=131_072).bfloat16()
     positions = model.transformer.h[0].attn.positions
     position_ids = torch.tensor([[0, 511, 4096, 100_000, 131_071]])
-    cos, sin = positions.prepare(position_ids, position_ids, None)
+    cos, sin = positions.prepare(position_ids, position_ids, None, None)
     assert cos.dtype == sin.dtype == torch.float32
     frequencies = 10_000.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
     angles = position_ids[0, :, None].double() * frequencies
@@ -154,7 +154,7 @@ def add_lora(model, family: str) -> PeftModel:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("order", ["swap first", "adapter first"])
-@pytest.mark.filterwarnings("ignore:adapters wrap the query and key projections:UserWarning")
+@pytest.mark.filterwarnings("ignore:query and key projections are wrapped:UserWarning")
 def test_lora(make_model, family, scheme, order, tokens, tmp_path):
     """The adapter's effect goes through the scheme: its output is that of the weights it is merged into."""
     model = make_model(family)

@@ -1,6 +1,7 @@
 """The package as a whole: who imports whom, that importing patches nothing, and that the examples in docstrings run."""
 
 import ast
+import dataclasses
 import doctest
 import importlib
 import pkgutil
@@ -185,12 +186,13 @@ def test_registering_twice():
     """A name or family that is taken stays with its owner; the same class again is no error."""
     assert hf_posswap.register_scheme(hf_posswap.Rotary) is hf_posswap.Rotary
 
+    @dataclasses.dataclass(frozen=True, kw_only=True)
     class Impostor(hf_posswap.Rotary):
         pass
 
     with pytest.raises(hf_posswap.PosswapError, match="a scheme named 'rotary' exists already"):
         hf_posswap.register_scheme(Impostor)
-    with pytest.raises(hf_posswap.PosswapError, match="must be a subclass of Scheme with a `name`"):
+    with pytest.raises(hf_posswap.PosswapError, match="must be a dataclass, a subclass of Scheme, with a `name`"):
         hf_posswap.register_scheme(int)
 
     class Other(type(hf_posswap.ARCHITECTURES["bert"])):

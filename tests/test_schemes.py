@@ -83,7 +83,7 @@ def test_relative_equals_double_loop(situation, share_heads, values):
     elif situation == "custom positions":
         position_ids = torch.stack([torch.randperm(9), 2 * torch.arange(9)])
         key_positions = position_ids
-    shared = module.prepare(position_ids, slots, None)
+    shared = module.prepare(position_ids, slots, None, None)
     output, probabilities = module.attend(query, key, value, mask, shared, scaling=0.5, dropout=0.0, causal=causal)
     assert_close(probabilities.sum(-1), torch.ones(2, 2, length, dtype=torch.float64))
     tables = [
@@ -180,7 +180,7 @@ def test_projection_is_a_least_squares_fit():
     design = torch.cat([signal, torch.ones(100, 1, dtype=torch.float64)], dim=1)
     best = design @ torch.linalg.lstsq(design, table).solution
     with torch.no_grad():
-        module.fit_table(table, 100)
+        module.fit_table(table)
         fitted = module(torch.arange(100))
     assert_close(fitted, best, rtol=0, atol=1e-3, check_dtype=False)
     assert_close(fitted.mean(0), table.mean(0), rtol=0, atol=1e-6, check_dtype=False)
@@ -193,11 +193,11 @@ def test_projection_continues_a_table():
     signal = sinusoids(torch.arange(200), 8, base=20).double()
     table = signal @ torch.randn(8, 8, dtype=torch.float64) + torch.randn(8, dtype=torch.float64)
     with torch.no_grad():
-        module.fit_table(table[:100], 100)
+        module.fit_table(table[:100])
         assert_close(module(torch.arange(200)), table, rtol=0, atol=0.03, check_dtype=False)
         module = posswap.Sinusoidal().embedding_module(geometry(head_dim=16, max_positions=200, trained_positions=50))
         table = torch.randn(50, 32, dtype=torch.float64)
-        module.fit_table(table, 50)
+        module.fit_table(table[:50])
         assert module(torch.arange(50, 200)).norm(dim=1).max() < 4 * table.norm(dim=1).mean()
 
 
@@ -212,7 +212,7 @@ def test_learned_tiles_and_interpolates():
     modules = {extend: posswap.Learned(extend=extend).embedding_module(sizes).double() for extend in ("tile", "interpolate")}
     for extend, module in modules.items():
         with torch.no_grad():
-            module.fit_table(table, 5)
+            module.fit_table(table[:5])
         for position in range(13):
             if extend == "tile":
                 expected = table[position % 5]
@@ -235,7 +235,7 @@ def test_rotary_turns_complex_numbers(theta, fraction, turning, layout):
     module = posswap.Rotary(theta=theta, fraction=fraction, layout=layout).attention_module(geometry())
     states = torch.randn(2, 2, 6, 8)
     position_ids = torch.tensor([[0, 1, 2, 3, 4, 5], [7, 1000, 31, 3, 0, 5]])
-    query, key = module.rotate(states, 2 * states, module.prepare(position_ids, torch.arange(6)[None], None))
+    query, key = module.rotate(states, 2 * states, module.prepare(position_ids, torch.arange(6)[None], None, None))
     assert_close(key, 2 * query)
     expected = states.double().clone()
     for b in range(2):
@@ -257,7 +257,7 @@ def test_rotary_layouts_are_a_permutation_apart():
     turned = []
     for layout, given in (("interleaved", states), ("half", states[..., order])):
         module = posswap.Rotary(layout=layout).attention_module(geometry())
-        turned.append(module.rotate(given, given, module.prepare(slots, slots, 6))[0])
+        turned.append(module.rotate(given, given, module.prepare(slots, slots, 6, None))[0])
     assert torch.equal(turned[0][..., order], turned[1])
     assert not torch.equal(turned[0], turned[1])
 

@@ -70,7 +70,7 @@ class QueryKey:
     query_bias: torch.Tensor
     key: torch.Tensor
     key_bias: torch.Tensor
-    wrapped: bool  # by an adapter, whose own weights are not among these
+    plain: bool  # False: adapters, parametrizations or shared weights; these tensors do not tell all
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.query, self.query_bias, self.key, self.key_bias

@@ -5,6 +5,7 @@ fails even when the table is gone. As a decoder (`is_decoder=True`) the same mod
 """
 
 import torch
+from torch import nn
 from transformers import BertConfig, BertModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert import modeling_bert
@@ -51,8 +52,8 @@ class Bert(Architecture):
     def query_key(self, attention):
         # PEFT's layers call what they wrap `base_layer`.
         query, key = (getattr(layer, "base_layer", layer) for layer in (attention.query, attention.key))
-        wrapped = query is not attention.query or key is not attention.key
-        return QueryKey(query.weight, query.bias, key.weight, key.bias, wrapped)
+        plain = type(attention.query) is type(attention.key) is nn.Linear and query.weight is not key.weight
+        return QueryKey(query.weight, query.bias, key.weight, key.bias, plain)
 
     def is_causal(self, config):
         return config.is_decoder

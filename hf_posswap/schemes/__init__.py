@@ -39,8 +39,10 @@ def register_scheme(scheme: type[Scheme]) -> type[Scheme]:
 
     A scheme that is passed as an instance needs no registration until a checkpoint of it is loaded.
     """
-    if not (isinstance(scheme, type) and issubclass(scheme, Scheme) and isinstance(getattr(scheme, "name", None), str)):
-        raise PosswapError(f"{scheme!r} must be a subclass of Scheme with a `name`")
+    name = getattr(scheme, "name", None)
+    plain = isinstance(name, str) and name.replace("-", "_").isidentifier()
+    if not (isinstance(scheme, type) and issubclass(scheme, Scheme) and "__dataclass_fields__" in vars(scheme) and plain):
+        raise PosswapError(f"{scheme!r} must be a dataclass, a subclass of Scheme, with a `name` of letters, digits, - or _")
     if SCHEMES.get(scheme.name, scheme) is not scheme:
         raise PosswapError(f"a scheme named {scheme.name!r} exists already ({SCHEMES[scheme.name]}): choose another name")
     SCHEMES[scheme.name] = scheme
@@ -94,5 +96,5 @@ def scheme_from_dict(entry: dict[str, Any]) -> Scheme:
 
 
 def _nearest(given: Any, known) -> str:
-    near = difflib.get_close_matches(str(given), list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(given), list(known), n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""

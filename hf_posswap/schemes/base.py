@@ -39,8 +39,12 @@ class PositionEmbedding(nn.Module):
         super().__init__()
         self.register_buffer("weight", torch.empty(0, geometry.hidden_size))
 
-    def fit_table(self, table: torch.Tensor, trained_positions: int) -> None:
-        """Warm start: come as close as the scheme allows to the rows of the replaced table, (P, E) float64."""
+    def fit_table(self, table: torch.Tensor) -> None:
+        """Warm start: come as close as the scheme allows to the trained rows of the replaced table, (P, E) float64."""
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """Return what parameters start from when there is neither a table nor a checkpoint: zeros."""
+        return {name: torch.zeros_like(parameter) for name, parameter in self.named_parameters()}
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
@@ -60,9 +64,9 @@ class Constant(PositionEmbedding):
         self.first = nn.Parameter(torch.zeros(geometry.hidden_size))
         self.mean = nn.Parameter(torch.zeros(geometry.hidden_size))
 
-    def fit_table(self, table: torch.Tensor, trained_positions: int) -> None:
+    def fit_table(self, table: torch.Tensor) -> None:
         self.first.copy_(table[0])
-        self.mean.copy_(table[:trained_positions].mean(0))
+        self.mean.copy_(table.mean(0))
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
         return torch.where(position_ids[..., None] == 0, self.first, self.mean)  # (B, L, E)
@@ -71,13 +75,27 @@ class Constant(PositionEmbedding):
 class AttentionPositions(nn.Module):
     """Attention-side module, one for each layer; its parameters, if any, belong to that layer."""
 
-    def prepare(self, position_ids: torch.Tensor, slots: torch.Tensor, length: int | None) -> Any:
+    # Whether `prepare` wants the positions of cached keys; they are then kept next to the cache.
+    needs_key_positions: ClassVar[bool] = False
+
+    def prepare(
+        self,
+        position_ids: torch.Tensor,
+        slots: torch.Tensor,
+        length: int | None,
+        key_positions: torch.Tensor | None,
+    ) -> Any:
         """Compute once for each forward what all layers share; called on the first layer's module.
 
         `position_ids` (B or 1, Q) are the positions of the queries, `slots` (1, Q) their places in the sequence or
-        cache, `length` the sequence length where it is known without looking at values (else None).
+        cache, `length` the sequence length where it is known without looking at values (else None), `key_positions`
+        (B or 1, K) those of all keys so far where they are known.
         """
         return None
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """Return what parameters start from when there is no checkpoint: zeros."""
+        return {name: torch.zeros_like(parameter) for name, parameter in self.named_parameters()}
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor, shared: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Transform (B, H, Q, D) queries and keys before keys enter the cache."""

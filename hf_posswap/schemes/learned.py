@@ -26,12 +26,12 @@ class Table(nn.Embedding):
         super().__init__(geometry.max_positions, geometry.hidden_size, _weight=weight)
         self.extend = extend
 
-    def fit_table(self, table: torch.Tensor, trained_positions: int) -> None:
-        length, source = self.num_embeddings, table[:trained_positions]
-        if self.extend == "interpolate" and length != len(source):
-            rows = nn.functional.interpolate(source.T[None], size=length, mode="linear", align_corners=True)[0].T
+    def fit_table(self, table: torch.Tensor) -> None:
+        length = self.num_embeddings
+        if self.extend == "interpolate" and length != len(table):
+            rows = nn.functional.interpolate(table.T[None], size=length, mode="linear", align_corners=True)[0].T
         else:
-            rows = source[torch.arange(length, device=table.device) % len(source)]
+            rows = table[torch.arange(length, device=table.device) % len(table)]
         self.weight.copy_(rows)
 
 

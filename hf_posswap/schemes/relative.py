@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from hf_posswap.errors import PosswapError
 from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number
 
 
@@ -31,17 +32,23 @@ class RelativePositions(AttentionPositions):
         self.key_table = nn.Parameter(torch.zeros(shape))
         self.value_table = nn.Parameter(torch.zeros(shape)) if scheme.values else None
 
-    def prepare(self, position_ids: torch.Tensor, slots: torch.Tensor, length: int | None) -> Any:
-        return position_ids, slots
+    needs_key_positions = True
 
-    def distances(self, position_ids: torch.Tensor, slots: torch.Tensor, key_length: int) -> torch.Tensor:
+    def prepare(self, position_ids, slots, length, key_positions) -> Any:
+        return position_ids, slots, key_positions
+
+    def distances(self, shared: Any, key_length: int) -> torch.Tensor:
         """Return r for each query and key, (B or 1, Q, K).
 
-        Without a cache, keys stand where the queries stand and custom `position_ids` count. Keys in a cache have no
-        positions of their own, so places in the cache are compared: the same thing, as positions run without gaps.
+        Positions are compared, those of cached keys too. While compiling, cached keys have none: places in the cache are
+        compared then, the same thing as long as positions run without gaps.
         """
-        if key_length == position_ids.shape[-1]:
-            query_positions, key_positions = position_ids, position_ids
+        query_positions, slots, key_positions = shared
+        if key_positions is not None:
+            # A static cache is longer than what it holds; the rest is masked.
+            key_positions = nn.functional.pad(key_positions, (0, key_length - key_positions.shape[-1]))
+        elif key_length == query_positions.shape[-1]:
+            key_positions = query_positions
         else:
             query_positions, key_positions = slots, torch.arange(key_length, device=slots.device)[None]
         distance = key_positions[:, None, :] - query_positions[:, :, None]
@@ -60,8 +67,8 @@ class RelativePositions(AttentionPositions):
         causal: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (B, H, Q, D) and the probabilities (B, H, Q, K). `mask` is additive, or boolean with True = attend."""
-        position_ids, slots = shared
-        index = self.distances(position_ids, slots, key.shape[-2])[:, None]  # (B or 1, 1, Q, K)
+        slots = shared[1]
+        index = self.distances(shared, key.shape[-2])[:, None]  # (B or 1, 1, Q, K)
         index = index.expand(query.shape[0], query.shape[1], -1, -1)
         query = query * scaling
         by_distance = query @ self.key_table.transpose(-1, -2)  # (B, H, Q, R)
@@ -70,6 +77,8 @@ class RelativePositions(AttentionPositions):
             mask = (torch.arange(key.shape[-2], device=slots.device) <= slots[:, :, None])[:, None]
         if mask is not None and mask.dtype == torch.bool:
             scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        elif mask is not None and not mask.is_floating_point():
+            raise PosswapError(f"a 4D attention mask must be boolean or floating point, this one is {mask.dtype}")
         elif mask is not None:
             scores = scores + mask
         probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)

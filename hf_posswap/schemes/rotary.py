@@ -12,6 +12,7 @@ Llama. Dimension m of `half` is 2m of `interleaved`, and m + R/2 is 2m + 1: for 
 the two are one family up to that permutation.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -47,7 +48,7 @@ class RotaryPositions(AttentionPositions):
         frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, device, seq_len=length)
         return frequencies.double(), factor
 
-    def prepare(self, position_ids: torch.Tensor, slots: torch.Tensor, length: int | None) -> Any:
+    def prepare(self, position_ids, slots, length, key_positions) -> Any:
         """Return cos and sin of the angles, each (B or 1, 1, Q, R/2) float32; angles in float64."""
         # float32 angles are off by 4.6e-3 rad at position 100,000. Apple's GPUs have no float64: compute those on the CPU.
         device = torch.device("cpu") if position_ids.device.type == "mps" else position_ids.device
@@ -133,6 +134,7 @@ class Rotary(Scheme):
         check_choice(self, "layout", ("interleaved", "half"))
         if self.scaling is not None:
             self._check_scaling()
+            object.__setattr__(self, "scaling", copy.deepcopy(self.scaling))  # the caller's dict stays the caller's
 
     def _check_scaling(self) -> None:
         needed = {

@@ -70,7 +70,7 @@ class ProjectedSinusoids(Sinusoids):
         self.projection = nn.Parameter(torch.eye(geometry.hidden_size) * geometry.hidden_size)
         self.bias = nn.Parameter(torch.zeros(geometry.hidden_size))
 
-    def fit_table(self, table: torch.Tensor, trained_positions: int) -> None:
+    def fit_table(self, table: torch.Tensor) -> None:
         """Least squares in float64: sinusoids times projection plus bias against the rows of the table.
 
         min_W  |S W - (P - mean)|^2 + 1e-3 |W|^2 + 1e-3 |S' W|^2, with S centred like P, so that the mean stays exact.
@@ -78,17 +78,19 @@ class ProjectedSinusoids(Sinusoids):
         is closer where the table was, and explodes where it was not (measured: rows 20 times too long at twice the
         length).
         """
-        rows = table[:trained_positions]
-        beyond = torch.linspace(len(rows), self.max_positions - 1, min(4096, self.max_positions - len(rows))).round()
-        positions = torch.cat([torch.arange(len(rows)), beyond]).to(table.device)
+        beyond = torch.linspace(len(table), self.max_positions - 1, min(4096, self.max_positions - len(table))).round()
+        positions = torch.cat([torch.arange(len(table)), beyond]).to(table.device)
         signal = sinusoids(positions, self.size, base=self.base, layout=self.layout).double()
-        mean, centre = rows.mean(0), signal[: len(rows)].mean(0)
+        mean, centre = table.mean(0), signal[: len(table)].mean(0)
         signal = signal - centre
-        trained, untrained = signal[: len(rows)], signal[len(rows) :]
+        trained, untrained = signal[: len(table)], signal[len(table) :]
         gram = trained.T @ trained + 1e-3 * (untrained.T @ untrained + torch.eye(self.size).to(signal))
-        projection = torch.linalg.solve(gram, trained.T @ (rows - mean))
+        projection = torch.linalg.solve(gram, trained.T @ (table - mean))
         self.projection.copy_(projection * self.size)
         self.bias.copy_(mean - centre @ projection)
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        return {"projection": torch.eye(self.size) * self.size, "bias": torch.zeros(self.size)}
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
         signal = sinusoids(position_ids, self.size, base=self.base, layout=self.layout)

@@ -1,0 +1,164 @@
+"""Uses that once gave a silent wrong answer: each is refused now, or right."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, DynamicCache, StaticCache
+
+import hf_posswap as posswap
+
+
+def test_part_of_a_swapped_model(make_model, tmp_path):
+    """The inner model of a swapped one is not swapped to something that the outer config does not name."""
+    model = posswap.swap(make_model("bert"), "none")
+    with pytest.raises(posswap.PosswapError, match="swap the whole model"):
+        posswap.swap(model.bert, "rotary")
+    posswap.restore(model)
+    posswap.swap(model.bert, "rotary")  # nothing contradicts it now
+    model = posswap.swap(make_model("bert"), "none")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(posswap.PosswapError, match="swap the whole model"):
+        posswap.swap(AutoModelForMaskedLM.from_pretrained(tmp_path).bert, "rotary")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert-decoder"])
+@pytest.mark.parametrize("cached", ["static", "chunks"])
+def test_relative_positions_with_gaps_in_a_cache(make_swapped, family, cached, tokens):
+    """Custom positions count for cached keys too."""
+    model = make_swapped(family, "relative:clip=4", "sdpa", max_positions=64)
+    positions = torch.cat([torch.arange(10), torch.arange(30, 40)])[None].expand(2, -1)
+    mask = torch.ones_like(tokens)
+    expected = model(tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
+    assert (expected - model(tokens, attention_mask=mask, use_cache=False).logits).abs().max() > 0.01
+    if cached == "static":
+        cache = StaticCache(config=model.config, max_cache_len=32)
+        given = model(tokens, position_ids=positions, attention_mask=mask, past_key_values=cache).logits
+    else:
+        cache, parts = DynamicCache(config=model.config), []
+        for start, stop in ((0, 12), (12, 13), (13, 20)):
+            part = model(
+                tokens[:, start:stop],
+                position_ids=positions[:, start:stop],
+                attention_mask=mask[:, :stop],
+                past_key_values=cache,
+            )
+            parts.append(part.logits)
+        given = torch.cat(parts, dim=1)
+    torch.testing.assert_close(given, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_relative_continues_right_padded_prompts(make_swapped, tokens):
+    """A right-padded prompt that is continued with proper positions equals the prompt without the padding."""
+    model = make_swapped("gpt2", "relative:clip=4", "sdpa")
+    prompt, more = tokens[:1, :10], tokens[:1, 12:16]
+    expected = model(torch.cat([prompt, more], dim=1)).logits[:, -4:]
+    padded = torch.cat([prompt, torch.zeros(1, 3, dtype=torch.long)], dim=1)
+    mask = torch.cat([torch.ones(1, 10), torch.zeros(1, 3), torch.ones(1, 4)], dim=1).long()
+    positions = torch.arange(10)[None]
+    cache = DynamicCache(config=model.config)
+    first = torch.cat([positions, torch.zeros(1, 3, dtype=torch.long)], dim=1)
+    model(padded, attention_mask=mask[:, :13], position_ids=first, past_key_values=cache)
+    given = model(more, attention_mask=mask, position_ids=torch.arange(10, 14)[None], past_key_values=cache).logits
+    torch.testing.assert_close(given, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_longer_range_of_a_loaded_model_keeps_what_it_learned(make_swapped, tokens, tmp_path):
+    """The same scheme again on a loaded model, for longer input, changes nothing at the old length."""
+    for scheme in ("relative:clip=4", "rotary", "sinusoidal", "none"):
+        model = make_swapped("bert", scheme)
+        model.save_pretrained(tmp_path / scheme[:4])
+        loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / scheme[:4], attn_implementation="eager").eval()
+        posswap.swap(loaded, scheme, max_positions=64)
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits), scheme
+        assert loaded(torch.cat([tokens] * 3, dim=1)).logits.shape[1] == 60
+
+
+def test_private_scheme_under_a_taken_name(make_model):
+    """A subclass that keeps the name of a built-in would load as the built-in."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Mine(posswap.Rotary):
+        def attention_module(self, geometry):
+            return None
+
+    with pytest.raises(posswap.PosswapError, match="a name of its own"):
+        posswap.swap(make_model("gpt2"), Mine())
+
+
+def test_restore_after_saving_gives_the_same_config(make_model, tmp_path):
+    """What save_pretrained writes into the config does not outlive the swap."""
+    model = make_model("bert")
+    before = copy.deepcopy(model.config.to_dict())
+    posswap.swap(model, "rotary")
+    model.save_pretrained(tmp_path)
+    posswap.restore(model)
+    assert model.config.to_dict() == before
+
+
+def test_scaling_is_copied(make_model, tokens):
+    """A dict that is changed after the swap does not change the model."""
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    model = posswap.swap(make_model("gpt2"), posswap.Rotary(scaling=scaling))
+    expected = model(tokens).logits
+    scaling["factor"] = 8.0
+    assert torch.equal(model(tokens).logits, expected)
+
+
+@pytest.mark.parametrize("positions", [torch.arange(40)[None], torch.arange(20)[None].float(), torch.ones(1, 20).bool()])
+def test_position_ids_that_do_not_fit(make_swapped, positions, tokens):
+    """A wrong length or type is an error, not another batch size."""
+    with pytest.raises(posswap.PosswapError, match="do not fit an input of 20 tokens"):
+        make_swapped("gpt2", "rotary", max_positions=64)(tokens[:1], position_ids=positions)
+
+
+def test_integer_masks_are_refused(make_swapped, tokens):
+    """A 4D mask of ones and zeros would be added to the scores."""
+    mask = torch.ones(20, 20).tril().long()[None, None]
+    with pytest.raises(posswap.PosswapError, match="boolean or floating point"):
+        make_swapped("gpt2", "relative:clip=4", "sdpa")(tokens, attention_mask=mask)
+
+
+def test_head_with_a_config_of_its_own(make_model):
+    """A composite model gives parts copies of their config: the new length reaches all of them."""
+    model = make_model("gpt2")
+    model.config = copy.deepcopy(model.config)
+    inner = model.transformer.config
+    posswap.swap(model, "rotary", max_positions=64)
+    assert model(torch.ones(1, 50, dtype=torch.long)).logits.shape[1] == 50
+    posswap.restore(model)
+    assert model.transformer.config is inner and model.config is not inner
+
+
+def test_shared_query_and_key_weights(make_model, tokens):
+    """A balanced basis needs two weights to write to; where they are one it is left out, with a warning."""
+    model = make_model("bert")
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.key.weight = layer.attention.self.query.weight
+    before = model.bert.encoder.layer[0].attention.self.query.weight.clone()
+    with pytest.warns(UserWarning, match="parametrized or shared"):
+        posswap.swap(model, "rotary")
+    assert torch.equal(model.bert.encoder.layer[0].attention.self.query.weight, before)
+
+
+def test_inference_tensors_and_meta_are_refused(make_model):
+    """Models that cannot be changed, and a context that makes empty parameters, are refused before anything happens."""
+    with torch.inference_mode():
+        frozen = make_model("bert")
+    model = make_model("bert")
+    with pytest.raises(posswap.PosswapError, match="inference_mode"):
+        posswap.swap(frozen, "rotary")
+    with torch.device("meta"), pytest.raises(posswap.PosswapError, match="meta"):
+        posswap.swap(model, "rotary")
+
+
+def test_mismatched_tables_are_an_error(make_swapped, tmp_path):
+    """Tables of another shape are refused even where transformers is told to ignore that."""
+    make_swapped("gpt2", "relative:clip=4").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["position_scheme"]["clip"] = 8
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(posswap.PosswapError, match="key_table"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
