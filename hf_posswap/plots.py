@@ -22,7 +22,7 @@ def plot_perplexity_by_length(model: dict) -> Figure:
             axes.errorbar(
                 lengths,
                 [value for value, _ in points],
-                yerr=[spread or 0.0 for _, spread in points],
+                yerr=_spreads(points),
                 linestyle=style,
                 marker=marker,
                 markersize=5,
@@ -65,7 +65,7 @@ def plot_quality(model: dict) -> Figure:
         bars = axes.bar(
             [i + offset for i in places],
             [value for value, _ in values],
-            yerr=[spread or 0.0 for _, spread in values],
+            yerr=_spreads(values),
             width=0.25,
             color=colour,
             label=label,
@@ -86,3 +86,8 @@ def plot_quality(model: dict) -> Figure:
     axes.set_title(f"{model['model']}: what a swap costs, and what {model['tuning_tokens']:,} tokens win back", fontsize=10)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     return figure
+
+
+def _spreads(figures: list[tuple[float, float | None]]) -> list[float] | None:
+    spreads = [spread for _, spread in figures]
+    return None if None in spreads else spreads  # one seed: no bars, instead of bars of no length

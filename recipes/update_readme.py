@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hf_posswap import ARCHITECTURES, SCHEMES
 from hf_posswap.checkpoint import SWAPPED_CLASSES
-from hf_posswap.report import markdown_table, provenance_line
+from hf_posswap.report import markdown_table, provenance_line, write_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "recipes" / "results" / "compare.json"
@@ -52,5 +52,6 @@ if __name__ == "__main__":
     if len(sys.argv) > 1:
         RESULTS.parent.mkdir(exist_ok=True)
         shutil.copyfile(sys.argv[1], RESULTS)
+        write_report(json.loads(RESULTS.read_text()), RESULTS.parent)
     page = ROOT / "README.md"
     page.write_text(render(page.read_text(), json.loads(RESULTS.read_text())))
