@@ -23,8 +23,8 @@ from hf_posswap.errors import PosswapError
 def balances(architecture: Architecture, config) -> bool:
     """Whether the balanced basis is part of the default warm start of this model.
 
-    Measured: in an encoder it takes much of the damage away; in a causal model it makes the rotation harmless but also
-    useless, and a cold start is better. There it needs the bias kernel that only calibration data can give.
+    In the embedded encoder it takes much of the damage away; in the embedded causal model it makes the rotation harmless but
+    also useless, and projections are better left alone. tests/test_warm_start.py shows both.
     """
     return not architecture.is_causal(config)
 

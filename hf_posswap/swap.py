@@ -24,7 +24,7 @@ from hf_posswap.checkpoint import (
 )
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.fitting import balance, balances, query_key_moments
-from hf_posswap.schemes import SCHEMES, Learned, Scheme, parse_scheme
+from hf_posswap.schemes import SCHEMES, Geometry, Learned, Scheme, parse_scheme
 from hf_posswap.surgery import Snapshot, geometry_of, install, revert, set_config, take_snapshot
 
 
@@ -85,7 +85,7 @@ def swap(
     max_positions = _check_max_positions(max_positions, start)
     geometry = geometry_of(target.config, max_positions, _trained_positions(start))
     scheme.check(geometry)
-    order = _balanced_order(target, architecture, scheme, geometry) if warm_start else None
+    order = _balanced_order(target, architecture, scheme, geometry, start) if warm_start else None
     before = take_snapshot(target, architecture, weights=order is not None or start.query_keys is not None)
     try:
         if record is not None:
@@ -320,12 +320,15 @@ def _rows(table: nn.Module, trained_positions: int) -> torch.Tensor:
         return table(torch.arange(trained_positions, device=device)[None])[0].double()
 
 
-def _balanced_order(target: PreTrainedModel, architecture: Architecture, scheme: Scheme, geometry) -> torch.Tensor | None:
+def _balanced_order(
+    target: PreTrainedModel, architecture: Architecture, scheme: Scheme, geometry: Geometry, start: Snapshot
+) -> torch.Tensor | None:
     """Return the order of dimensions for a balanced basis, or None where the warm start leaves projections alone."""
     positions = scheme.attention_module(geometry)
     order = None if positions is None else positions.dims_slow_to_fast()
-    same = getattr(target.base_model, "position_scheme", None) == scheme and "_posswap_record" not in vars(target)
-    if order is None or same or not balances(architecture, target.config):
+    # A model that was rotary to begin with has its directions where its planes want them.
+    rotated = any(p is not None and p.dims_slow_to_fast() is not None for _, p in start.attentions)
+    if order is None or rotated or not balances(architecture, target.config):
         return None
     if not _plain_projections(target, architecture):
         warnings.warn(

@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from hf_posswap import ARCHITECTURES, SCHEMES
@@ -26,7 +27,7 @@ def matrix() -> str:
     lines = [f"| scheme | options | {' | '.join(families)} | attention |", f"|---|---|{'---|' * len(families)}---|"]
     heads = {f: sum(kind.model_type == f for kind in (c.config_class for c in SWAPPED_CLASSES)) for f in families}
     for name, scheme in SCHEMES.items():
-        options = ", ".join(f"`{field}`" for field in scheme.__dataclass_fields__) or "none"
+        options = ", ".join(f"`{field.name}`" for field in fields(scheme)) or "none"
         where = ", ".join(scheme.implementations or ("as set",))
         lines.append(f"| `{name}` | {options} | {' | '.join(f'{heads[f]} heads' for f in families)} | {where} |")
     return "\n".join(lines)

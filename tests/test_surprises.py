@@ -76,6 +76,19 @@ def test_longer_range_of_a_loaded_model_keeps_what_it_learned(make_swapped, toke
         assert loaded(torch.cat([tokens] * 3, dim=1)).logits.shape[1] == 60
 
 
+def test_back_to_the_scheme_that_was_loaded(make_swapped, tokens, tmp_path):
+    """There and back again on a loaded rotary encoder: its projections are not balanced a second time."""
+    model = make_swapped("bert", "rotary")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    posswap.swap(loaded, "relative:clip=4")
+    posswap.swap(loaded, "rotary")
+    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    query = loaded.bert.encoder.layer[0].attention.self.query.weight.clone()
+    posswap.swap(loaded, "rotary:theta=500")
+    assert torch.equal(loaded.bert.encoder.layer[0].attention.self.query.weight, query)
+
+
 def test_private_scheme_under_a_taken_name(make_model):
     """A subclass that keeps the name of a built-in would load as the built-in."""
 

@@ -75,8 +75,7 @@ class ProjectedSinusoids(Sinusoids):
 
         min_W  |S W - (P - mean)|^2 + 1e-3 |W|^2 + 1e-3 |S' W|^2, with S centred like P, so that the mean stays exact.
         S' are the positions past the trained length, up to what the model shall hold: without that last term the fit
-        is closer where the table was, and explodes where it was not (measured: rows 20 times too long at twice the
-        length).
+        is closer where the table was, and explodes where it was not.
         """
         beyond = torch.linspace(len(table), self.max_positions - 1, min(4096, self.max_positions - len(table))).round()
         positions = torch.cat([torch.arange(len(table)), beyond]).to(table.device)
