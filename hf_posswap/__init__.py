@@ -27,6 +27,7 @@ from hf_posswap.schemes import (
     Scheme,
     Sinusoidal,
     register_scheme,
+    set_relative_implementation,
 )
 from hf_posswap.swap import describe, restore, swap
 
@@ -53,5 +54,6 @@ __all__ = [
     "register_architecture",
     "register_scheme",
     "restore",
+    "set_relative_implementation",
     "swap",
 ]

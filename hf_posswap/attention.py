@@ -54,10 +54,9 @@ class PositionedAttention(nn.Module):
                 scaling=self.scaling,
                 dropout=dropout,
                 causal=self.is_causal,
+                return_probabilities=self.config._attn_implementation == "eager",  # as sdpa: only eager attention does
             )
             output = output.transpose(1, 2).flatten(-2)
-            if self.config._attn_implementation != "eager":
-                probabilities = None  # as sdpa: attentions are returned by eager attention only
         return self.architecture.output(self, output), probabilities
 
 

@@ -136,8 +136,14 @@ def _positioned_forward(base_class: type):
         check_implementation(self.position_scheme.implementations, self.config._attn_implementation, self.position_scheme.name)
         first = getattr(self.architecture.self_attentions(self)[0], "positions", None)
         if first is not None:
-            keys = _key_positions(cache, position_ids, past) if first.needs_key_positions and cache is not None else None
-            arguments["shared_positions"] = first.prepare(position_ids, slots, known_length, keys)
+            keys = None
+            if first.needs_key_positions:
+                keys = position_ids if cache is None else _key_positions(cache, position_ids, past)
+            mask = arguments.get("attention_mask")
+            shared = first.prepare(position_ids, slots, known_length, keys, mask if isinstance(mask, torch.Tensor) else None)
+            arguments["shared_positions"] = shared
+            if first.key_mask(shared) is not None:
+                arguments["attention_mask"] = first.key_mask(shared)[:, None, None]  # 4D: passed on as it is
         return base_class.forward(self, **arguments)
 
     return forward

@@ -116,7 +116,7 @@ def test_rotary_phases_are_float32(make_swapped):
     model = make_swapped("gpt2", "rotary", max_positions=131_072).bfloat16()
     positions = model.transformer.h[0].attn.positions
     position_ids = torch.tensor([[0, 511, 4096, 100_000, 131_071]])
-    cos, sin = positions.prepare(position_ids, position_ids, None, None)
+    cos, sin = positions.angles(position_ids, None)
     assert cos.dtype == sin.dtype == torch.float32
     frequencies = 10_000.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
     angles = position_ids[0, :, None].double() * frequencies

@@ -10,7 +10,7 @@ from hf_posswap.errors import PosswapError, UnknownSchemeError
 from hf_posswap.schemes.base import AttentionPositions, Constant, Geometry, PositionEmbedding, Scheme
 from hf_posswap.schemes.learned import Learned
 from hf_posswap.schemes.none import NoPositions
-from hf_posswap.schemes.relative import Relative
+from hf_posswap.schemes.relative import Relative, set_relative_implementation
 from hf_posswap.schemes.rotary import Rotary
 from hf_posswap.schemes.sinusoidal import Sinusoidal
 
@@ -29,6 +29,7 @@ __all__ = [
     "parse_scheme",
     "register_scheme",
     "scheme_from_dict",
+    "set_relative_implementation",
 ]
 
 SCHEMES: dict[str, type[Scheme]] = {scheme.name: scheme for scheme in (Learned, Sinusoidal, Relative, Rotary, NoPositions)}

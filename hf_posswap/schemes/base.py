@@ -75,7 +75,7 @@ class Constant(PositionEmbedding):
 class AttentionPositions(nn.Module):
     """Attention-side module, one for each layer; its parameters, if any, belong to that layer."""
 
-    # Whether `prepare` wants the positions of cached keys; they are then kept next to the cache.
+    # Whether `prepare` wants the positions of keys; those of cached keys are then kept next to the cache.
     needs_key_positions: ClassVar[bool] = False
 
     def prepare(
@@ -84,13 +84,18 @@ class AttentionPositions(nn.Module):
         slots: torch.Tensor,
         length: int | None,
         key_positions: torch.Tensor | None,
+        attention_mask: torch.Tensor | None = None,
     ) -> Any:
         """Compute once for each forward what all layers share; called on the first layer's module.
 
         `position_ids` (B or 1, Q) are the positions of the queries, `slots` (1, Q) their places in the sequence or
         cache, `length` the sequence length where it is known without looking at values (else None), `key_positions`
-        (B or 1, K) those of all keys so far where they are known.
+        (B or 1, K) those of all keys so far where they are wanted and known, `attention_mask` what the model was given.
         """
+        return None
+
+    def key_mask(self, shared: Any) -> torch.Tensor | None:
+        """Return the (B, K) bool mask that `attend` reads from `shared`; the model then makes no (Q, K) mask from it."""
         return None
 
     def initial_values(self) -> dict[str, torch.Tensor]:

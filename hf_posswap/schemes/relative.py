@@ -6,22 +6,54 @@
 j is the key's position, i the query's: r < clip looks to the left. Tables are (H, R, D), or (R, D) when all heads share
 them as in the paper. With zero tables this is plain attention without positions.
 
-q_i . a^K_r is one (Q, R) product for each head that is then spread over the keys, and the value term collects the
-probabilities by distance before one product with a^V: no (Q, K, D) tensor ever exists.
+Two ways lead to the same numbers. Where distances run along the keys, as they do with and without padding and with a
+cache, `relative_attention` computes them at nearly the cost of plain attention. Other positions (packed documents, gaps),
+masks for each pair of query and key, eager attention, which returns probabilities, and compiled models take
+`attend_by_index`.
 """
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from hf_posswap.errors import PosswapError
+from hf_posswap.relative_attention import IMPLEMENTATIONS, relative_attention
 from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the queries and keys of one forward are."""
+
+    queries: torch.Tensor  # positions, (B or 1, Q)
+    slots: torch.Tensor  # places in the sequence or cache, (1, Q)
+    keys: torch.Tensor | None  # positions of all keys so far, (B or 1, K); None where a cache does not say
+    key_mask: torch.Tensor | None  # (B, K) bool, True = attend; None where there is none, or it is not in this form
+    in_order: bool  # positions of attended keys run without gaps, and no mask but `key_mask` is needed
+
+    def distances(self, clip: int, key_length: int) -> torch.Tensor:
+        """Return r for each query and key, (B or 1, Q, K).
+
+        Positions are compared, those of cached keys too. While compiling, cached keys have none: places in the cache are
+        compared then, the same thing as long as positions run without gaps.
+        """
+        queries, keys = self.queries, self.keys
+        if keys is not None:
+            # A static cache is longer than what it holds; the rest is masked.
+            keys = nn.functional.pad(keys, (0, key_length - keys.shape[-1]))
+        elif key_length == queries.shape[-1]:
+            keys = queries
+        else:
+            queries, keys = self.slots, torch.arange(key_length, device=self.slots.device)[None]
+        return (keys[:, None, :] - queries[:, :, None]).clamp(-clip, clip) + clip
 
 
 class RelativePositions(AttentionPositions):
     """One layer's tables, and the attention that uses them."""
+
+    implementation = "auto"  # of `relative_attention`; see `set_relative_implementation`
 
     def __init__(self, scheme: "Relative", geometry: Geometry):
         super().__init__()
@@ -34,25 +66,23 @@ class RelativePositions(AttentionPositions):
 
     needs_key_positions = True
 
-    def prepare(self, position_ids, slots, length, key_positions) -> Any:
-        return position_ids, slots, key_positions
+    def prepare(self, position_ids, slots, length, key_positions, attention_mask=None) -> Places:
+        """Find out once for all layers whether positions run along the keys."""
+        places = Places(position_ids, slots, key_positions, key_mask=None, in_order=False)
+        if torch.compiler.is_compiling() or key_positions is None:
+            return places
+        if attention_mask is None:
+            # `slots` itself: nobody gave positions, and there is no need to look at them.
+            return replace(places, in_order=key_positions is slots or _in_order(key_positions, None))
+        if attention_mask.dim() != 2 or attention_mask.shape[-1] != key_positions.shape[-1]:
+            return places
+        mask = attention_mask.bool()
+        if key_positions is slots or _in_order(key_positions, mask):
+            return replace(places, key_mask=mask, in_order=True)
+        return places
 
-    def distances(self, shared: Any, key_length: int) -> torch.Tensor:
-        """Return r for each query and key, (B or 1, Q, K).
-
-        Positions are compared, those of cached keys too. While compiling, cached keys have none: places in the cache are
-        compared then, the same thing as long as positions run without gaps.
-        """
-        query_positions, slots, key_positions = shared
-        if key_positions is not None:
-            # A static cache is longer than what it holds; the rest is masked.
-            key_positions = nn.functional.pad(key_positions, (0, key_length - key_positions.shape[-1]))
-        elif key_length == query_positions.shape[-1]:
-            key_positions = query_positions
-        else:
-            query_positions, key_positions = slots, torch.arange(key_length, device=slots.device)[None]
-        distance = key_positions[:, None, :] - query_positions[:, :, None]
-        return distance.clamp(-self.clip, self.clip) + self.clip
+    def key_mask(self, shared: Places) -> torch.Tensor | None:
+        return shared.key_mask
 
     def attend(
         self,
@@ -60,34 +90,103 @@ class RelativePositions(AttentionPositions):
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
-        shared: Any,
+        shared: Places,
         *,
         scaling: float,
         dropout: float,
         causal: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (B, H, Q, D) and the probabilities (B, H, Q, K). `mask` is additive, or boolean with True = attend."""
-        slots = shared[1]
-        index = self.distances(shared, key.shape[-2])[:, None]  # (B or 1, 1, Q, K)
-        index = index.expand(query.shape[0], query.shape[1], -1, -1)
-        query = query * scaling
-        by_distance = query @ self.key_table.transpose(-1, -2)  # (B, H, Q, R)
-        scores = by_distance.gather(-1, index) + query @ key.transpose(-1, -2)  # (B, H, Q, K)
-        if mask is None and causal:
-            mask = (torch.arange(key.shape[-2], device=slots.device) <= slots[:, :, None])[:, None]
-        if mask is not None and mask.dtype == torch.bool:
-            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-        elif mask is not None and not mask.is_floating_point():
-            raise PosswapError(f"a 4D attention mask must be boolean or floating point, this one is {mask.dtype}")
-        elif mask is not None:
-            scores = scores + mask
-        probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-        probabilities = nn.functional.dropout(probabilities, dropout)
-        output = probabilities @ value
-        if self.value_table is not None:
-            mass = probabilities.new_zeros(by_distance.shape).scatter_add(-1, index, probabilities)  # (B, H, Q, R)
-            output = output + mass @ self.value_table
-        return output, probabilities
+        return_probabilities: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (B, H, Q, D), and the probabilities (B, H, Q, K) if they are asked for.
+
+        `mask` is additive, or boolean with True = attend; where positions are in order it says nothing new.
+        """
+        # Autocast computes projections in half precision and leaves parameters alone.
+        tables = [None if table is None else table.to(query.dtype) for table in (self.key_table, self.value_table)]
+        if shared.in_order:
+            key, value = (states[..., : shared.keys.shape[-1], :] for states in (key, value))  # what a static cache holds
+            if not return_probabilities:
+                output = relative_attention(
+                    query,
+                    key,
+                    value,
+                    *tables,
+                    clip=self.clip,
+                    causal=causal,
+                    key_mask=None if shared.key_mask is None else shared.key_mask.expand(len(query), -1),
+                    dropout=dropout,
+                    scale=scaling,
+                    implementation=self.implementation,
+                )
+                return output, None
+            mask = None if shared.key_mask is None else shared.key_mask[:, None, None]
+        if causal and (mask is None or shared.in_order):
+            seen = (torch.arange(key.shape[-2], device=query.device) <= shared.slots[:, :, None])[:, None]
+            mask = seen if mask is None else mask & seen
+        distances = shared.distances(self.clip, key.shape[-2])
+        return attend_by_index(query, key, value, *tables, distances, mask, scaling, dropout)
+
+
+def _in_order(positions: torch.Tensor, key_mask: torch.Tensor | None) -> bool:
+    """Whether positions (B or 1, K) go up by one from key to key, in every row, as far as keys may be attended to."""
+    shift = positions - torch.arange(positions.shape[-1], device=positions.device)
+    if key_mask is None:
+        return bool((shift == shift[:, :1]).all())
+    low = shift.masked_fill(~key_mask, shift.max() + 1).amin(-1)
+    high = shift.masked_fill(~key_mask, shift.min() - 1).amax(-1)
+    return bool((low >= high).all())  # greater where a row has no keys
+
+
+def attend_by_index(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_table: torch.Tensor,
+    value_table: torch.Tensor | None,
+    distances: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (B, H, Q, D) and the probabilities (B, H, Q, K), for any distances r (B or 1, Q, K) and any mask.
+
+    q_i . a^K_r is one (Q, R) product for each head that is then spread over the keys, and the value term collects the
+    probabilities by distance before one product with a^V: no (Q, K, D) tensor, but several of size Q x K.
+    """
+    index = distances[:, None].expand(query.shape[0], query.shape[1], -1, -1)
+    query = query * scaling
+    by_distance = query @ key_table.mT  # (B, H, Q, R)
+    scores = by_distance.gather(-1, index) + query @ key.mT  # (B, H, Q, K)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None and not mask.is_floating_point():
+        raise PosswapError(f"a 4D attention mask must be boolean or floating point, this one is {mask.dtype}")
+    elif mask is not None:
+        scores = scores + mask
+    probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    probabilities = nn.functional.dropout(probabilities, dropout)
+    output = probabilities @ value
+    if value_table is not None:
+        mass = probabilities.new_zeros(by_distance.shape).scatter_add(-1, index, probabilities)  # (B, H, Q, R)
+        output = output + mass @ value_table
+    return output, probabilities
+
+
+def set_relative_implementation(model: nn.Module, implementation: str) -> None:
+    """Choose how a model with relative positions computes attention: "auto", "fused", "window" or "triton".
+
+    It is a choice for this process, not part of the model: it is not saved. See `relative_attention`.
+
+    Raises:
+        PosswapError: Another name, or a model without relative positions.
+    """
+    layers = [module for module in model.modules() if isinstance(module, RelativePositions)]
+    if implementation not in IMPLEMENTATIONS:
+        raise PosswapError(f"implementation={implementation!r} is not one of {', '.join(map(repr, IMPLEMENTATIONS))}")
+    if not layers:
+        raise PosswapError(f"{type(model).__name__} has no relative positions: call posswap.swap(model, 'relative') first")
+    for layer in layers:
+        layer.implementation = implementation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ class RotaryPositions(AttentionPositions):
         frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, device, seq_len=length)
         return frequencies.double(), factor
 
-    def prepare(self, position_ids, slots, length, key_positions) -> Any:
+    def angles(self, position_ids, length) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin of the angles, each (B or 1, 1, Q, R/2) float32; angles in float64."""
         # float32 angles are off by 4.6e-3 rad at position 100,000. Apple's GPUs have no float64: compute those on the CPU.
         device = torch.device("cpu") if position_ids.device.type == "mps" else position_ids.device
@@ -59,15 +59,35 @@ class RotaryPositions(AttentionPositions):
         cos, sin = angles.cos() * factor, angles.sin() * factor
         return cos.to(position_ids.device, torch.float32), sin.to(position_ids.device, torch.float32)
 
+    def prepare(self, position_ids, slots, length, key_positions, attention_mask=None) -> Any:
+        """Return the angles in the form that the cheapest formula takes; `_turn` knows it by what it gets.
+
+        Measured for one query and key: interleaved pairs as complex numbers are one pass over memory in eager mode, 4 to 9
+        times faster than pairs that are split and stacked; the compiler has no complex kernels, but fuses split and stack.
+        For halves, a roll of the head is cheaper than a cat, and the other way round when compiled.
+        """
+        cos, sin = self.angles(position_ids, length)
+        if torch.compiler.is_compiling():
+            return cos, sin
+        if self.scheme.layout == "interleaved":
+            return (torch.complex(cos, sin),)
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
     def rotate(self, query: torch.Tensor, key: torch.Tensor, shared: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn both by the shared angles, in float32, rounded once to the dtype of the model."""
         return self._turn(query, *shared), self._turn(key, *shared)
 
-    def _turn(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def _turn(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None = None) -> torch.Tensor:
         turned, kept = states[..., : self.rotary_dim], states[..., self.rotary_dim :]
-        dtype = torch.promote_types(states.dtype, torch.float32)
-        turned = turned.to(dtype)
-        if self.scheme.layout == "half":
+        turned = turned.to(torch.promote_types(states.dtype, torch.float32))
+        if cos.is_complex():
+            if any(stride % 2 for stride in turned.stride()[:-1]):
+                turned = turned.contiguous()  # complex numbers cannot start at every second real one
+            pairs = torch.view_as_complex(turned.unflatten(-1, (-1, 2)))
+            turned = torch.view_as_real(pairs * cos).flatten(-2)
+        elif cos.shape[-1] == self.rotary_dim:  # halves, (x, y) cos + (y, x) (-sin, sin)
+            turned = torch.addcmul(turned * cos, turned.roll(self.rotary_dim // 2, dims=-1), sin)
+        elif self.scheme.layout == "half":
             x, y = turned.chunk(2, dim=-1)
             turned = torch.cat([x * cos - y * sin, x * sin + y * cos], dim=-1)
         else:

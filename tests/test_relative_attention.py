@@ -1,0 +1,329 @@
+"""`relative_attention` against the formula written out as a loop over queries and keys, in float64.
+
+Blocks are a few queries long here, so that short sequences have many of them, whole and cut at both ends.
+"""
+
+import dataclasses
+import itertools
+import threading
+
+import pytest
+import torch
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hf_posswap as posswap
+from hf_posswap import relative_attention as module
+from hf_posswap.relative_attention import relative_attention
+
+HEAD_DIM = 4
+# batch, heads, queries, keys, clip
+SHAPES = {
+    "square": (2, 2, 11, 11, 3),
+    "clip 1": (1, 2, 9, 9, 1),
+    "clip beyond the length": (1, 2, 6, 6, 9),
+    "chunk after a cache": (2, 1, 4, 13, 2),
+    "one query": (2, 2, 1, 9, 3),
+    "one query, short": (2, 1, 1, 2, 5),
+    "one token": (1, 1, 1, 1, 2),
+}
+WAYS = {
+    "window": ("window", 4, 1),
+    "window, all heads": ("window", 3, 99),
+    "fused": ("fused", 4, 2),
+    "fused, one head": ("fused", 5, 1),
+}
+
+
+def written_out(query, key, value, key_table, value_table, *, clip, causal, key_mask, scale, kept=None):
+    """The definition, one pair of query and key at a time; rows without keys are zeros."""
+    batch, heads, queries, _ = query.shape
+    keys = key.shape[2]
+    tables = [None if table is None else table.expand(heads, -1, -1) for table in (key_table, value_table)]
+    rows = []
+    for i in range(queries):
+        place = i + keys - queries
+        scores, values = [], []
+        for j in range(keys):
+            r = min(max(j - place, -clip), clip) + clip
+            allowed = torch.ones(batch, 1, dtype=torch.bool) if key_mask is None else key_mask[:, j : j + 1]
+            allowed = allowed & (not causal or j <= place)
+            score = scale * (query[:, :, i] * (key[:, :, j] + tables[0][:, r])).sum(-1)
+            scores.append(torch.where(allowed, score, -torch.inf))
+            values.append(value[:, :, j] if tables[1] is None else value[:, :, j] + tables[1][:, r])
+        scores = torch.stack(scores, dim=-1)  # (B, H, K)
+        dead = (scores == -torch.inf).all(-1, keepdim=True)
+        weights = torch.where(dead, 0.0, torch.where(dead, 0.0, scores).softmax(-1))
+        if kept is not None:
+            weights = weights * kept[:, :, i]
+        rows.append((weights[..., None] * torch.stack(values, dim=2)).sum(2))
+    return torch.stack(rows, dim=2)
+
+
+def inputs(shape, shared: bool = False, values: bool = True, dtype=torch.float64, head_dim: int = HEAD_DIM):
+    batch, heads, queries, keys, clip = shape
+    table = (2 * clip + 1, head_dim) if shared else (heads, 2 * clip + 1, head_dim)
+    shapes = [(batch, heads, n, head_dim) for n in (queries, keys, keys)] + [table, table][: 1 + values]
+    return [torch.randn(s, dtype=dtype, requires_grad=True) for s in shapes]
+
+
+def padding(kind: str, batch: int, keys: int) -> torch.Tensor | None:
+    if kind == "none":
+        return None
+    mask = torch.ones(batch, keys, dtype=torch.bool)
+    third = (keys + 2) // 3
+    if kind == "left":
+        mask[0, :third] = False
+    elif kind == "right":
+        mask[-1, keys - third :] = False
+    else:
+        mask[0] = False
+    return mask
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Set how a call is cut up."""
+    plan = module._plan
+
+    def set_plan(far: str, block: int, heads: int):
+        replaced = {"far": far, "block": block, "heads": heads}
+        monkeypatch.setattr(module, "_plan", lambda *arguments: dataclasses.replace(plan(*arguments), **replaced))
+
+    return set_plan
+
+
+GRID = list(
+    itertools.product(
+        SHAPES, WAYS, (False, True), ("none", "left", "right", "all"), ((False, True), (True, True), (False, False))
+    )
+)
+
+
+@pytest.mark.parametrize(("shape", "way"), list(itertools.product(SHAPES, WAYS)))
+def test_equals_the_loop(cut, shape, way):
+    """Output and all gradients to 1e-12: 24 cases here, 672 in all."""
+    torch.manual_seed(0)
+    cut(*WAYS[way])
+    batch, heads, queries, keys, clip = SHAPES[shape]
+    # "window" and "fused" take single queries to the blocks; "auto" would slice.
+    implementation = WAYS[way][0]
+    cases = [case[2:] for case in GRID if case[:2] == (shape, way)]
+    assert len(cases) == 24
+    for causal, kind, (shared, values) in cases:
+        tensors = inputs(SHAPES[shape], shared, values)
+        options = {"clip": clip, "causal": causal, "key_mask": padding(kind, batch, keys), "scale": 0.7}
+        output = relative_attention(*tensors, implementation=implementation, **options)
+        expected = written_out(*tensors, *([] if values else [None]), **options)
+        grad = torch.randn_like(output)
+        assert_close(output, expected, rtol=0, atol=1e-12)
+        for ours, theirs in zip(
+            torch.autograd.grad(output, tensors, grad), torch.autograd.grad(expected, tensors, grad), strict=True
+        ):
+            assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [name for name, shape in SHAPES.items() if shape[2] == 1])
+def test_single_query_equals_the_loop(shape):
+    """As in generation: slices instead of blocks."""
+    torch.manual_seed(0)
+    batch, heads, queries, keys, clip = SHAPES[shape]
+    for causal, kind, shared, values in itertools.product((False, True), ("none", "left", "all"), (False, True), (False, True)):
+        tensors = inputs(SHAPES[shape], shared, values)
+        options = {"clip": clip, "causal": causal, "key_mask": padding(kind, batch, keys), "scale": 0.7}
+        output = relative_attention(*tensors, **options)
+        expected = written_out(*tensors, *([] if values else [None]), **options)
+        grad = torch.randn_like(output)
+        assert_close(output, expected, rtol=0, atol=1e-12)
+        for ours, theirs in zip(
+            torch.autograd.grad(output, tensors, grad), torch.autograd.grad(expected, tensors, grad), strict=True
+        ):
+            assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("way", "causal"), list(itertools.product(WAYS, (False, True))))
+def test_gradcheck(cut, way, causal):
+    """Gradients equal finite differences, with padding."""
+    torch.manual_seed(0)
+    cut(*WAYS[way])
+    tensors = inputs((2, 2, 7, 7, 2), head_dim=2)
+    mask = padding("left", 2, 7)
+    assert torch.autograd.gradcheck(lambda *t: relative_attention(*t, clip=2, causal=causal, key_mask=mask), tensors)
+
+
+@pytest.mark.parametrize(("causal", "kind", "values"), list(itertools.product((False, True), ("none", "left"), (False, True))))
+def test_dropout_equals_the_loop_with_the_same_mask(cut, causal, kind, values):
+    """What is dropped is read from a call whose values are the unit vectors; then everything must agree."""
+    torch.manual_seed(0)
+    keys = 12
+    cut("window", 5, 2)
+    tensors = inputs((2, 2, keys, keys, 3), values=values, head_dim=keys)
+    options = {"clip": 3, "causal": causal, "key_mask": padding(kind, 2, keys), "scale": 0.3}
+    unit = torch.eye(keys, dtype=torch.float64).expand(2, 2, -1, -1)
+    torch.manual_seed(7)
+    dropped = relative_attention(*tensors[:2], unit, tensors[3], dropout=0.4, **options)
+    whole = relative_attention(*tensors[:2], unit, tensors[3], **options)
+    kept = torch.where(whole > 0, dropped / whole, 0.0).detach()
+    assert_close(kept[whole > 0].unique().round(decimals=9).unique(), torch.tensor([0.0, 1 / 0.6], dtype=torch.float64))
+    torch.manual_seed(7)
+    output = relative_attention(*tensors, dropout=0.4, **options)
+    expected = written_out(*tensors, *([] if values else [None]), kept=kept, **options)
+    grad = torch.randn_like(output)
+    assert_close(output, expected, rtol=0, atol=1e-12)
+    for ours, theirs in zip(
+        torch.autograd.grad(output, tensors, grad), torch.autograd.grad(expected, tensors, grad), strict=True
+    ):
+        assert_close(ours, theirs, rtol=0, atol=1e-12)
+    torch.manual_seed(8)
+    assert not torch.equal(relative_attention(*tensors, dropout=0.4, **options), output)
+
+
+@pytest.mark.parametrize(
+    ("shape", "causal"), [((1, 2, 600, 600, 16), False), ((1, 2, 600, 600, 16), True), ((1, 2, 300, 1100, 64), True)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_real_blocks_in_every_dtype(dtype, shape, causal):
+    """Sequences of several blocks as they are cut by default, as near to float64 as plain attention in that dtype is."""
+    torch.manual_seed(0)
+    batch, heads, queries, keys, clip = shape
+    exact = inputs(shape, head_dim=16)
+    rounded = [tensor.detach().to(dtype).requires_grad_() for tensor in exact]
+    exact = [tensor.detach().double().requires_grad_() for tensor in rounded]
+    mask = padding("left", batch, keys)
+    options = {"clip": clip, "causal": causal, "key_mask": mask}
+    scheme = posswap.Relative(clip=clip)
+    geometry = posswap.schemes.Geometry(hidden_size=32, num_heads=2, head_dim=16, max_positions=keys, trained_positions=keys)
+    slow = scheme.attention_module(geometry)
+
+    def by_index(query, key, value, key_table, value_table):
+        slots = torch.arange(keys - queries, keys)[None]
+        places = slow.prepare(slots + 0, slots, None, torch.arange(keys)[None], mask[:, None, None])
+        seen = mask[:, None, None] & (torch.arange(keys)[None] <= slots.T) if causal else mask[:, None, None]
+        distances = places.distances(clip, keys)
+        return posswap.schemes.relative.attend_by_index(
+            query, key, value, key_table, value_table, distances, seen, 16**-0.5, 0.0
+        )[0]
+
+    grad = torch.randn(batch, heads, queries, 16, dtype=torch.float64)
+    grad[:, :, : max(0, keys // 3 + 1 - (keys - queries))] = 0  # rows without keys are zeros here, and a mean there
+    expected, ours, theirs = (
+        [output.double(), *(g.double() for g in torch.autograd.grad(output, tensors, grad.to(output.dtype)))]
+        for tensors, output in (
+            (exact, by_index(*exact)),
+            (rounded, relative_attention(*rounded, **options)),
+            (rounded, by_index(*rounded)),
+        )
+    )
+    live = grad[..., :1].ne(0)
+    for index, states in enumerate(zip(expected, ours, theirs, strict=True)):
+        right, new, old = (tensor.detach() for tensor in states)
+        if index == 0:
+            right, new, old = (torch.where(live, output, 0.0) for output in (right, new, old))
+        # Float32 is at the rounding of sums. The far left's gradients are what is left of all others', so a little less exact.
+        assert (new - right).norm() / right.norm() <= max(3e-6, 3 * float((old - right).norm() / right.norm()))
+
+
+def test_long_sequences_need_no_square():
+    """Forward and backward at 2,048 tokens allocate nothing of the size of L x L, with either way of cutting."""
+    largest = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            sizes = [t.untyped_storage().nbytes() for t in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(t)]
+            largest.append(max(sizes, default=0))
+            return result
+
+    tensors = inputs((1, 4, 2048, 2048, 64), dtype=torch.float32, head_dim=8)
+    mask = padding("right", 1, 2048)
+    for implementation in ("fused", "window"):
+        largest.clear()
+        with Watch():
+            output = relative_attention(*tensors, clip=64, key_mask=mask, implementation=implementation)
+            torch.autograd.grad(output.sum(), tensors)
+        assert max(largest) < 4 * 2048 * 2048 * 4 / 4
+
+
+def test_threads_do_not_share_anything():
+    """Four threads at once, each with tensors of its own, get what they get alone."""
+    torch.manual_seed(0)
+    jobs = [inputs((1, 2, 300, 300, 8), dtype=torch.float32, head_dim=8) for _ in range(4)]
+
+    def work(tensors):
+        output = relative_attention(*tensors, clip=8, implementation="fused")
+        return output, *torch.autograd.grad(output.sum(), tensors)
+
+    alone, together = [work(job) for job in jobs], [None] * 4
+
+    def run(index):
+        together[index] = work(jobs[index])
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one, other in zip(alone, together, strict=True):
+        for ours, theirs in zip(one, other, strict=True):
+            assert_close(ours, theirs)
+
+
+def test_second_derivatives_are_refused():
+    """Differentiable once; asking for more is an error, not a wrong number."""
+    tensors = inputs((1, 1, 5, 5, 2))
+    (grad,) = torch.autograd.grad(relative_attention(*tensors, clip=2).square().sum(), tensors[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------
+
+SQUARE = (2, 2, 5, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"query": torch.zeros(2, 2, 5, 8)}, "the same batch, heads and head_dim; given were query (2, 2, 5, 8)"),
+        ({"query": torch.zeros(2, 5, 4)}, "must be (batch, heads, length, head_dim)"),
+        ({"query": torch.zeros(2, 2, 7, 4)}, "no more than keys"),
+        ({"value": torch.zeros(2, 2, 4, 4)}, "value (2, 2, 4, 4)"),
+        ({"clip": 0}, "clip=0 must be an integer of at least 1"),
+        ({"clip": 2.0}, "clip=2.0 must be an integer"),
+        ({"clip": 4}, "(heads, 2 * clip + 1, head_dim) = (2, 9, 4)"),
+        ({"key_table": torch.zeros(3, 7, 4)}, "key_table (3, 7, 4)"),
+        ({"value_table": torch.zeros(7, 3)}, "value_table must be"),
+        ({"key_mask": torch.ones(2, 5)}, "key_mask must be boolean"),
+        ({"key_mask": torch.ones(2, 4, dtype=torch.bool)}, "of shape (batch, keys) = (2, 5)"),
+        ({"key_mask": torch.ones(2, 1, 5, 5, dtype=torch.bool)}, "A mask for each pair of query and key is not taken here"),
+        ({"key_table": torch.zeros(2, 7, 4, dtype=torch.bfloat16)}, "key_table torch.bfloat16 on cpu"),
+        ({"value": torch.zeros(2, 2, 5, 4, device="meta")}, "value torch.float32 on meta"),
+        ({"dropout": 1.0}, "dropout=1.0 must lie in [0, 1)"),
+        ({"dropout": 0.1, "implementation": "fused"}, "has no dropout"),
+        ({"implementation": "flash"}, "'auto', 'fused', 'window', 'triton'"),
+    ],
+    ids=str,
+)
+def test_bad_input(change, says):
+    """What was given, what is accepted, and what to do."""
+    names = ("query", "key", "value", "key_table", "value_table")
+    arguments = dict(zip(names, inputs(SQUARE, dtype=torch.float32), strict=True), clip=3) | change
+    with pytest.raises(posswap.PosswapError) as error:
+        relative_attention(**arguments)
+    assert says in str(error.value)
+
+
+def test_implementation_of_a_model(make_model, make_swapped, tokens):
+    """It is set for all layers at once, changes no number, is not saved, and a wrong name changes nothing."""
+    with pytest.raises(posswap.PosswapError, match="no relative positions"):
+        posswap.set_relative_implementation(make_model("bert"), "window")
+    model = make_swapped("bert", posswap.Relative(clip=3), "sdpa")
+    outputs = []
+    for name in ("auto", "fused", "window"):
+        posswap.set_relative_implementation(model, name)
+        outputs.append(model(tokens)[0])
+    assert_close(outputs[0], outputs[1])
+    assert_close(outputs[0], outputs[2])
+    assert "implementation" not in model.config.to_json_string()
+    with pytest.raises(posswap.PosswapError, match="'auto', 'fused'"):
+        posswap.set_relative_implementation(model, "flash")
