@@ -243,7 +243,7 @@ class _Group:
 
     def __init__(self, plan: _Plan, where, query, key, value, key_table, value_table, first_value, key_mask):
         def flat(states):
-            return states[where].flatten(0, 1)
+            return states[where].flatten(0, 1)  # contiguous; (B, L, H, D) is how projections lie in memory
 
         def table(rows):  # (H or 1, N, D) -> (G, N, D)
             sequences = range(*where[0].indices(query.shape[0]))
@@ -308,11 +308,11 @@ class _Group:
         out[..., block.beyond_columns.stop :] = outside
 
     def by_distance(self, block: _Block, weights: torch.Tensor) -> torch.Tensor:
-        """Collect a window's weights by distance, (G, rows, band + 1); the last is the far right, None when causal."""
+        """Collect a window's weights by distance, (G, rows, band + 1); the last, unless causal, is the far right."""
         plan = self.plan
-        sums = weights.new_zeros(len(weights), block.size, self.key_table.shape[1])
+        sums = weights.new_empty(len(weights), block.size, self.key_table.shape[1])
         sums[..., : plan.band] = block.band(weights, plan.band)
-        if not plan.causal and block.size > 1:
+        if not plan.causal:
             triangle = self.triangle[: block.size, : block.size - 1].to(weights.dtype)
             sums[..., plan.band] = (weights[..., block.triangle] * triangle).sum(-1)
         return sums

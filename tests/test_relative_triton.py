@@ -1,0 +1,228 @@
+"""The fused kernel against the definition of Shaw et al. 2018 in float64, in Triton's interpreter; and that it compiles.
+
+The interpreter must be chosen before triton is imported, which some other test of this process may have done: the checks
+run in a process of their own, started by `test_in_the_interpreter`. To run some of them:
+
+    TRITON_INTERPRET=1 pytest -n 0 -o python_functions="check_*" tests/test_relative_triton.py -k padded
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_posswap.errors import PosswapError
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not to be had here")
+
+
+def load(monkeypatch, interpret: bool):
+    """A copy of the module that decides again whether triton is there, and interpreted."""
+    monkeypatch.setenv("TRITON_INTERPRET", str(int(interpret)))
+    spec = importlib.util.find_spec("hf_posswap.relative_triton")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@needs_triton
+def test_in_the_interpreter():
+    """Run every check below in a process with Triton's interpreter; all pass, none is skipped."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-o", "python_functions=check_*", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment.pop("PYTEST_XDIST_WORKER", None)
+    run = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    counts = {outcome: int(count) for count, outcome in re.findall(r"(\d+) (passed|skipped)", run.stdout)}
+    assert counts == {"passed": 2 * len(SITUATIONS) + len(LOW_PRECISION) + 2}
+
+
+def test_without_triton(monkeypatch):
+    """The module can be imported, and says what is missing."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert load(monkeypatch, interpret=False).why_not(torch.zeros(4)) == "triton is not installed"
+
+
+@needs_triton
+def test_without_gpu(monkeypatch):
+    """Compiled kernels do not run on the CPU."""
+    assert "CUDA" in load(monkeypatch, interpret=False).why_not(torch.zeros(4))
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype, head_dim, flags", [("bf16", 64, (False, True, True)), ("fp32", 16, (True, False, False))])
+@pytest.mark.parametrize("kernel", ["_forward", "_backward_queries", "_backward_keys"])
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_compiles(kernel, dtype, head_dim, flags, monkeypatch, tmp_path):
+    """The compiler for CUDA, which needs no GPU, accepts what the interpreter runs, and it fits any GPU's shared memory."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    module = load(monkeypatch, interpret=False)
+    query = torch.empty(1, 1, 1, head_dim, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
+    constants = module._constants(query, **dict(zip(("CAUSAL", "MASKED", "VALUES"), flags, strict=True)))
+    options = {"num_warps": constants.pop("num_warps")}
+    _, masked, values = flags
+    constants |= {} if masked else {"key_mask": None}
+    constants |= {} if values else {"masses": None, "d_masses": None}
+    kernel = getattr(module, kernel)
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    types = {"query_length": "i32", "key_length": "i32", "clip": "i32", "width": "i32", "scale": "fp32", "key_mask": "*i1"}
+    types |= {"log_sums": "*fp32", "deltas": "*fp32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, f"*{dtype}") for name in kernel.arg_names}
+    compiled = compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 80, 32), options=options)
+    assert 0 < compiled.metadata.shared <= 99 * 1024
+
+
+# -- checks, in the interpreter ----------------------------------------------------------------------------------------
+
+
+def attention(query, key, value, key_table, value_table, *, clip, causal, key_mask, scale):
+    """The definition, with its (Q, K, D) tensors; a query without keys gives zeros."""
+    length, key_length = query.shape[2], key.shape[2]
+    distance = torch.arange(key_length)[None] - (torch.arange(length)[:, None] + key_length - length)  # (Q, K)
+    index = distance.clamp(-clip, clip) + clip
+    heads = query.shape[1]
+    key_vectors = key_table.expand(heads, -1, -1)[:, index]  # (H, Q, K, D)
+    scores = scale * ((query[:, :, :, None] * (key[:, :, None] + key_vectors)).sum(-1))
+    attended = torch.ones_like(distance, dtype=torch.bool)[None, None]
+    if causal:
+        attended = attended & (distance <= 0)
+    if key_mask is not None:
+        attended = attended & key_mask[:, None, None]
+    probabilities = scores.masked_fill(~attended, torch.finfo(scores.dtype).min).softmax(-1) * attended
+    output = probabilities @ value
+    if value_table is not None:
+        output = output + (probabilities[..., None] * value_table.expand(heads, -1, -1)[:, index]).sum(-2)
+    return output
+
+
+# Tiles are small, so that short sequences have some on every side of the band; None are those that _tiles chooses.
+DEFAULTS = dict(batch=1, heads=1, head_dim=16, clip=5, values=True, share_heads=False, mask=None, tiles=(32, 16))
+SITUATIONS = {
+    "batch and heads": dict(length=40, key_length=40, batch=2, heads=2, clip=3, tiles=(16, 16)),
+    "keys alone": dict(length=50, key_length=50, values=False),
+    "shared tables": dict(length=40, key_length=40, heads=2, share_heads=True, tiles=(16, 32)),
+    "padded": dict(length=52, key_length=52, batch=3, mask=[(0, 20), (30, 51), (0, 52)]),
+    "padded, fewer queries": dict(length=21, key_length=60, batch=2, mask=[(0, 46), (33, 60)]),
+    "one query": dict(length=1, key_length=40, clip=3),
+    "clip 1": dict(length=50, key_length=50, clip=1),
+    "clip over the length": dict(length=18, key_length=20, clip=40),
+    "head_dim 20": dict(length=45, key_length=45, head_dim=20),
+    "shipped tiles": dict(length=100, key_length=128, head_dim=64, tiles=None),
+}
+LOW_PRECISION = [torch.float16, torch.bfloat16]
+
+
+def compare(module, monkeypatch, dtype, causal, situation):
+    """Yield name, our error, the error of the definition in `dtype`: each relative to the largest number of the truth."""
+    case = DEFAULTS | situation
+    if case["tiles"]:
+        monkeypatch.setattr(module, "_tiles", lambda block_d, dtype: (*case["tiles"], 4))
+    generator = torch.Generator().manual_seed(0)
+    vectors, rows = (case["batch"], case["heads"]), 2 * case["clip"] + 1
+    table = (rows, case["head_dim"]) if case["share_heads"] else (case["heads"], rows, case["head_dim"])
+    shapes = {
+        "query": (*vectors, case["length"], case["head_dim"]),
+        "key": (*vectors, case["key_length"], case["head_dim"]),
+        "value": (*vectors, case["key_length"], case["head_dim"]),
+        "key_table": table,
+        "value_table": table,
+    }
+    start = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    if not case["values"]:
+        start["value_table"] = None
+    gradient = torch.randn(shapes["query"], generator=generator).to(dtype)
+    key_mask = None
+    if case["mask"]:
+        key_mask = torch.ones(case["batch"], case["key_length"], dtype=torch.bool)
+        for row, (first, last) in zip(key_mask, case["mask"], strict=True):
+            row[first:last] = False
+    settings = dict(clip=case["clip"], causal=causal, key_mask=key_mask, scale=0.7 * case["head_dim"] ** -0.5)
+
+    def run(function, dtype):
+        leaves = {name: None if x is None else x.to(dtype, copy=True).requires_grad_() for name, x in start.items()}
+        output = function(*leaves.values(), **settings)
+        assert output.shape == shapes["query"] and output.dtype == dtype
+        output.backward(gradient.to(dtype))
+        return {"output": output.detach(), **{name: x.grad for name, x in leaves.items() if x is not None}}
+
+    truth, ours, naive = run(attention, torch.float64), run(module.fused_relative_attention, dtype), run(attention, dtype)
+    for name, expected in truth.items():
+        if key_mask is not None and name in ("output", "query"):
+            nobody = ~key_mask.any(-1)
+            assert not ours[name][nobody].any()  # exact zeros
+        largest = expected.abs().max()
+        # A lone key takes all attention whatever the scores: queries, keys and key tables then have no gradient.
+        yield name, *((tensors[name].double() - expected).abs().max() / largest.clamp(min=1e-3) for tensors in (ours, naive))
+
+
+@pytest.fixture
+def module():
+    """The module with interpreted kernels."""
+    from hf_posswap import relative_triton
+
+    assert relative_triton.why_not(torch.zeros(4)) is None
+    return relative_triton
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
+def check_equals_definition(situation, causal, module, monkeypatch):
+    """Output and all gradients in float32, to rounding."""
+    for name, error, naive in compare(module, monkeypatch, torch.float32, causal, situation):
+        print(f"{name}: {error:.1e}, the definition itself {naive:.1e}")
+        assert error < 1e-5, name
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+def check_low_precision(dtype, module, monkeypatch, bfloat16_as_on_a_gpu):
+    """Output and all gradients in 16 bits: hardly worse than the definition when it is rounded at every step."""
+    for name, error, naive in compare(module, monkeypatch, dtype, False, dict(length=44, key_length=44, clip=4)):
+        print(f"{name}: {error:.1e}, the definition itself {naive:.1e}")
+        assert error < 2 * naive + torch.finfo(dtype).eps / 2, name
+
+
+@pytest.fixture
+def bfloat16_as_on_a_gpu(monkeypatch):
+    """The interpreter would multiply the bits of bfloat16 matrices as integers, and cut numbers off instead of rounding."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def rounding_cast(self, operand, dtype):
+        if (operand.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, operand, dtype)
+        return TensorHandle(torch.tensor(operand.data).bfloat16().view(torch.uint16).numpy(), tl.bfloat16)
+
+    def float32_dot(self, left, right, *rest):
+        if left.dtype.scalar == tl.bfloat16:
+            left, right = cast(self, left, tl.float32), cast(self, right, tl.float32)
+        return dot(self, left, right, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "cast_impl", rounding_cast)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", float32_dot)
+
+
+def check_why_not(module):
+    """What the kernels cannot do is named."""
+    assert "head_dim" in module.why_not(torch.zeros(1, 257))
+    assert "float64" in module.why_not(torch.zeros(1, dtype=torch.float64))
+    assert "bfloat16" in module.why_not(torch.zeros(1, dtype=torch.bfloat16))
+
+
+def check_band_too_large(module):
+    """A band that 32 bits cannot index is refused."""
+    vectors = torch.zeros(1, 1, 1).expand(1, 1, 2**16, 1)
+    table = torch.zeros(1).expand(2**16 + 1, 1)
+    with pytest.raises(PosswapError, match="32 bits"):
+        module.fused_relative_attention(
+            vectors, vectors, vectors, table, None, clip=2**15, causal=True, key_mask=None, scale=1.0
+        )
