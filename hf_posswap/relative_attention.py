@@ -5,10 +5,10 @@
 Written out this takes (Q, K, D) tensors. Two identities leave O(L * clip) work beyond plain attention; both are exact:
 
 1. Softmax does not see a constant that is added to a row. So every bias is taken relative to the far left, r = 0: keys
-   there need none. Keys at the far right, r = 2 * clip, all have q_i . (a^K_2clip - a^K_0), which is what plain attention gives
-   for the keys k_j + (a^K_2clip - a^K_0). Only the band |j - i| < clip has a bias of its own, read from one (Q, R) product.
-2. Probabilities of a row sum to one. So a^V_0 goes into all values; at the far right v_j + (a^V_2clip - a^V_0) is attended
-   to; in the band the probabilities are collected by distance and meet the table in one more product.
+   there need none. Keys at the far right, r = 2 * clip, all have the same, q_i . (a^K_2clip - a^K_0), which shifts their
+   log-sum-exp. Only the band |j - i| < clip has a bias for each pair, read from one (Q, R) product.
+2. Probabilities of a row sum to one. So a^V_0 is added to the output once; the others are taken relative to it, their
+   probabilities collected by distance, and one more product with the table does the rest.
 
 A block of queries therefore needs plain attention with the far left and the far right, and a window around the diagonal
 that holds the band. Far parts go to the fused kernel (`far="fused"`) and are merged by log-sum-exp; or the window is the
@@ -86,19 +86,20 @@ def relative_attention(
         return _single_query(query, key, value, key_table, value_table, clip, key_mask, dropout, scale)
     plan = _plan(query, key, clip, causal, dropout, scale, implementation)
     # The far left is the reference of all distances (identity 1).
-    relative_keys = _relative_to_far_left(key_table, query.dtype)
+    relative_keys = _relative_to_far_left(key_table, clip, causal, query.dtype)
     relative_values = first_value = None
     if value_table is not None:
-        relative_values = _relative_to_far_left(value_table, query.dtype)
-        first_value = value_table[..., :1, :]
+        relative_values = _relative_to_far_left(value_table, clip, causal, query.dtype)
+        first_value = value_table[..., :1, :] if value_table.dim() == 3 else value_table[None, :1]
+        if dropout:  # what is kept of a row does not sum to one
+            value, first_value = value + first_value, None
     return _WindowedAttention.apply(query, key, value, relative_keys, relative_values, first_value, key_mask, plan)
 
 
-def _relative_to_far_left(table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return rows 1 ... R - 1 minus row 0, with a dimension for heads; differences are rounded once."""
-    table = table if table.dim() == 3 else table[None]
-    precise = table.to(torch.promote_types(dtype, torch.float32))
-    return (precise[:, 1:] - precise[:, :1]).to(dtype)
+def _relative_to_far_left(table: torch.Tensor, clip: int, causal: bool, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows 1 ... 2 * clip (clip, when causal) minus row 0, (H or 1, N, D); differences are rounded once."""
+    precise = (table if table.dim() == 3 else table[None]).to(torch.promote_types(dtype, torch.float32))
+    return (precise[:, 1 : clip + 1 if causal else None] - precise[:, :1]).to(dtype)
 
 
 def _check(query, key, value, key_table, value_table, clip, key_mask, dropout, implementation) -> None:
@@ -215,21 +216,21 @@ class _Block:
         self.rows = slice(start, stop)
         self.size = stop - start
         offset = plan.keys - plan.queries
-        self.seen = min(plan.keys, stop + offset) if plan.causal else plan.keys  # keys that any of the rows may see
+        seen = min(plan.keys, stop + offset) if plan.causal else plan.keys  # keys that any of the rows may see
         first = start + offset - plan.clip + 1  # the leftmost key in the band of the first row
         last = stop + offset if plan.causal else stop + offset + plan.clip - 1  # after the rightmost in that of the last row
+        self.keys = slice(0, seen)
         if plan.far == "fused":
-            self.left, self.right = max(0, first), min(self.seen, last)
-        else:
-            self.left, self.right = 0, self.seen
-        self.beyond = min(self.right, last)  # keys of the window from here on are far right for all rows
-        origin = min(self.left, first)
-        self.width = max(self.right, last) - origin
-        self.near_columns = slice(self.left - origin, self.beyond - origin)
-        self.beyond_columns = slice(self.beyond - origin, self.right - origin)
+            self.keys = slice(max(0, first), min(seen, last))
+        self.left, self.right = slice(0, self.keys.start), slice(self.keys.stop, seen)  # what the fused kernel does
+        origin = min(self.keys.start, first)
+        self.width = max(self.keys.stop, last) - origin
+        self.columns = slice(self.keys.start - origin, self.keys.stop - origin)  # those of `keys`
         self.band_column = first - origin
-        # Right of the band: a triangle that is far right (or masked, when causal) for each row but the last.
+        # Right of the band: a triangle that is far right (or masked, when causal) for each row but the last, then keys
+        # that are far right for all rows.
         self.triangle = slice(first - origin + plan.band, last - origin)
+        self.beyond = slice(min(self.triangle.stop, self.columns.stop), self.columns.stop)
 
     def band(self, scratch: torch.Tensor, band: int) -> torch.Tensor:
         """Return the band as a view (G, rows, band): row a of it starts a columns further right."""
@@ -242,93 +243,94 @@ class _Group:
     """One group of heads, flattened to (G, ...): its tensors, and the steps that both passes share."""
 
     def __init__(self, plan: _Plan, where, query, key, value, key_table, value_table, first_value, key_mask):
-        def flat(states):
-            return states[where].flatten(0, 1)  # contiguous; (B, L, H, D) is how projections lie in memory
+        self.plan, self.shape = plan, query[where].shape
 
         def table(rows):  # (H or 1, N, D) -> (G, N, D)
-            sequences = range(*where[0].indices(query.shape[0]))
-            heads = query[where].shape[1]
             rows = rows[where[1]] if rows.shape[0] > 1 else rows
-            return rows.expand(len(sequences), heads, -1, -1).flatten(0, 1)
+            return rows.expand(*self.shape[:2], -1, -1).flatten(0, 1)
 
-        self.plan = plan
-        self.query, self.key, self.value = flat(query), flat(key), flat(value)
-        count = plan.band + (0 if plan.causal else 1)
-        self.key_table = table(key_table)[:, :count]
-        self.value_table = None
-        if value_table is not None:
-            self.value_table = table(value_table)[:, :count]
-            self.value = self.value + table(first_value)
-        self.far_key = self.far_value = None
-        if not plan.causal:
-            self.far_key = self.key + self.key_table[:, -1:]
-            self.far_value = self.value if value_table is None else self.value + self.value_table[:, -1:]
+        # (S, H, L, D) for the fused kernel, (G, L, D) for products.
+        self.apart = query[where], key[where], value[where]
+        if plan.far == "fused":  # it reads keys and values once for every 64 queries: contiguous ones a quarter faster
+            self.apart = self.apart[0], *(states.contiguous() for states in self.apart[1:])
+        self.query, self.key, self.value = (states.flatten(0, 1) for states in self.apart)
+        self.key_table = table(key_table)
+        self.value_table = None if value_table is None else table(value_table)
+        self.first_value = None if first_value is None else table(first_value)
         # Sums, exponentials and what is added up over blocks: in float32 at least.
         self.precise = torch.promote_types(query.dtype, torch.float32)
         self.mask = None
         if key_mask is not None:
             lowest = torch.finfo(self.precise).min / 2  # not -inf: a row without keys must not become NaN on the way
             mask = torch.zeros(key_mask[where[0]].shape, dtype=self.precise, device=query.device)
-            mask = mask.masked_fill_(~key_mask[where[0]], lowest)[:, None, :]
-            self.mask = mask.expand(-1, query[where].shape[1], -1).flatten(0, 1)[:, None]  # (G, 1, K)
+            self.mask = mask.masked_fill_(~key_mask[where[0]], lowest)[:, None, None]  # (S, 1, 1, K)
         block = min(plan.block, plan.queries)
         self.triangle = torch.ones(block, block - 1, dtype=self.precise, device=query.device).triu_()
 
-    def scratch(self) -> torch.Tensor:
-        """Return memory for the scores of any block; fresh memory for each would cost more than some of the work on it."""
-        most = max(block.size * block.width for block in self.plan.blocks())
-        return torch.empty(len(self.query) * most, dtype=self.precise, device=self.query.device)
-
     def window(self, block: _Block, scratch: torch.Tensor) -> torch.Tensor:
-        return scratch[: len(self.query) * block.size * block.width].view(len(self.query), block.size, block.width)
+        heads = len(self.query)
+        return scratch[: heads * block.size * block.width].view(heads, block.size, block.width)
 
-    def scores(self, block: _Block, scratch: torch.Tensor) -> torch.Tensor:
-        """Return the scores of the block's window, in scratch columns."""
-        plan, scores = self.plan, self.window(block, scratch)
-        query = self.query[:, block.rows]
-        self.products(block, scores, query, self.key, self.far_key, plan.scale, -math.inf)
-        by_distance = _product(query, self.key_table.mT, self.precise, plan.scale)  # (G, rows, band + 1)
-        block.band(scores, plan.band).add_(by_distance[..., : plan.band])
-        triangle = self.triangle[: block.size, : block.size - 1]
+    def scores(self, block: _Block, scratch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores of the block's window, in scratch columns, and those of the far right (G, rows, 1).
+
+        They are in units of log 2, for exp2: torch.exp takes up to a hundred times as long where it underflows.
+        """
+        plan, query = self.plan, self.query[:, block.rows]
+        scale = plan.scale * math.log2(math.e)
+        by_distance = _product(query, self.key_table.mT, self.precise, scale)  # (G, rows, R - 1)
+        scores = self.spread(block, scratch, query, self.key, by_distance, scale, -math.inf)
         if plan.causal:
-            scores[..., block.triangle].masked_fill_(triangle > 0, -math.inf)
-        else:
-            scores[..., block.triangle].addcmul_(by_distance[..., plan.band :], triangle)
+            scores[..., block.triangle].masked_fill_(self.triangle[: block.size, : block.size - 1] > 0, -math.inf)
         if self.mask is not None:
-            scores[..., block.near_columns].add_(self.mask[..., block.left : block.beyond])
-            scores[..., block.beyond_columns].add_(self.mask[..., block.beyond : block.right])
-        return scores
+            shape = (*self.shape[:2], *scores.shape[1:])
+            scores.view(shape)[..., block.columns].add_(self.mask[..., block.keys])
+        return scores, by_distance[..., -1:]
 
-    def products(self, block: _Block, out, rows, near, far, scale: float, outside: float) -> None:
-        """Write rows . near (or far, where keys are far right for all rows) to the window."""
-        _product_into(out[..., block.near_columns], rows, near[:, block.left : block.beyond].mT, scale)
-        if block.beyond < block.right:
-            _product_into(out[..., block.beyond_columns], rows, far[:, block.beyond : block.right].mT, scale)
-        out[..., : block.near_columns.start] = outside
-        out[..., block.beyond_columns.stop :] = outside
+    def spread(self, block: _Block, scratch, rows, near, by_distance, scale: float, outside: float) -> torch.Tensor:
+        """Return scale * rows . near for the keys of the window, plus what belongs to their distances."""
+        plan, window = self.plan, self.window(block, scratch)
+        _product_into(window[..., block.columns], rows, near[:, block.keys].mT, scale)
+        window[..., : block.columns.start] = outside
+        window[..., block.columns.stop :] = outside
+        if by_distance is not None:
+            block.band(window, plan.band).add_(by_distance[..., : plan.band])
+            if not plan.causal:
+                triangle = self.triangle[: block.size, : block.size - 1]
+                window[..., block.triangle].addcmul_(by_distance[..., -1:], triangle)
+                window[..., block.beyond].add_(by_distance[..., -1:])
+        return window
 
     def by_distance(self, block: _Block, weights: torch.Tensor) -> torch.Tensor:
-        """Collect a window's weights by distance, (G, rows, band + 1); the last, unless causal, is the far right."""
+        """Collect a window's weights by distance, the transpose of `spread`: (G, rows, N). Spoils the weights."""
         plan = self.plan
         sums = weights.new_empty(len(weights), block.size, self.key_table.shape[1])
         sums[..., : plan.band] = block.band(weights, plan.band)
         if not plan.causal:
-            triangle = self.triangle[: block.size, : block.size - 1].to(weights.dtype)
-            sums[..., plan.band] = (weights[..., block.triangle] * triangle).sum(-1)
-        return sums
+            sums[..., -1] = weights[..., block.triangle].mul_(self.triangle[: block.size, : block.size - 1]).sum(-1)
+            sums[..., -1] += weights[..., block.beyond].sum(-1)
+        return sums.to(self.query.dtype)
 
-    def far_parts(self, block: _Block) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice, torch.Tensor | None]]:
-        """Yield keys, values, where they lie, and the mask, of the parts that the window leaves to the fused kernel."""
-        for keys, values, part in (
-            (self.key, self.value, slice(0, block.left)),
-            (self.far_key, self.far_value, slice(block.right, block.seen)),
-        ):
-            if part.start < part.stop:
-                mask = None
-                if self.mask is not None:
-                    mask = self.mask[:, None, :, part].clamp(min=torch.finfo(keys.dtype).min).to(keys.dtype)
-                    mask = mask.expand(-1, -1, block.size, -1)
-                yield keys[:, None, part], values[:, None, part], part, mask
+    def fused_mask(self, block: _Block, part: slice) -> torch.Tensor | None:
+        if self.mask is None:
+            return None
+        dtype = self.query.dtype
+        mask = self.mask[..., part].clamp(min=torch.finfo(dtype).min).to(dtype)
+        return mask.expand(-1, -1, block.size, -1)
+
+    def fused(self, block: _Block, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return plain attention with some keys, (G, rows, D), and its log-sum-exp in units of log 2, (G, rows, 1)."""
+        query, key, value = self.apart
+        states, log = _plain_attention(
+            query[:, :, block.rows],
+            key[:, :, part],
+            value[:, :, part],
+            0.0,
+            False,
+            attn_mask=self.fused_mask(block, part),
+            scale=self.plan.scale,
+        )
+        return states.flatten(0, 1).to(self.precise), log.flatten(0, 1)[..., None] * math.log2(math.e)
 
     def drop(self, weights: torch.Tensor, seed: int | None, number: int) -> torch.Tensor | None:
         """Return what multiplies the probabilities of block `number`; the same in both passes."""
@@ -340,7 +342,7 @@ class _Group:
 
 
 class _WindowedAttention(torch.autograd.Function):
-    """(B, H, Q, D), (B, H, K, D) twice, tables relative to the far left (H or 1, R - 1, D), a^V_0 -> (B, H, Q, D)."""
+    """(B, H, Q, D), (B, H, K, D) twice, tables relative to the far left (H or 1, N, D), a^V_0 -> (B, H, Q, D)."""
 
     @staticmethod
     def forward(ctx, query, key, value, key_table, value_table, first_value, key_mask, plan):
@@ -349,45 +351,45 @@ class _WindowedAttention(torch.autograd.Function):
         output = query.new_empty(batch, queries, heads, head_dim).transpose(1, 2)
         precise = torch.promote_types(query.dtype, torch.float32)
         logsumexp = torch.empty(batch, heads, queries, dtype=precise, device=query.device)
+        scratch = _scratch(plan, batch, heads, precise, query.device)
         # One draw from the caller's generator; every block then has its own seed.
         seed = int(torch.randint(2**62, ())) if plan.dropout else None
         number = 0
         for where in plan.groups(batch, heads):
             group = _Group(plan, where, query, key, value, key_table, value_table, first_value, key_mask)
-            scratch = group.scratch()
             for block in plan.blocks():
-                weights = group.scores(block, scratch)
+                weights, far_right = group.scores(block, scratch)
                 highest = weights.amax(-1, keepdim=True)
-                weights.sub_(highest).exp_()
+                weights.sub_(highest).exp2_()
                 total = weights.sum(-1, keepdim=True)
                 kept = group.drop(weights, seed, number)
                 number += 1
                 if kept is not None:
                     weights.mul_(kept)
-                weights = weights.to(query.dtype)
-                part = _product(weights[..., block.near_columns], group.value[:, block.left : block.beyond], precise)
-                if block.beyond < block.right:
-                    _add_product(part, weights[..., block.beyond_columns], group.far_value[:, block.beyond : block.right])
-                if group.value_table is not None:
+                part = _product(weights[..., block.columns].to(query.dtype), group.value[:, block.keys], precise)
+                if value_table is not None:
                     _add_product(part, group.by_distance(block, weights), group.value_table)
-                log_total = total.log().add_(highest)  # (G, rows, 1)
-                fused = [
-                    (states[:, 0], log[:, 0, :, None])
-                    for keys, values, _, mask in group.far_parts(block)
-                    for states, log in [
-                        _plain_attention(
-                            group.query[:, None, block.rows], keys, values, 0.0, False, attn_mask=mask, scale=plan.scale
-                        )
-                    ]
-                ]
-                for _, log in fused:
-                    log_total = torch.logaddexp(log_total, log)
-                part.mul_(highest.sub_(log_total).exp_())
-                for states, log in fused:
-                    part.addcmul_(states.to(precise), log.sub(log_total).exp_())
-                shape = output[where][:, :, block.rows].shape
-                output[where][:, :, block.rows] = part.view(shape)
-                logsumexp[where][:, :, block.rows] = log_total.view(shape[:-1])
+                log_total = total.log2_().add_(highest)  # (G, rows, 1)
+                left = right = None
+                if block.left.stop:
+                    left, left_log = group.fused(block, block.left)
+                    log_total = torch.logaddexp2(log_total, left_log)
+                if block.right.start < block.right.stop and plan.far == "fused":
+                    right, right_log = group.fused(block, block.right)
+                    right_log += far_right
+                    log_total = torch.logaddexp2(log_total, right_log)
+                part.mul_(highest.sub_(log_total).exp2_())
+                if left is not None:
+                    part.addcmul_(left, left_log.sub_(log_total).exp2_())
+                if right is not None:
+                    share = right_log.sub_(log_total).exp2_()
+                    part.addcmul_(right, share)
+                    if value_table is not None:
+                        part.addcmul_(group.value_table[:, -1:].to(precise), share)
+                if first_value is not None:
+                    part.add_(group.first_value)
+                output[where][:, :, block.rows] = part.view(*group.shape[:2], *part.shape[1:])
+                logsumexp[where][:, :, block.rows] = log_total.view(*group.shape[:2], -1)
         empty = _rows_without_keys(key_mask, plan)
         if empty is not None:
             output.masked_fill_(empty, 0)
@@ -400,112 +402,98 @@ class _WindowedAttention(torch.autograd.Function):
     def backward(ctx, grad_output):
         query, key, value, key_table, value_table, first_value, key_mask, output, logsumexp = ctx.saved_tensors
         plan, precise = ctx.plan, logsumexp.dtype
-        batch, heads, _, head_dim = query.shape
+        batch, heads, _, _ = query.shape
         empty = _rows_without_keys(key_mask, plan)
         if empty is not None:
             grad_output = grad_output.masked_fill(empty, 0)
-        grad_query, grad_key, grad_value = (torch.empty_like(states) for states in (query, key, value))
-        grad_tables = [torch.zeros(heads, key_table.shape[1], head_dim, dtype=precise, device=query.device) for _ in "kv"]
+
+        def zeros(*shape):
+            return torch.zeros(shape, dtype=precise, device=query.device)
+
+        grads = [zeros(*states.shape) for states in (query, key, value)]
+        grad_tables = [zeros(batch, heads, *key_table.shape[1:]) for _ in range(2)]
+        scratch, grad_scratch = (_scratch(plan, batch, heads, precise, query.device) for _ in range(2))
         number = 0
         for where in plan.groups(batch, heads):
             group = _Group(plan, where, query, key, value, key_table, value_table, first_value, key_mask)
-            grads = _group_backward(
-                group,
-                grad_output[where].flatten(0, 1),
-                output[where].flatten(0, 1),
-                logsumexp[where].flatten(0, 1)[..., None],
-                ctx.seed,
-                number,
-            )
-            number += len(list(plan.blocks()))
-            shape = query[where].shape
-            grad_query[where] = grads[0].view(shape)
-            shape = key[where].shape
-            grad_key[where] = grads[1].view(shape)
-            grad_value[where] = grads[2].view(shape)
-            for total, part in zip(grad_tables, grads[3:], strict=True):
-                total[where[1], : part.shape[1]] += part.view(*shape[:2], *part.shape[1:]).sum(0)
-        shared = key_table.shape[0] == 1
-        grad_key_table, grad_value_table = (total.sum(0, keepdim=True) if shared else total for total in grad_tables)
+            grad_query, grad_key, grad_value = (grad[where].flatten(0, 1) for grad in grads)  # views: grads are contiguous
+            grad_key_table, grad_value_table = (grad[where].flatten(0, 1) for grad in grad_tables)
+            grad_apart, output_apart = grad_output[where], output[where]
+            group_grad = grad_apart.flatten(0, 1)
+            far_key = None
+            for block in plan.blocks():
+                rows, keys, columns = block.rows, block.keys, block.columns
+                block_query, block_grad = group.query[:, rows], group_grad[:, rows]
+                block_output = output_apart[:, :, rows].flatten(0, 1)
+                if first_value is not None:
+                    block_output = block_output - group.first_value
+                delta = (block_grad.to(precise) * block_output).sum(-1, keepdim=True)  # sum_j p_ij dp_ij, of the whole row
+                log = logsumexp[where][:, :, rows]
+                weights = group.scores(block, scratch)[0].sub_(log.flatten(0, 1)[..., None]).exp2_()
+                kept = group.drop(weights, ctx.seed, number)
+                number += 1
+                # Gradients of the probabilities ...
+                by_distance = None if value_table is None else _product(block_grad, group.value_table.mT, precise)
+                window = group.spread(block, grad_scratch, block_grad, group.value, by_distance, 1.0, 0.0)
+                dropped = weights
+                if kept is not None:
+                    window.mul_(kept)
+                    dropped = kept.mul_(weights)
+                _add_product(grad_value[:, keys], dropped[..., columns].to(query.dtype).mT, block_grad)
+                # ... and of the scores.
+                window.sub_(delta).mul_(weights)
+                of_scores = window[..., columns].to(query.dtype)
+                _add_product(grad_query[:, rows], of_scores, group.key[:, keys], plan.scale)
+                _add_product(grad_key[:, keys], of_scores.mT, block_query, plan.scale)
+                by_distance = group.by_distance(block, window)
+                _add_product(grad_query[:, rows], by_distance, group.key_table, plan.scale)
+                _add_product(grad_key_table, by_distance.mT, block_query, plan.scale)
+                if value_table is not None:
+                    _add_product(grad_value_table, group.by_distance(block, dropped).mT, block_grad)
+                for part, far in ((block.left, False), (block.right, True)):
+                    if plan.far == "window" or part.start >= part.stop:
+                        continue
+                    part_key, part_output = group.apart[1], block_output
+                    if far:  # all keys have one more vector, and so have all values, which then meets delta alone
+                        if far_key is None:
+                            far_key = part_key + group.key_table[:, -1:].view(*group.shape[:2], 1, -1)
+                        part_key = far_key
+                        if value_table is not None:
+                            part_output = part_output - group.value_table[:, -1:]
+                    of_query, of_key, of_value = _plain_attention_backward(
+                        grad_apart[:, :, rows],
+                        group.apart[0][:, :, rows],
+                        part_key[:, :, part],
+                        group.apart[2][:, :, part],
+                        part_output.view(*group.shape[:2], *part_output.shape[1:]),
+                        log * math.log(2),
+                        0.0,
+                        False,
+                        attn_mask=group.fused_mask(block, part),
+                        scale=plan.scale,
+                    )
+                    grad_query[:, rows] += of_query.flatten(0, 1)
+                    of_key, of_value = of_key.flatten(0, 1), of_value.flatten(0, 1)
+                    grad_key[:, part] += of_key
+                    grad_value[:, part] += of_value
+                    if far:
+                        grad_key_table[:, -1] += of_key.sum(1, dtype=precise)
+                        grad_value_table[:, -1] += of_value.sum(1, dtype=precise)
+
+        def table(grad, like):
+            return None if like is None else grad.sum(0).sum_to_size(like.shape).to(like.dtype)
+
         grad_first = None
-        if value_table is None:
-            grad_value_table = None
-        else:
-            grad_first = grad_value.sum((0, 2), dtype=precise)[:, None]
-            grad_first = grad_first.sum(0) if first_value.dim() == 2 else grad_first
-            grad_first, grad_value_table = grad_first.to(query.dtype), grad_value_table.to(query.dtype)
-        return grad_query, grad_key, grad_value, grad_key_table.to(query.dtype), grad_value_table, grad_first, None, None
+        if first_value is not None:  # probabilities sum to one
+            grad_first = grad_output.sum((0, 2), dtype=precise)[:, None].sum_to_size(first_value.shape).to(first_value.dtype)
+        grads = [grad.to(query.dtype) for grad in grads]
+        return *grads, table(grad_tables[0], key_table), table(grad_tables[1], value_table), grad_first, None, None
 
 
-def _group_backward(group: _Group, grad_output, output, logsumexp, seed, number):
-    """Return the gradients of query, key, value, key table and value table for one group of heads."""
-    plan, query = group.plan, group.query
-    delta = (grad_output.to(logsumexp.dtype) * output).sum(-1, keepdim=True)  # sum_j p_ij dp_ij, of the whole row
-    grad_query = torch.zeros(query.shape, dtype=group.precise, device=query.device)
-    grad_key, grad_value, grad_far_key, grad_far_value = (
-        torch.zeros(group.key.shape, dtype=group.precise, device=query.device) for _ in range(4)
-    )
-    grad_tables = [torch.zeros(group.key_table.shape, dtype=group.precise, device=query.device) for _ in "kv"]
-    scratch, grad_scratch = group.scratch(), group.scratch()
-    for block in plan.blocks():
-        rows, near, beyond = block.rows, slice(block.left, block.beyond), slice(block.beyond, block.right)
-        block_query, block_grad = query[:, rows], grad_output[:, rows]
-        weights = group.scores(block, scratch).sub_(logsumexp[:, rows]).exp_()
-        kept = group.drop(weights, seed, number)
-        number += 1
-        # Gradients of the probabilities ...
-        grads = group.window(block, grad_scratch)
-        group.products(block, grads, block_grad, group.value, group.far_value, 1.0, 0.0)
-        if group.value_table is not None:
-            by_distance = _product(block_grad, group.value_table.mT, group.precise)
-            block.band(grads, plan.band).add_(by_distance[..., : plan.band])
-            if not plan.causal:
-                triangle = group.triangle[: block.size, : block.size - 1]
-                grads[..., block.triangle].addcmul_(by_distance[..., plan.band :], triangle)
-        dropped = weights
-        if kept is not None:
-            grads.mul_(kept)
-            dropped = kept.mul_(weights)
-        dropped = dropped.to(query.dtype)
-        _add_product(grad_value[:, near], dropped[..., block.near_columns].mT, block_grad)
-        if block.beyond < block.right:
-            _add_product(grad_far_value[:, beyond], dropped[..., block.beyond_columns].mT, block_grad)
-        if group.value_table is not None:
-            _add_product(grad_tables[1], group.by_distance(block, dropped).mT, block_grad)
-        # ... and of the scores.
-        grads = grads.sub_(delta[:, rows]).mul_(weights).to(query.dtype)
-        by_distance = group.by_distance(block, grads)
-        _add_product(grad_tables[0], by_distance.mT, block_query, plan.scale)
-        _add_product(grad_query[:, rows], by_distance, group.key_table, plan.scale)
-        _add_product(grad_query[:, rows], grads[..., block.near_columns], group.key[:, near], plan.scale)
-        _add_product(grad_key[:, near], grads[..., block.near_columns].mT, block_query, plan.scale)
-        if block.beyond < block.right:
-            _add_product(grad_query[:, rows], grads[..., block.beyond_columns], group.far_key[:, beyond], plan.scale)
-            _add_product(grad_far_key[:, beyond], grads[..., block.beyond_columns].mT, block_query, plan.scale)
-        for keys, values, part, mask in group.far_parts(block):
-            left = part.start == 0 and part.stop == block.left
-            of_query, of_key, of_value = _plain_attention_backward(
-                block_grad[:, None],
-                block_query[:, None],
-                keys,
-                values,
-                output[:, None, rows],
-                logsumexp[:, None, rows, 0],
-                0.0,
-                False,
-                attn_mask=mask,
-                scale=plan.scale,
-            )
-            grad_query[:, rows] += of_query[:, 0]
-            (grad_key if left else grad_far_key)[:, part] += of_key[:, 0]
-            (grad_value if left else grad_far_value)[:, part] += of_value[:, 0]
-    if not plan.causal:
-        # Far-right keys and values are keys and values plus one vector.
-        grad_tables[0][:, -1] += grad_far_key.sum(1)
-        grad_tables[1][:, -1] += grad_far_value.sum(1)
-        grad_key += grad_far_key
-        grad_value += grad_far_value
-    return grad_query, grad_key, grad_value, *grad_tables
+def _scratch(plan: _Plan, batch: int, heads: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return memory for the scores of any block; fresh memory for each would cost more than some of the work on it."""
+    most = max(block.size * block.width for block in plan.blocks())
+    return torch.empty(min(plan.heads, batch * heads) * most, dtype=dtype, device=device)
 
 
 def _rows_without_keys(key_mask: torch.Tensor | None, plan: _Plan) -> torch.Tensor | None:
