@@ -31,7 +31,8 @@ class PositionedAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Do what the family's own forward does, with the scheme's `rotate` and `attend` in it."""
         query, key, value = self.architecture.project(self, hidden_states)
-        query, key = self.positions.rotate(query, key, shared_positions)
+        query = self.positions.rotate(query, shared_positions)  # one after the other: the memory of one serves the other
+        key = self.positions.rotate(key, shared_positions)
         if past_key_values is not None:
             if isinstance(past_key_values, EncoderDecoderCache):
                 past_key_values = past_key_values.self_attention_cache

@@ -2,38 +2,16 @@
 
     s_ij = scale * q_i . (k_j + a^K_r),   z_i = sum_j softmax(s_i)_j (v_j + a^V_r),   r = clip(j - i, -clip, clip) + clip
 
-Written out this takes (Q, K, D) tensors. Two identities leave O(L * clip) work beyond plain attention; both are exact:
-
-1. Softmax does not see a constant that is added to a row. So every bias is taken relative to the far left, r = 0: keys
-   there need none. Keys at the far right, r = 2 * clip, all have the same, q_i . (a^K_2clip - a^K_0), which shifts their
-   log-sum-exp. Only the band |j - i| < clip has a bias for each pair, read from one (Q, R) product.
-2. Probabilities of a row sum to one. So a^V_0 is added to the output once; the others are taken relative to it, their
-   probabilities collected by distance, and one more product with the table does the rest.
-
-A block of queries therefore needs plain attention with the far left and the far right, and a window around the diagonal
-that holds the band. Far parts go to the fused kernel (`far="fused"`) and are merged by log-sum-exp; or the window is the
-whole row (`far="window"`), on every device and with dropout. The backward pass computes the window again and uses each part
-with the log-sum-exp of the whole, as ring attention does. Nothing of size Q x K outlives its block.
-
-Inside a window the band lies along diagonals: seen with a row stride that is one longer it is a rectangle, so it is read
-and written as a strided view, without an index.
+`relative_attention` is a function of tensors and knows no models. It checks, chooses by shape, and hands over: long
+sequences to `relative_window` (any device) or `relative_triton` (CUDA), one query at the end of a cache to plain slices.
 """
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
-from torch.autograd.function import once_differentiable
 
 from hf_posswap.errors import PosswapError
+from hf_posswap.relative_window import Plan, WindowedAttention
 
 IMPLEMENTATIONS = ("auto", "fused", "window", "triton")
-
-# torch's fused CPU kernel with its log-sum-exp, (B, H, L, D) -> (B, H, L, D), (B, H, L); scaled_dot_product_attention has only
-# the first of the two.
-_plain_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_plain_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def relative_attention(
@@ -93,7 +71,7 @@ def relative_attention(
         first_value = value_table[..., :1, :] if value_table.dim() == 3 else value_table[None, :1]
         if dropout:  # what is kept of a row does not sum to one
             value, first_value = value + first_value, None
-    return _WindowedAttention.apply(query, key, value, relative_keys, relative_values, first_value, key_mask, plan)
+    return WindowedAttention.apply(query, key, value, relative_keys, relative_values, first_value, key_mask, plan)
 
 
 def _relative_to_far_left(table: torch.Tensor, clip: int, causal: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -149,48 +127,12 @@ def _check(query, key, value, key_table, value_table, clip, key_mask, dropout, i
             raise PosswapError(f"implementation='triton' cannot run here: {reason}; use 'auto' or 'window'")
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """How one call is cut up."""
-
-    queries: int
-    keys: int
-    clip: int
-    causal: bool
-    dropout: float
-    scale: float
-    far: str  # "fused": far parts by the fused kernel; "window": the window is the whole row
-    block: int  # queries at a time
-    heads: int  # heads at a time, of one sequence or of several
-
-    def blocks(self) -> Iterator["_Block"]:
-        for start in range(0, self.queries, self.block):
-            yield _Block(self, start, min(self.queries, start + self.block))
-
-    @property
-    def band(self) -> int:
-        """Distances with a vector of their own, not counting the far left and the far right."""
-        return self.clip if self.causal else 2 * self.clip - 1
-
-    def groups(self, batch: int, heads: int) -> Iterator[tuple[slice, slice]]:
-        """Yield (sequences, heads) that are worked on at a time: some heads of one sequence or all heads of some."""
-        if self.heads < heads:
-            step = math.ceil(heads / math.ceil(heads / self.heads))  # even groups
-            for sequence in range(batch):
-                for head in range(0, heads, step):
-                    yield slice(sequence, sequence + 1), slice(head, head + step)
-        else:
-            step = self.heads // heads
-            for sequence in range(0, batch, step):
-                yield slice(sequence, sequence + step), slice(0, heads)
+# Scores that are held at a time, for each thread: about what fits into a core's second-level cache. Twice or half of it
+# makes little difference; all heads of a long sequence at once, a fifth.
+_SCORES_PER_THREAD = 600_000
 
 
-# Scores that are held at a time, for each thread: what fits into a core's second-level cache next to keys and values.
-# Results in recipes/results/attention: with twice or half of it the CPU is slower.
-_SCORES_PER_THREAD = 400_000
-
-
-def _plan(query, key, clip, causal, dropout, scale, implementation) -> _Plan:
+def _plan(query, key, clip, causal, dropout, scale, implementation) -> Plan:
     """Choose by shape, from measurements on CPUs (recipes/benchmark_attention.py); other devices take the same blocks.
 
     Far parts pay for the fused kernel once they are longer than the window.
@@ -202,327 +144,7 @@ def _plan(query, key, clip, causal, dropout, scale, implementation) -> _Plan:
     width = min(keys, block + 2 * clip) if far == "fused" else keys
     threads = torch.get_num_threads() if query.device.type == "cpu" else 64
     heads = max(1, _SCORES_PER_THREAD * threads // (min(queries, block) * width))
-    return _Plan(queries, keys, clip, causal, dropout, scale, far, block, heads)
-
-
-class _Block:
-    """A block of queries: which keys its window holds, and where things lie in the scratch tensor of its scores.
-
-    Columns of scratch run over all keys that the band of some row would reach, also those before the first and after the
-    last key, so that the band is a strided view; such columns hold -inf.
-    """
-
-    def __init__(self, plan: _Plan, start: int, stop: int):
-        self.rows = slice(start, stop)
-        self.size = stop - start
-        offset = plan.keys - plan.queries
-        seen = min(plan.keys, stop + offset) if plan.causal else plan.keys  # keys that any of the rows may see
-        first = start + offset - plan.clip + 1  # the leftmost key in the band of the first row
-        last = stop + offset if plan.causal else stop + offset + plan.clip - 1  # after the rightmost in that of the last row
-        self.keys = slice(0, seen)
-        if plan.far == "fused":
-            self.keys = slice(max(0, first), min(seen, last))
-        self.left, self.right = slice(0, self.keys.start), slice(self.keys.stop, seen)  # what the fused kernel does
-        origin = min(self.keys.start, first)
-        self.width = max(self.keys.stop, last) - origin
-        self.columns = slice(self.keys.start - origin, self.keys.stop - origin)  # those of `keys`
-        self.band_column = first - origin
-        # Right of the band: a triangle that is far right (or masked, when causal) for each row but the last, then keys
-        # that are far right for all rows.
-        self.triangle = slice(first - origin + plan.band, last - origin)
-        self.beyond = slice(min(self.triangle.stop, self.columns.stop), self.columns.stop)
-
-    def band(self, scratch: torch.Tensor, band: int) -> torch.Tensor:
-        """Return the band as a view (G, rows, band): row a of it starts a columns further right."""
-        heads, rows, width = scratch.shape
-        start = scratch.storage_offset() + self.band_column
-        return scratch.as_strided((heads, rows, band), (rows * width, width + 1, 1), start)
-
-
-class _Group:
-    """One group of heads, flattened to (G, ...): its tensors, and the steps that both passes share."""
-
-    def __init__(self, plan: _Plan, where, query, key, value, key_table, value_table, first_value, key_mask):
-        self.plan, self.shape = plan, query[where].shape
-
-        def table(rows):  # (H or 1, N, D) -> (G, N, D)
-            rows = rows[where[1]] if rows.shape[0] > 1 else rows
-            return rows.expand(*self.shape[:2], -1, -1).flatten(0, 1)
-
-        # (S, H, L, D) for the fused kernel, (G, L, D) for products.
-        self.apart = query[where], key[where], value[where]
-        if plan.far == "fused":  # it reads keys and values once for every 64 queries: contiguous ones a quarter faster
-            self.apart = self.apart[0], *(states.contiguous() for states in self.apart[1:])
-        self.query, self.key, self.value = (states.flatten(0, 1) for states in self.apart)
-        self.key_table = table(key_table)
-        self.value_table = None if value_table is None else table(value_table)
-        self.first_value = None if first_value is None else table(first_value)
-        # Sums, exponentials and what is added up over blocks: in float32 at least.
-        self.precise = torch.promote_types(query.dtype, torch.float32)
-        self.mask = None
-        if key_mask is not None:
-            lowest = torch.finfo(self.precise).min / 2  # not -inf: a row without keys must not become NaN on the way
-            mask = torch.zeros(key_mask[where[0]].shape, dtype=self.precise, device=query.device)
-            self.mask = mask.masked_fill_(~key_mask[where[0]], lowest)[:, None, None]  # (S, 1, 1, K)
-        block = min(plan.block, plan.queries)
-        self.triangle = torch.ones(block, block - 1, dtype=self.precise, device=query.device).triu_()
-
-    def window(self, block: _Block, scratch: torch.Tensor) -> torch.Tensor:
-        heads = len(self.query)
-        return scratch[: heads * block.size * block.width].view(heads, block.size, block.width)
-
-    def scores(self, block: _Block, scratch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores of the block's window, in scratch columns, and those of the far right (G, rows, 1).
-
-        They are in units of log 2, for exp2: torch.exp takes up to a hundred times as long where it underflows.
-        """
-        plan, query = self.plan, self.query[:, block.rows]
-        scale = plan.scale * math.log2(math.e)
-        by_distance = _product(query, self.key_table.mT, self.precise, scale)  # (G, rows, R - 1)
-        scores = self.spread(block, scratch, query, self.key, by_distance, scale, -math.inf)
-        if plan.causal:
-            scores[..., block.triangle].masked_fill_(self.triangle[: block.size, : block.size - 1] > 0, -math.inf)
-        if self.mask is not None:
-            shape = (*self.shape[:2], *scores.shape[1:])
-            scores.view(shape)[..., block.columns].add_(self.mask[..., block.keys])
-        return scores, by_distance[..., -1:]
-
-    def spread(self, block: _Block, scratch, rows, near, by_distance, scale: float, outside: float) -> torch.Tensor:
-        """Return scale * rows . near for the keys of the window, plus what belongs to their distances."""
-        plan, window = self.plan, self.window(block, scratch)
-        _product_into(window[..., block.columns], rows, near[:, block.keys].mT, scale)
-        window[..., : block.columns.start] = outside
-        window[..., block.columns.stop :] = outside
-        if by_distance is not None:
-            block.band(window, plan.band).add_(by_distance[..., : plan.band])
-            if not plan.causal:
-                triangle = self.triangle[: block.size, : block.size - 1]
-                window[..., block.triangle].addcmul_(by_distance[..., -1:], triangle)
-                window[..., block.beyond].add_(by_distance[..., -1:])
-        return window
-
-    def by_distance(self, block: _Block, weights: torch.Tensor) -> torch.Tensor:
-        """Collect a window's weights by distance, the transpose of `spread`: (G, rows, N). Spoils the weights."""
-        plan = self.plan
-        sums = weights.new_empty(len(weights), block.size, self.key_table.shape[1])
-        sums[..., : plan.band] = block.band(weights, plan.band)
-        if not plan.causal:
-            sums[..., -1] = weights[..., block.triangle].mul_(self.triangle[: block.size, : block.size - 1]).sum(-1)
-            sums[..., -1] += weights[..., block.beyond].sum(-1)
-        return sums.to(self.query.dtype)
-
-    def fused_mask(self, block: _Block, part: slice) -> torch.Tensor | None:
-        if self.mask is None:
-            return None
-        dtype = self.query.dtype
-        mask = self.mask[..., part].clamp(min=torch.finfo(dtype).min).to(dtype)
-        return mask.expand(-1, -1, block.size, -1)
-
-    def fused(self, block: _Block, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return plain attention with some keys, (G, rows, D), and its log-sum-exp in units of log 2, (G, rows, 1)."""
-        query, key, value = self.apart
-        states, log = _plain_attention(
-            query[:, :, block.rows],
-            key[:, :, part],
-            value[:, :, part],
-            0.0,
-            False,
-            attn_mask=self.fused_mask(block, part),
-            scale=self.plan.scale,
-        )
-        return states.flatten(0, 1).to(self.precise), log.flatten(0, 1)[..., None] * math.log2(math.e)
-
-    def drop(self, weights: torch.Tensor, seed: int | None, number: int) -> torch.Tensor | None:
-        """Return what multiplies the probabilities of block `number`; the same in both passes."""
-        if seed is None:
-            return None
-        generator = torch.Generator(weights.device).manual_seed(seed + number)
-        kept = torch.empty_like(weights).bernoulli_(1 - self.plan.dropout, generator=generator)
-        return kept.div_(1 - self.plan.dropout)
-
-
-class _WindowedAttention(torch.autograd.Function):
-    """(B, H, Q, D), (B, H, K, D) twice, tables relative to the far left (H or 1, N, D), a^V_0 -> (B, H, Q, D)."""
-
-    @staticmethod
-    def forward(ctx, query, key, value, key_table, value_table, first_value, key_mask, plan):
-        batch, heads, queries, head_dim = query.shape
-        # As the projection that follows reads it; no copy then.
-        output = query.new_empty(batch, queries, heads, head_dim).transpose(1, 2)
-        precise = torch.promote_types(query.dtype, torch.float32)
-        logsumexp = torch.empty(batch, heads, queries, dtype=precise, device=query.device)
-        scratch = _scratch(plan, batch, heads, precise, query.device)
-        # One draw from the caller's generator; every block then has its own seed.
-        seed = int(torch.randint(2**62, ())) if plan.dropout else None
-        number = 0
-        for where in plan.groups(batch, heads):
-            group = _Group(plan, where, query, key, value, key_table, value_table, first_value, key_mask)
-            for block in plan.blocks():
-                weights, far_right = group.scores(block, scratch)
-                highest = weights.amax(-1, keepdim=True)
-                weights.sub_(highest).exp2_()
-                total = weights.sum(-1, keepdim=True)
-                kept = group.drop(weights, seed, number)
-                number += 1
-                if kept is not None:
-                    weights.mul_(kept)
-                part = _product(weights[..., block.columns].to(query.dtype), group.value[:, block.keys], precise)
-                if value_table is not None:
-                    _add_product(part, group.by_distance(block, weights), group.value_table)
-                log_total = total.log2_().add_(highest)  # (G, rows, 1)
-                left = right = None
-                if block.left.stop:
-                    left, left_log = group.fused(block, block.left)
-                    log_total = torch.logaddexp2(log_total, left_log)
-                if block.right.start < block.right.stop and plan.far == "fused":
-                    right, right_log = group.fused(block, block.right)
-                    right_log += far_right
-                    log_total = torch.logaddexp2(log_total, right_log)
-                part.mul_(highest.sub_(log_total).exp2_())
-                if left is not None:
-                    part.addcmul_(left, left_log.sub_(log_total).exp2_())
-                if right is not None:
-                    share = right_log.sub_(log_total).exp2_()
-                    part.addcmul_(right, share)
-                    if value_table is not None:
-                        part.addcmul_(group.value_table[:, -1:].to(precise), share)
-                if first_value is not None:
-                    part.add_(group.first_value)
-                output[where][:, :, block.rows] = part.view(*group.shape[:2], *part.shape[1:])
-                logsumexp[where][:, :, block.rows] = log_total.view(*group.shape[:2], -1)
-        empty = _rows_without_keys(key_mask, plan)
-        if empty is not None:
-            output.masked_fill_(empty, 0)
-        ctx.save_for_backward(query, key, value, key_table, value_table, first_value, key_mask, output, logsumexp)
-        ctx.plan, ctx.seed = plan, seed
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output):
-        query, key, value, key_table, value_table, first_value, key_mask, output, logsumexp = ctx.saved_tensors
-        plan, precise = ctx.plan, logsumexp.dtype
-        batch, heads, _, _ = query.shape
-        empty = _rows_without_keys(key_mask, plan)
-        if empty is not None:
-            grad_output = grad_output.masked_fill(empty, 0)
-
-        def zeros(*shape):
-            return torch.zeros(shape, dtype=precise, device=query.device)
-
-        grads = [zeros(*states.shape) for states in (query, key, value)]
-        grad_tables = [zeros(batch, heads, *key_table.shape[1:]) for _ in range(2)]
-        scratch, grad_scratch = (_scratch(plan, batch, heads, precise, query.device) for _ in range(2))
-        number = 0
-        for where in plan.groups(batch, heads):
-            group = _Group(plan, where, query, key, value, key_table, value_table, first_value, key_mask)
-            grad_query, grad_key, grad_value = (grad[where].flatten(0, 1) for grad in grads)  # views: grads are contiguous
-            grad_key_table, grad_value_table = (grad[where].flatten(0, 1) for grad in grad_tables)
-            grad_apart, output_apart = grad_output[where], output[where]
-            group_grad = grad_apart.flatten(0, 1)
-            far_key = None
-            for block in plan.blocks():
-                rows, keys, columns = block.rows, block.keys, block.columns
-                block_query, block_grad = group.query[:, rows], group_grad[:, rows]
-                block_output = output_apart[:, :, rows].flatten(0, 1)
-                if first_value is not None:
-                    block_output = block_output - group.first_value
-                delta = (block_grad.to(precise) * block_output).sum(-1, keepdim=True)  # sum_j p_ij dp_ij, of the whole row
-                log = logsumexp[where][:, :, rows]
-                weights = group.scores(block, scratch)[0].sub_(log.flatten(0, 1)[..., None]).exp2_()
-                kept = group.drop(weights, ctx.seed, number)
-                number += 1
-                # Gradients of the probabilities ...
-                by_distance = None if value_table is None else _product(block_grad, group.value_table.mT, precise)
-                window = group.spread(block, grad_scratch, block_grad, group.value, by_distance, 1.0, 0.0)
-                dropped = weights
-                if kept is not None:
-                    window.mul_(kept)
-                    dropped = kept.mul_(weights)
-                _add_product(grad_value[:, keys], dropped[..., columns].to(query.dtype).mT, block_grad)
-                # ... and of the scores.
-                window.sub_(delta).mul_(weights)
-                of_scores = window[..., columns].to(query.dtype)
-                _add_product(grad_query[:, rows], of_scores, group.key[:, keys], plan.scale)
-                _add_product(grad_key[:, keys], of_scores.mT, block_query, plan.scale)
-                by_distance = group.by_distance(block, window)
-                _add_product(grad_query[:, rows], by_distance, group.key_table, plan.scale)
-                _add_product(grad_key_table, by_distance.mT, block_query, plan.scale)
-                if value_table is not None:
-                    _add_product(grad_value_table, group.by_distance(block, dropped).mT, block_grad)
-                for part, far in ((block.left, False), (block.right, True)):
-                    if plan.far == "window" or part.start >= part.stop:
-                        continue
-                    part_key, part_output = group.apart[1], block_output
-                    if far:  # all keys have one more vector, and so have all values, which then meets delta alone
-                        if far_key is None:
-                            far_key = part_key + group.key_table[:, -1:].view(*group.shape[:2], 1, -1)
-                        part_key = far_key
-                        if value_table is not None:
-                            part_output = part_output - group.value_table[:, -1:]
-                    of_query, of_key, of_value = _plain_attention_backward(
-                        grad_apart[:, :, rows],
-                        group.apart[0][:, :, rows],
-                        part_key[:, :, part],
-                        group.apart[2][:, :, part],
-                        part_output.view(*group.shape[:2], *part_output.shape[1:]),
-                        log * math.log(2),
-                        0.0,
-                        False,
-                        attn_mask=group.fused_mask(block, part),
-                        scale=plan.scale,
-                    )
-                    grad_query[:, rows] += of_query.flatten(0, 1)
-                    of_key, of_value = of_key.flatten(0, 1), of_value.flatten(0, 1)
-                    grad_key[:, part] += of_key
-                    grad_value[:, part] += of_value
-                    if far:
-                        grad_key_table[:, -1] += of_key.sum(1, dtype=precise)
-                        grad_value_table[:, -1] += of_value.sum(1, dtype=precise)
-
-        def table(grad, like):
-            return None if like is None else grad.sum(0).sum_to_size(like.shape).to(like.dtype)
-
-        grad_first = None
-        if first_value is not None:  # probabilities sum to one
-            grad_first = grad_output.sum((0, 2), dtype=precise)[:, None].sum_to_size(first_value.shape).to(first_value.dtype)
-        grads = [grad.to(query.dtype) for grad in grads]
-        return *grads, table(grad_tables[0], key_table), table(grad_tables[1], value_table), grad_first, None, None
-
-
-def _scratch(plan: _Plan, batch: int, heads: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory for the scores of any block; fresh memory for each would cost more than some of the work on it."""
-    most = max(block.size * block.width for block in plan.blocks())
-    return torch.empty(min(plan.heads, batch * heads) * most, dtype=dtype, device=device)
-
-
-def _rows_without_keys(key_mask: torch.Tensor | None, plan: _Plan) -> torch.Tensor | None:
-    """Return True for queries whose keys are all masked, (B, 1, Q or 1, 1)."""
-    if key_mask is None:
-        return None
-    seen = key_mask.cumsum(-1)[:, -plan.queries :] if plan.causal else key_mask.sum(-1, keepdim=True)
-    return (seen == 0)[:, None, :, None]
-
-
-def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    """Return scale * left @ right, (G, N, M), in `dtype`."""
-    out = torch.empty(len(left), left.shape[1], right.shape[2], dtype=dtype, device=left.device)
-    _product_into(out, left, right, scale)
-    return out
-
-
-def _product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
-    if out.dtype == left.dtype:
-        torch.baddbmm(out.new_empty(1, 1, 1), left, right, beta=0, alpha=scale, out=out)  # beta=0: the input is not read
-    else:
-        torch.mul(torch.bmm(left, right), scale, out=out)
-
-
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> None:
-    if total.dtype == left.dtype:
-        total.baddbmm_(left, right, alpha=scale)
-    else:
-        total.add_(torch.bmm(left, right), alpha=scale)
+    return Plan(queries, keys, clip, causal, dropout, scale, far, block, heads)
 
 
 def _single_query(query, key, value, key_table, value_table, clip, key_mask, dropout, scale) -> torch.Tensor:

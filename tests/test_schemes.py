@@ -237,8 +237,9 @@ def test_rotary_turns_complex_numbers(theta, fraction, turning, layout):
     module = posswap.Rotary(theta=theta, fraction=fraction, layout=layout).attention_module(geometry())
     states = torch.randn(2, 2, 6, 8)
     position_ids = torch.tensor([[0, 1, 2, 3, 4, 5], [7, 1000, 31, 3, 0, 5]])
-    query, key = module.rotate(states, 2 * states, module.prepare(position_ids, torch.arange(6)[None], None, None))
-    assert_close(key, 2 * query)
+    shared = module.prepare(position_ids, torch.arange(6)[None], None, None)
+    query = module.rotate(states, shared)
+    assert_close(module.rotate(2 * states, shared), 2 * query)
     expected = states.double().clone()
     for b in range(2):
         for i in range(6):
@@ -259,7 +260,7 @@ def test_rotary_layouts_are_a_permutation_apart():
     turned = []
     for layout, given in (("interleaved", states), ("half", states[..., order])):
         module = posswap.Rotary(layout=layout).attention_module(geometry())
-        turned.append(module.rotate(given, given, module.prepare(slots, slots, 6, None))[0])
+        turned.append(module.rotate(given, module.prepare(slots, slots, 6, None)))
     assert_close(turned[0][..., order], turned[1])
     assert not torch.equal(turned[0], turned[1])
 

@@ -102,9 +102,9 @@ class AttentionPositions(nn.Module):
         """Return what parameters start from when there is no checkpoint: zeros."""
         return {name: torch.zeros_like(parameter) for name, parameter in self.named_parameters()}
 
-    def rotate(self, query: torch.Tensor, key: torch.Tensor, shared: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Transform (B, H, Q, D) queries and keys before keys enter the cache."""
-        return query, key
+    def rotate(self, states: torch.Tensor, shared: Any) -> torch.Tensor:
+        """Transform (B, H, Q, D) queries, and keys before they enter the cache."""
+        return states
 
     def dims_slow_to_fast(self) -> torch.Tensor | None:
         """Order the head's dimensions by how little positions disturb them, or None when all are alike; (D,) int64."""

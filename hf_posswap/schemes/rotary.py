@@ -73,11 +73,9 @@ class RotaryPositions(AttentionPositions):
             return (torch.complex(cos, sin),)
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
-    def rotate(self, query: torch.Tensor, key: torch.Tensor, shared: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turn both by the shared angles, in float32, rounded once to the dtype of the model."""
-        return self._turn(query, *shared), self._turn(key, *shared)
-
-    def _turn(self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor | None = None) -> torch.Tensor:
+    def rotate(self, states: torch.Tensor, shared: Any) -> torch.Tensor:
+        """Turn by the shared angles, in float32, rounded once to the dtype of the model."""
+        cos, sin = shared if len(shared) == 2 else (shared[0], None)
         turned, kept = states[..., : self.rotary_dim], states[..., self.rotary_dim :]
         turned = turned.to(torch.promote_types(states.dtype, torch.float32))
         if cos.is_complex():
