@@ -47,12 +47,19 @@ def test_import_direction(folder, files, forbidden):
     """Schemes know no transformers and no family; families know no scheme."""
     visited = sorted((ROOT / folder).glob("*.py"))
     assert len(visited) >= files
-    allowed = {"hf_posswap.errors"}
+    allowed = {"hf_posswap.errors", "hf_posswap.relative_attention"}
     for path in visited:
         imports = top_level_imports(path)
         assert not {name for name in imports if name.startswith(forbidden)}, path.name
         ours = {name for name in imports if name.startswith("hf_posswap.")}
         assert all(name.startswith((f"hf_posswap.{folder}", *allowed)) for name in ours), (path.name, ours)
+
+
+def test_relative_attention_knows_no_models():
+    """Functions of tensors import torch, triton and each other."""
+    for path in sorted(ROOT.glob("relative_*.py")):
+        ours = {name for name in top_level_imports(path) if name.startswith(("hf_posswap", "transformers"))}
+        assert all(name.startswith(("hf_posswap.errors", "hf_posswap.relative_")) for name in ours), (path.name, ours)
 
 
 def test_lower_layers_do_not_import_upper_ones():
