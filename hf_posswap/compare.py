@@ -74,7 +74,7 @@ def compare(config: CompareConfig, output: Path, *, resume: bool = False, progre
     if config.data is not None:  # a missing file is found before anything is loaded or written
         read_documents(config.data, text_column=config.text_column)
     rows_folder = _prepare_output(config, output, resume)
-    results = {"format": FORMAT, **_provenance(), "config": asdict(config), "models": []}
+    results = {"format": FORMAT, **provenance(), "config": asdict(config), "models": []}
     jobs = [(name, scheme) for name in config.models for scheme in (ORIGINAL, *config.schemes)]
     bar = tqdm(total=len(jobs), desc="compare", unit="swap", disable=None if progress else True)
     for name in config.models:
@@ -86,12 +86,12 @@ def compare(config: CompareConfig, output: Path, *, resume: bool = False, progre
             if not row_file.exists():
                 folder = f"{len(results['models'])}-{_slug(name)}-{_slug(scheme)}"
                 keep = output / "models" / folder if scheme == _kept(config) else None
-                _write_json(row_file, bench.row(scheme, keep))
+                write_json(row_file, bench.row(scheme, keep))
             rows.append(json.loads(row_file.read_text()))
             bar.update()
         results["models"].append({**bench.facts(), "rows": rows})
     bar.close()
-    _write_json(output / "results.json", results)
+    write_json(output / "results.json", results)
     return results
 
 
@@ -266,11 +266,11 @@ def _prepare_output(config: CompareConfig, output: Path, resume: bool) -> Path:
         if not file.exists() or json.loads(file.read_text()) != wanted:
             raise CheckpointError(f"{output} holds another comparison, see {file}: resume with the same options")
     rows.mkdir(parents=True, exist_ok=True)
-    _write_json(file, wanted)
+    write_json(file, wanted)
     return rows
 
 
-def _provenance() -> dict:
+def provenance() -> dict:
     source = Path(hf_posswap.__file__).parent
     commit = None
     if (source.parent / ".git").exists() and shutil.which("git"):  # not an installed package, whatever lies around it
@@ -299,7 +299,7 @@ def _slug(text: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in text.rstrip("/").rpartition("/")[2] or text)
 
 
-def _write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict) -> None:
     aside = path.with_name(path.name + ".writing")  # a killed run leaves no half-written file under the real name
     aside.write_text(json.dumps(content, indent=2) + "\n")
     aside.replace(path)

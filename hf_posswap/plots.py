@@ -5,8 +5,8 @@ from matplotlib.figure import Figure
 from hf_posswap.compare import figures_of
 
 # Okabe and Ito's palette: told apart by colour-blind readers too. Markers and dashes repeat what colours say.
-_COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def plot_perplexity_by_length(model: dict) -> Figure:
@@ -15,7 +15,7 @@ def plot_perplexity_by_length(model: dict) -> Figure:
     axes = figure.subplots()
     lengths = sorted(int(n) for n in model["evaluation_tokens"])
     for index, row in enumerate(model["rows"]):
-        colour, marker = _COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)]
+        colour, marker = COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
         figures = {(stage, name): (value, spread) for stage, name, value, spread in figures_of(row)}
         for stage, style in (("swapped", "--"), ("tuned", "-")):
             points = [figures[stage, f"perplexity_{n}"] for n in lengths]

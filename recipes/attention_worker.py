@@ -40,6 +40,19 @@ MAX_PAIRS, MAX_WARM_UP = 200, 20
 TABLE_STD = 0.02  # of relative tables: a swap starts them at zero, and zeros would be an easier sum than real ones
 
 
+# glibc hands big blocks back to the kernel, which zeroes them anew for every call. "keep" makes it hold on to them, as CUDA's
+# caching allocator does. The first flatters whatever allocates little; both are what users meet.
+ALLOCATORS = {
+    "default": {},
+    "keep": {
+        "MALLOC_TRIM_THRESHOLD_": str(2**40),
+        "MALLOC_TOP_PAD_": str(2**28),
+        "MALLOC_MMAP_THRESHOLD_": str(2**40),
+        "MALLOC_MMAP_MAX_": "0",  # older versions of glibc ignore a threshold that is so high
+    },
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One process: what is measured, and how."""

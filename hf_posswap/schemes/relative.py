@@ -12,8 +12,8 @@ masks for each pair of query and key, eager attention, which returns probabiliti
 `attend_by_index`.
 """
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -23,9 +23,8 @@ from hf_posswap.relative_attention import IMPLEMENTATIONS, relative_attention
 from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number
 
 
-@dataclass(frozen=True)
-class Places:
-    """Where the queries and keys of one forward are."""
+class Places(NamedTuple):
+    """Where the queries and keys of one forward are. A tuple: accelerate moves its tensors with a layer on another device."""
 
     queries: torch.Tensor  # positions, (B or 1, Q)
     slots: torch.Tensor  # places in the sequence or cache, (1, Q)
@@ -73,12 +72,12 @@ class RelativePositions(AttentionPositions):
             return places
         if attention_mask is None:
             # `slots` itself: nobody gave positions, and there is no need to look at them.
-            return replace(places, in_order=key_positions is slots or _in_order(key_positions, None))
+            return places._replace(in_order=key_positions is slots or _in_order(key_positions, None))
         if attention_mask.dim() != 2 or attention_mask.shape[-1] != key_positions.shape[-1]:
             return places
         mask = attention_mask.bool()
         if key_positions is slots or _in_order(key_positions, mask):
-            return replace(places, key_mask=mask, in_order=True)
+            return places._replace(key_mask=mask, in_order=True)
         return places
 
     def key_mask(self, shared: Places) -> torch.Tensor | None:

@@ -1,0 +1,154 @@
+"""Which way relative positions take inside a model, and that positions are worked out once for all layers."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import StaticCache
+
+import hf_posswap as posswap
+from hf_posswap.schemes import relative, rotary
+
+SCHEME = posswap.Relative(clip=4)
+
+
+@pytest.fixture
+def taken(monkeypatch) -> list[tuple[str, tuple | None]]:
+    """The way that each layer took, with the shape of the key mask."""
+    ways = []
+    fast, slow = relative.relative_attention, relative.attend_by_index
+
+    def by_window(*arguments, key_mask, **options):
+        ways.append(("window", None if key_mask is None else tuple(key_mask.shape)))
+        return fast(*arguments, key_mask=key_mask, **options)
+
+    def by_index(*arguments):
+        ways.append(("index", None))
+        return slow(*arguments)
+
+    monkeypatch.setattr(relative, "relative_attention", by_window)
+    monkeypatch.setattr(relative, "attend_by_index", by_index)
+    return ways
+
+
+def padded(side: str) -> torch.Tensor:
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, : 7 if side == "left" else None] = 0 if side == "left" else 1
+    if side == "right":
+        mask[1, 13:] = 0
+    return mask
+
+
+@pytest.mark.parametrize("family", ["bert", "bert-decoder", "gpt2"])
+def test_positions_in_order_take_the_window(make_swapped, taken, tokens, family):
+    """Without a mask, padded on either side, with positions that start anywhere: no mask of size Q x K anywhere."""
+    model = make_swapped(family, SCHEME, "sdpa")
+    left = padded("left")
+    shifted = torch.arange(3, 23)[None]
+    from_mask = (left.cumsum(-1) - 1).clamp(min=0)
+    options = {"use_cache": False} if family != "bert" else {}
+    for inputs, shape in (
+        ({}, None),
+        ({"attention_mask": torch.ones(2, 20)}, (2, 20)),
+        ({"attention_mask": padded("right")}, (2, 20)),
+        ({"attention_mask": left}, (2, 20)),
+        ({"attention_mask": left, "position_ids": from_mask}, (2, 20)),
+        ({"position_ids": shifted}, None),
+    ):
+        taken.clear()
+        model(tokens, **inputs, **options)
+        assert taken == [("window", shape)] * 2
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_everything_else_goes_by_index(make_swapped, taken, tokens, family):
+    """Gaps, packed documents, a mask for each pair, eager attention."""
+    model, eager = make_swapped(family, SCHEME, "sdpa"), make_swapped(family, SCHEME, "eager")
+    packed = torch.cat([torch.arange(12), torch.arange(8)])[None]
+    pairs = torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
+    gaps = padded("left").cumsum(-1)
+    for asked, inputs in (
+        (model, {"position_ids": 1 + torch.arange(20)[None].flip(1)}),
+        (model, {"position_ids": packed}),
+        (model, {"position_ids": gaps}),  # the pads are not masked, so their positions count
+        (model, {"attention_mask": pairs}),
+        (eager, {}),
+        (eager, {"attention_mask": padded("right")}),
+    ):
+        taken.clear()
+        asked(tokens, **inputs)
+        assert taken == [("index", None)] * 2
+
+
+@torch.no_grad()
+def test_generation_takes_the_window(make_swapped, taken, tokens):
+    """Left-padded prompts with a growing cache; a static cache is longer than what it holds."""
+    model = make_swapped("gpt2", SCHEME, "sdpa")
+    model.generation_config.eos_token_id = None
+    mask = padded("left")
+    model.generate(tokens, attention_mask=mask, do_sample=False, max_new_tokens=4)
+    assert taken == [("window", (2, 20 + step)) for step in range(4) for _ in range(2)]
+    taken.clear()
+    cache = StaticCache(config=model.config, max_cache_len=29)
+    expected = model(tokens, use_cache=False).logits
+    parts = [model(part, past_key_values=cache).logits for part in tokens.split((12, 1, 7), dim=1)]
+    assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-4)
+    assert {way for way, _ in taken} == {"window"}
+
+
+@torch.no_grad()
+def test_attention_masks_of_all_kinds_agree(make_swapped, tokens):
+    """Padding as two dimensions, four dimensions, boolean and additive, in both ways: the same states of real tokens."""
+    model, eager = make_swapped("bert", SCHEME, "sdpa"), make_swapped("bert", SCHEME, "eager")
+    mask = padded("right")
+    pairs = mask.bool()[:, None, None].expand(2, 1, 20, 20)
+    additive = torch.zeros(2, 1, 20, 20).masked_fill(~pairs, torch.finfo(torch.float32).min)
+    outputs = [
+        asked(tokens, attention_mask=m).logits for asked in (model, eager) for m in (mask, mask.float(), pairs, additive)
+    ]
+    for output in outputs[1:]:
+        assert_close(output[mask.bool()], outputs[0][mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["rotary", "relative:clip=4"])
+def test_positions_are_worked_out_once_for_all_layers(make_swapped, monkeypatch, tokens, scheme):
+    """One call of `prepare` for a forward of two layers; angles are computed nowhere else."""
+    model = make_swapped("bert", scheme, "sdpa")
+    kind = rotary.RotaryPositions if scheme == "rotary" else relative.RelativePositions
+    calls = {"prepare": 0, "angles": 0}
+
+    def count(name):
+        original = getattr(kind, name)
+
+        def counted(*arguments, **options):
+            calls[name] += 1
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(kind, name, counted)
+
+    count("prepare")
+    if scheme == "rotary":
+        count("angles")
+    model(tokens)
+    assert calls == {"prepare": 1, "angles": int(scheme == "rotary")}
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_formulas_agree(layout, dtype):
+    """The form for eager mode, that for the compiler, and odd strides turn alike, and so do their gradients."""
+    torch.manual_seed(0)
+    geometry = posswap.schemes.Geometry(hidden_size=14, num_heads=2, head_dim=7, max_positions=9, trained_positions=9)
+    module = posswap.Rotary(layout=layout, fraction=6 / 7, theta=50).attention_module(geometry)
+    slots = torch.arange(9)[None]
+    states = torch.randn(2, 9, 2, 7, dtype=dtype).transpose(1, 2).requires_grad_()
+    eager = module.prepare(slots, slots, 9, None)
+    assert [tensor.is_complex() for tensor in eager] == ([True] if layout == "interleaved" else [False, False])
+    compiled = module.angles(slots, 9)
+    grad = torch.randn(2, 2, 9, 7, dtype=dtype)
+    results = []
+    for shared in (eager, compiled):
+        turned = module.rotate(states, shared)
+        assert turned.dtype == dtype
+        results.append((turned, *torch.autograd.grad(turned, states, grad)))
+    for ours, theirs in zip(*results, strict=True):
+        assert_close(ours, theirs)
