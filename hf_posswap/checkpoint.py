@@ -131,7 +131,7 @@ def _positioned_forward(base_class: type):
         position_ids = arguments.get("position_ids")
         known_length = past + length if position_ids is None and isinstance(past, int) else None
         position_ids = slots if position_ids is None else _check_positions(position_ids, length)
-        _check_length(self, position_ids, past, length)
+        _check_length(self, position_ids, past, length, known_length)
         arguments["position_ids"] = position_ids
         check_implementation(self.position_scheme.implementations, self.config._attn_implementation, self.position_scheme.name)
         first = getattr(self.architecture.self_attentions(self)[0], "positions", None)
@@ -182,11 +182,12 @@ def mark_part(model) -> None:
         vars(model.base_model)["_posswap_part"] = True
 
 
-def _check_length(base, position_ids: torch.Tensor, past, length: int) -> None:
+def _check_length(base, position_ids: torch.Tensor, past, length: int, known_length: int | None) -> None:
     limit = base.config.max_position_embeddings
     needed = past + length if isinstance(past, int) else 0
     # Values are looked at where that costs nothing: not while tracing, not where it would wait for a GPU.
-    if position_ids.device.type == "cpu" and not torch.compiler.is_compiling() and position_ids.numel():
+    look = known_length is None and position_ids.device.type == "cpu" and position_ids.numel()
+    if look and not torch.compiler.is_compiling():
         needed = max(needed, int(position_ids.max()) + 1)
         if int(position_ids.min()) < 0:
             raise PosswapError(f"position_ids must not be negative, the smallest is {int(position_ids.min())}")

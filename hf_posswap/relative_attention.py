@@ -84,14 +84,17 @@ def _check(query, key, value, key_table, value_table, clip, key_mask, dropout, i
     tensors = {"query": query, "key": key, "value": value, "key_table": key_table}
     if value_table is not None:
         tensors["value_table"] = value_table
-    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+
+    def shapes() -> str:
+        return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+
     if any(tensor.dim() != 4 for tensor in (query, key, value)):
-        raise PosswapError(f"query, key and value must be (batch, heads, length, head_dim); given were {shapes}")
+        raise PosswapError(f"query, key and value must be (batch, heads, length, head_dim); given were {shapes()}")
     batch, heads, queries, head_dim = query.shape
     if key.shape != value.shape or key.shape[:2] != (batch, heads) or key.shape[3] != head_dim:
-        raise PosswapError(f"query, key and value must have the same batch, heads and head_dim; given were {shapes}")
+        raise PosswapError(f"query, key and value must have the same batch, heads and head_dim; given were {shapes()}")
     if queries > key.shape[2] or queries < 1:
-        raise PosswapError(f"queries are the last places of the sequence, so 1 or more and no more than keys: {shapes}")
+        raise PosswapError(f"queries are the last places of the sequence, so 1 or more and no more than keys: {shapes()}")
     if isinstance(clip, bool) or not isinstance(clip, int) or clip < 1:
         raise PosswapError(f"clip={clip!r} must be an integer of at least 1")
     rows = 2 * clip + 1
@@ -99,7 +102,7 @@ def _check(query, key, value, key_table, value_table, clip, key_mask, dropout, i
         if name in tensors and tensors[name].shape not in ((heads, rows, head_dim), (rows, head_dim)):
             raise PosswapError(
                 f"{name} must be (heads, 2 * clip + 1, head_dim) = ({heads}, {rows}, {head_dim}), or ({rows}, {head_dim}) for "
-                f"all heads; with clip={clip} given were {shapes}"
+                f"all heads; with clip={clip} given were {shapes()}"
             )
     if not query.is_floating_point() or len({(tensor.dtype, tensor.device) for tensor in tensors.values()}) > 1:
         kinds = ", ".join(f"{name} {tensor.dtype} on {tensor.device}" for name, tensor in tensors.items())
@@ -151,21 +154,20 @@ def _single_query(query, key, value, key_table, value_table, clip, key_mask, dro
     """One query at the last place, as in generation: distances run along the keys, so plain slices do."""
     keys = key.shape[2]
     near = min(clip, keys)  # keys at distance 0 ... clip - 1; all others are far left
+    here = slice(keys - near, keys)
     band = slice(clip + 1 - near, clip + 1)
     query = query * scale
-    by_distance = query @ key_table[..., : clip + 1, :].mT  # (B, H, 1, clip + 1)
     scores = query @ key.mT
-    bias = by_distance[..., band]
-    if near < keys:
-        bias = torch.cat([by_distance[..., :1].expand(*scores.shape[:-1], keys - near), bias], dim=-1)
-    scores = scores + bias
+    by_distance = query @ key_table[..., : clip + 1, :].mT  # (B, H, 1, clip + 1)
+    scores[..., here] += by_distance[..., band] - by_distance[..., :1]  # relative to the far left
     if key_mask is not None:
         scores = scores.masked_fill(~key_mask[:, None, None, :], torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    weights = torch.nn.functional.dropout(weights, dropout)
+    if dropout:
+        weights = torch.nn.functional.dropout(weights, dropout)
     output = weights @ value
     if value_table is not None:
-        output = output + weights[..., keys - near :] @ value_table[..., band, :]
+        output = output + weights[..., here] @ value_table[..., band, :]
         if near < keys:
             output = output + weights[..., : keys - near].sum(-1, keepdim=True) * value_table[..., :1, :]
     if key_mask is not None:

@@ -152,3 +152,33 @@ def test_rotary_formulas_agree(layout, dtype):
         results.append((turned, *torch.autograd.grad(turned, states, grad)))
     for ours, theirs in zip(*results, strict=True):
         assert_close(ours, theirs)
+
+
+def live_peak(model, tokens) -> int:
+    """The most bytes of tensors that are alive at once in a training step."""
+    model(tokens).logits.sum().backward()  # gradients exist from here on
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model(tokens).logits.sum().backward()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def test_memory_of_a_training_step(make_model):
+    """Rotary needs what the original needs, relative little more; attention by index needs several times as much."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024, "max_position_embeddings": 1024}
+    tokens = torch.randint(2, 98, (1, 1024))
+    peaks = {}
+    for scheme, backend in ((None, "sdpa"), ("rotary", "sdpa"), ("relative", "sdpa"), ("relative", "eager")):
+        model = make_model("bert", backend, **sizes)
+        if scheme:
+            posswap.swap(model, scheme, warm_start=False)
+        peaks[scheme, backend] = live_peak(model, tokens)
+    original = peaks[None, "sdpa"]
+    assert original > 20e6
+    assert peaks["rotary", "sdpa"] < 1.05 * original
+    assert peaks["relative", "sdpa"] < 1.2 * original
+    assert peaks["relative", "eager"] > 2.5 * original

@@ -103,7 +103,9 @@ class RelativePositions(AttentionPositions):
         # Autocast computes projections in half precision and leaves parameters alone.
         tables = [None if table is None else table.to(query.dtype) for table in (self.key_table, self.value_table)]
         if shared.in_order:
-            key, value = (states[..., : shared.keys.shape[-1], :] for states in (key, value))  # what a static cache holds
+            length = shared.keys.shape[-1]
+            if length < key.shape[-2]:  # a static cache is longer than what it holds
+                key, value = key[..., :length, :], value[..., :length, :]
             if not return_probabilities:
                 output = relative_attention(
                     query,

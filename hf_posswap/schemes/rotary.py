@@ -34,8 +34,9 @@ class RotaryPositions(AttentionPositions):
         """Return theta_m as (R/2,) float64, fastest first, and the factor on cos and sin that yarn and longrope want."""
         scheme, scaling = self.scheme, self.scheme.scaling
         if scaling is None:
-            exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device=device) / self.rotary_dim
-            return float(scheme.theta) ** -exponents, 1.0
+            planes = self.rotary_dim // 2
+            slowest = -(planes - 1) / planes  # theta^0, theta^(-1/planes), ...
+            return torch.logspace(0, slowest, planes, base=float(scheme.theta), dtype=torch.float64, device=device), 1.0
         # transformers is imported here only, for its published scalings; it computes them in float32.
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -56,7 +57,9 @@ class RotaryPositions(AttentionPositions):
             length = int(position_ids.max()) + 1  # these two choose their frequencies by the current length
         frequencies, factor = self.frequencies(device, length)
         angles = position_ids.to(device=device, dtype=torch.float64)[:, None, :, None] * frequencies
-        cos, sin = angles.cos() * factor, angles.sin() * factor
+        cos, sin = angles.cos(), angles.sin()
+        if factor != 1:
+            cos, sin = cos * factor, sin * factor
         return cos.to(position_ids.device, torch.float32), sin.to(position_ids.device, torch.float32)
 
     def prepare(self, position_ids, slots, length, key_positions, attention_mask=None) -> Any:
@@ -76,12 +79,12 @@ class RotaryPositions(AttentionPositions):
     def rotate(self, states: torch.Tensor, shared: Any) -> torch.Tensor:
         """Turn by the shared angles, in float32, rounded once to the dtype of the model."""
         cos, sin = shared if len(shared) == 2 else (shared[0], None)
-        turned, kept = states[..., : self.rotary_dim], states[..., self.rotary_dim :]
+        turned = states if self.rotary_dim == states.shape[-1] else states[..., : self.rotary_dim]
         turned = turned.to(torch.promote_types(states.dtype, torch.float32))
         if cos.is_complex():
             if any(stride % 2 for stride in turned.stride()[:-1]):
                 turned = turned.contiguous()  # complex numbers cannot start at every second real one
-            pairs = torch.view_as_complex(turned.unflatten(-1, (-1, 2)))
+            pairs = torch.view_as_complex(turned.view(*turned.shape[:-1], -1, 2))
             turned = torch.view_as_real(pairs * cos).flatten(-2)
         elif cos.shape[-1] == self.rotary_dim:  # halves, (x, y) cos + (y, x) (-sin, sin)
             turned = torch.addcmul(turned * cos, turned.roll(self.rotary_dim // 2, dims=-1), sin)
@@ -91,7 +94,10 @@ class RotaryPositions(AttentionPositions):
         else:
             x, y = turned.unflatten(-1, (-1, 2)).unbind(-1)
             turned = torch.stack([x * cos - y * sin, x * sin + y * cos], dim=-1).flatten(-2)
-        return torch.cat([turned.to(states.dtype), kept], dim=-1) if kept.shape[-1] else turned.to(states.dtype)
+        turned = turned.to(states.dtype)
+        if self.rotary_dim == states.shape[-1]:
+            return turned
+        return torch.cat([turned, states[..., self.rotary_dim :]], dim=-1)
 
     def dims_slow_to_fast(self) -> torch.Tensor:
         """Order the head's dimensions: those that never turn, then plane by plane from the slowest to the fastest."""
