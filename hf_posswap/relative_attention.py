@@ -52,8 +52,14 @@ def relative_attention(
     >>> relative_attention(query, key, value, torch.zeros(2, 7, 8), clip=3).shape
     torch.Size([1, 2, 5, 8])
     """
-    _check(query, key, value, key_table, value_table, clip, key_mask, dropout, implementation)
+    _check(query, key, value, key_table, value_table, clip, key_mask)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return attend(query, key, value, key_table, value_table, clip, causal, key_mask, dropout, scale, implementation)
+
+
+def attend(query, key, value, key_table, value_table, clip, causal, key_mask, dropout, scale, implementation):
+    """Do what `relative_attention` does for tensors that are known to fit together: a model's, at every token it writes."""
+    _check_implementation(query, dropout, implementation)
     if implementation == "triton":
         from hf_posswap.relative_triton import fused_relative_attention
 
@@ -80,7 +86,7 @@ def _relative_to_far_left(table: torch.Tensor, clip: int, causal: bool, dtype: t
     return (precise[:, 1 : clip + 1 if causal else None] - precise[:, :1]).to(dtype)
 
 
-def _check(query, key, value, key_table, value_table, clip, key_mask, dropout, implementation) -> None:
+def _check(query, key, value, key_table, value_table, clip, key_mask) -> None:
     tensors = {"query": query, "key": key, "value": value, "key_table": key_table}
     if value_table is not None:
         tensors["value_table"] = value_table
@@ -115,6 +121,9 @@ def _check(query, key, value, key_table, value_table, clip, key_mask, dropout, i
                 f"{key_mask.dtype} of shape {tuple(key_mask.shape)} on {key_mask.device}. A mask for each pair of query and "
                 "key is not taken here: eager attention has that"
             )
+
+
+def _check_implementation(query: torch.Tensor, dropout: float, implementation: str) -> None:
     if not 0 <= dropout < 1:
         raise PosswapError(f"dropout={dropout!r} must lie in [0, 1)")
     if implementation not in IMPLEMENTATIONS:

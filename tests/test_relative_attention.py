@@ -325,5 +325,10 @@ def test_implementation_of_a_model(make_model, make_swapped, tokens):
     assert_close(outputs[0], outputs[1])
     assert_close(outputs[0], outputs[2])
     assert "implementation" not in model.config.to_json_string()
+    posswap.set_relative_implementation(model, "fused")
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.dropout.p = 0.1
+    with pytest.raises(posswap.PosswapError, match="has no dropout"):
+        model.train()(tokens)
     with pytest.raises(posswap.PosswapError, match="'auto', 'fused'"):
         posswap.set_relative_implementation(model, "flash")

@@ -15,17 +15,18 @@ SCHEME = posswap.Relative(clip=4)
 def taken(monkeypatch) -> list[tuple[str, tuple | None]]:
     """The way that each layer took, with the shape of the key mask."""
     ways = []
-    fast, slow = relative.relative_attention, relative.attend_by_index
+    fast, slow = relative.attend, relative.attend_by_index
 
-    def by_window(*arguments, key_mask, **options):
+    def by_window(*arguments):
+        key_mask = arguments[7]
         ways.append(("window", None if key_mask is None else tuple(key_mask.shape)))
-        return fast(*arguments, key_mask=key_mask, **options)
+        return fast(*arguments)
 
     def by_index(*arguments):
         ways.append(("index", None))
         return slow(*arguments)
 
-    monkeypatch.setattr(relative, "relative_attention", by_window)
+    monkeypatch.setattr(relative, "attend", by_window)
     monkeypatch.setattr(relative, "attend_by_index", by_index)
     return ways
 

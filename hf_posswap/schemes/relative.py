@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hf_posswap.errors import PosswapError
-from hf_posswap.relative_attention import IMPLEMENTATIONS, relative_attention
+from hf_posswap.relative_attention import IMPLEMENTATIONS, attend
 from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number
 
 
@@ -107,18 +107,8 @@ class RelativePositions(AttentionPositions):
             if length < key.shape[-2]:  # a static cache is longer than what it holds
                 key, value = key[..., :length, :], value[..., :length, :]
             if not return_probabilities:
-                output = relative_attention(
-                    query,
-                    key,
-                    value,
-                    *tables,
-                    clip=self.clip,
-                    causal=causal,
-                    key_mask=None if shared.key_mask is None else shared.key_mask.expand(len(query), -1),
-                    dropout=dropout,
-                    scale=scaling,
-                    implementation=self.implementation,
-                )
+                mask = None if shared.key_mask is None else shared.key_mask.expand(len(query), -1)
+                output = attend(query, key, value, *tables, self.clip, causal, mask, dropout, scaling, self.implementation)
                 return output, None
             mask = None if shared.key_mask is None else shared.key_mask[:, None, None]
         if causal and (mask is None or shared.in_order):
