@@ -54,7 +54,7 @@ class PositionedAttention(nn.Module):
                 shared_positions,
                 scaling=self.scaling,
                 dropout=dropout,
-                causal=self.is_causal,
+                causal=self.is_causal and getattr(self.config, "is_causal", True),
                 return_probabilities=self.config._attn_implementation == "eager",  # as sdpa: only eager attention does
             )
             output = output.transpose(1, 2).flatten(-2)

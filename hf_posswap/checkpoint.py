@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers import initialization as init
+from transformers.cache_utils import Cache
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
@@ -138,12 +139,26 @@ def _positioned_forward(base_class: type):
         if first is not None:
             keys = None
             if first.needs_key_positions:
-                keys = position_ids if cache is None else _key_positions(cache, position_ids, past)
+                batch = len(tokens if embeds is None else embeds)
+                keys = position_ids if cache is None else _key_positions(cache, position_ids, past, batch)
             mask = arguments.get("attention_mask")
+            if first.attend is not None and not (mask is None or isinstance(mask, torch.Tensor)):
+                raise PosswapError(
+                    f"{self.position_scheme.name} positions take attention masks as tensors of 2 or 4 dimensions, not "
+                    f"{type(mask).__name__}"
+                )
             shared = first.prepare(position_ids, slots, known_length, keys, mask if isinstance(mask, torch.Tensor) else None)
             arguments["shared_positions"] = shared
             if first.key_mask(shared) is not None:
                 arguments["attention_mask"] = first.key_mask(shared)[:, None, None]  # 4D: passed on as it is
+            outputs = base_class.forward(self, **arguments)
+            if keys is not None and not torch.compiler.is_compiling():
+                # A forward without a cache makes one, and cross-attention wraps the one it is given.
+                values = outputs if isinstance(outputs, tuple) else outputs.values()
+                for made in values:
+                    if isinstance(made, Cache):
+                        made.posswap_key_positions = keys
+            return outputs
         return base_class.forward(self, **arguments)
 
     return forward
@@ -158,19 +173,35 @@ def _check_positions(position_ids: torch.Tensor, length: int) -> torch.Tensor:
     return position_ids.view(-1, length)
 
 
-def _key_positions(cache, position_ids: torch.Tensor, past: int | torch.Tensor) -> torch.Tensor | None:
+def _key_positions(cache, position_ids: torch.Tensor, past: int | torch.Tensor, batch: int) -> torch.Tensor | None:
     """Return the positions of all keys, (B or 1, past + L), and keep them on the cache for the next call.
 
     A cache holds keys and no positions. The cache is what is cropped, copied and started anew between calls, so they are
-    kept on it, and cut to what it holds now. While compiling they are not known.
+    kept on it, and cut to what it holds now. They are not known while compiling, and where a cache's length is a tensor. Rows
+    that are reordered by hand keep the positions of the old order: beams of one sequence, which generate() reorders,
+    have the same.
     """
     if torch.compiler.is_compiling() or not isinstance(past, int):
         return None
-    earlier = getattr(cache, "posswap_key_positions", torch.arange(past, device=position_ids.device)[None])[:, :past]
-    earlier = earlier.to(position_ids.device)
+    plain = torch.arange(past, device=position_ids.device)[None]
+    earlier = getattr(cache, "posswap_key_positions", plain)[:, :past].to(position_ids.device)
+    if earlier.shape[-1] < past:  # compiled calls in between did not keep theirs
+        if not bool((earlier == plain[:, : earlier.shape[-1]]).all()):
+            raise PosswapError(
+                f"this cache holds {past} keys, and the positions of {earlier.shape[-1]} that do not count from 0: calls of a "
+                "compiled model do not keep them; start with a new cache, or do not mix compiled and other calls"
+            )
+        earlier = plain
+    if len(earlier) not in (1, batch):
+        if batch % len(earlier) == 0:  # beams that were multiplied since
+            earlier = earlier.repeat_interleave(batch // len(earlier), dim=0)
+        elif bool((earlier == earlier[:1]).all()):
+            earlier = earlier[:1]
+        else:
+            raise PosswapError(
+                f"this cache holds the positions of {len(earlier)} rows and the input has {batch}: start with a new cache"
+            )
     rows = max(len(earlier), len(position_ids))
-    if len(earlier) not in (1, rows):  # beams that were multiplied since
-        earlier = earlier.repeat_interleave(rows // len(earlier), dim=0)
     keys = torch.cat([earlier.expand(rows, -1), position_ids.expand(rows, -1)], dim=-1)
     cache.posswap_key_positions = keys
     return keys

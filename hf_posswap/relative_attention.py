@@ -2,9 +2,11 @@
 
     s_ij = scale * q_i . (k_j + a^K_r),   z_i = sum_j softmax(s_i)_j (v_j + a^V_r),   r = clip(j - i, -clip, clip) + clip
 
-`relative_attention` is a function of tensors and knows no models. It checks, chooses by shape, and hands over: long
-sequences to `relative_window` (any device) or `relative_triton` (CUDA), one query at the end of a cache to plain slices.
+`relative_attention` is a function of tensors and knows no models. It checks, chooses by shape, and hands over: one query at
+the end of a cache to plain slices, everything else to `relative_window`, or to `relative_triton` (CUDA) when asked.
 """
+
+import math
 
 import torch
 
@@ -14,6 +16,7 @@ from hf_posswap.relative_window import Plan, WindowedAttention
 IMPLEMENTATIONS = ("auto", "fused", "window", "triton")
 
 
+@torch.compiler.disable  # with shapes that the compiler calls dynamic, traced writes to strided views come out wrong
 def relative_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -30,7 +33,8 @@ def relative_attention(
 ) -> torch.Tensor:
     """Return attention with Shaw's clipped relative positions, (B, H, Q, D); see the formula at the top of this module.
 
-    Differentiable once, in all five tensors. A row whose keys are all masked gives zeros.
+    Differentiable once, in all five tensors. A row whose keys are all masked gives zeros. A masked key or value must be
+    finite: NaN times zero is NaN, as in torch's own attention.
 
     Args:
         query: (B, H, Q, D), the last Q places of the sequence: query i sits at place i + K - Q. Q <= K.
@@ -53,6 +57,8 @@ def relative_attention(
     torch.Size([1, 2, 5, 8])
     """
     _check(query, key, value, key_table, value_table, clip, key_mask)
+    if scale is not None and not _is_number(scale):
+        raise PosswapError(f"scale={scale!r} must be a finite number, or None for 1 / sqrt(head_dim)")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return attend(query, key, value, key_table, value_table, clip, causal, key_mask, dropout, scale, implementation)
 
@@ -68,6 +74,12 @@ def attend(query, key, value, key_table, value_table, clip, causal, key_mask, dr
         )
     if query.shape[2] == 1 and implementation == "auto":
         return _single_query(query, key, value, key_table, value_table, clip, key_mask, dropout, scale)
+    # No distance reaches the number of keys: rows of the tables beyond it would only make windows wider.
+    reach = min(clip, key.shape[2])
+    key_table, value_table = (
+        table if table is None else table[..., clip - reach : clip + reach + 1, :] for table in (key_table, value_table)
+    )
+    clip = reach
     plan = _plan(query, key, clip, causal, dropout, scale, implementation)
     # The far left is the reference of all distances (identity 1).
     relative_keys = _relative_to_far_left(key_table, clip, causal, query.dtype)
@@ -115,6 +127,8 @@ def _check(query, key, value, key_table, value_table, clip, key_mask) -> None:
         raise PosswapError(f"all tensors must share one floating-point dtype and one device; given were {kinds}")
     if key_mask is not None:
         wanted = (batch, key.shape[2])
+        if not isinstance(key_mask, torch.Tensor):
+            raise PosswapError(f"key_mask must be a boolean tensor of shape (batch, keys) = {wanted}, not {type(key_mask)}")
         if key_mask.shape != wanted or key_mask.dtype != torch.bool or key_mask.device != query.device:
             raise PosswapError(
                 f"key_mask must be boolean, of shape (batch, keys) = {wanted}, on {query.device}; given was "
@@ -123,8 +137,12 @@ def _check(query, key, value, key_table, value_table, clip, key_mask) -> None:
             )
 
 
+def _is_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _check_implementation(query: torch.Tensor, dropout: float, implementation: str) -> None:
-    if not 0 <= dropout < 1:
+    if not (_is_number(dropout) and 0 <= dropout < 1):
         raise PosswapError(f"dropout={dropout!r} must lie in [0, 1)")
     if implementation not in IMPLEMENTATIONS:
         raise PosswapError(f"implementation={implementation!r} is not one of {', '.join(map(repr, IMPLEMENTATIONS))}")
@@ -154,7 +172,8 @@ def _plan(query, key, clip, causal, dropout, scale, implementation) -> Plan:
     far = implementation if implementation != "auto" else "fused" if fused else "window"
     block = 256 if far == "fused" else 128
     width = min(keys, block + 2 * clip) if far == "fused" else keys
-    threads = torch.get_num_threads() if query.device.type == "cpu" else 64
+    # With dropout, blocks are those of one thread everywhere: each draws its own numbers, and a seed must say which.
+    threads = 1 if dropout else torch.get_num_threads() if query.device.type == "cpu" else 64
     heads = max(1, _SCORES_PER_THREAD * threads // (min(queries, block) * width))
     return Plan(queries, keys, clip, causal, dropout, scale, far, block, heads)
 
@@ -168,7 +187,9 @@ def _single_query(query, key, value, key_table, value_table, clip, key_mask, dro
     query = query * scale
     scores = query @ key.mT
     by_distance = query @ key_table[..., : clip + 1, :].mT  # (B, H, 1, clip + 1)
-    scores[..., here] += by_distance[..., band] - by_distance[..., :1]  # relative to the far left
+    if near < keys:
+        scores[..., : keys - near].add_(by_distance[..., :1])
+    scores[..., here].add_(by_distance[..., band])
     if key_mask is not None:
         scores = scores.masked_fill(~key_mask[:, None, None, :], torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
+LOG2_E = math.log2(math.e)
+
 # torch's fused CPU kernel with its log-sum-exp, (B, H, L, D) -> (B, H, L, D), (B, H, L); scaled_dot_product_attention has only
 # the first of the two.
 _plain_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -102,6 +104,11 @@ class Block:
         return scratch.as_strided((heads, rows, band), (rows * width, width + 1, 1), start)
 
 
+def dense(states: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with a last stride of 1."""
+    return states if states.stride(-1) == 1 else states.contiguous()
+
+
 class Group:
     """One group of heads, flattened to (G, ...): its tensors, and the steps that both passes share."""
 
@@ -114,8 +121,10 @@ class Group:
 
         # (S, H, L, D) for the fused kernel, (G, L, D) for products.
         self.apart = query[where], key[where], value[where]
-        if plan.far == "fused":  # it reads keys and values once for every 64 queries: contiguous ones a quarter faster
-            self.apart = self.apart[0], *(states.contiguous() for states in self.apart[1:])
+        if plan.far == "fused":
+            # It reads keys and values once for every 64 queries: contiguous ones a quarter faster. It reads queries as if the
+            # last stride were 1, and does not look.
+            self.apart = dense(self.apart[0]), *(states.contiguous() for states in self.apart[1:])
         self.query, self.key, self.value = (states.flatten(0, 1) for states in self.apart)
         self.key_table = table(key_table)
         self.value_table = None if value_table is None else table(value_table)
@@ -140,9 +149,8 @@ class Group:
         They are in units of log 2, for exp2: torch.exp takes up to a hundred times as long where it underflows.
         """
         plan, query = self.plan, self.query[:, block.rows]
-        scale = plan.scale * math.log2(math.e)
-        by_distance = _product(query, self.key_table.mT, self.precise, scale)  # (G, rows, R - 1)
-        scores = self.spread(block, scratch, query, self.key, by_distance, scale, -math.inf)
+        by_distance = _product(query, self.key_table.mT, self.precise, plan.scale, LOG2_E)  # (G, rows, R - 1)
+        scores = self.spread(block, scratch, query, self.key, by_distance, plan.scale, LOG2_E, -math.inf)
         if plan.causal:
             scores[..., block.triangle].masked_fill_(self.triangle[: block.size, : block.size - 1] > 0, -math.inf)
         if self.mask is not None:
@@ -150,10 +158,10 @@ class Group:
             scores.view(shape)[..., block.columns].add_(self.mask[..., block.keys])
         return scores, by_distance[..., -1:]
 
-    def spread(self, block: Block, scratch, rows, near, by_distance, scale: float, outside: float) -> torch.Tensor:
-        """Return scale * rows . near for the keys of the window, plus what belongs to their distances."""
+    def spread(self, block: Block, scratch, rows, near, by_distance, scale: float, unit: float, outside: float) -> torch.Tensor:
+        """Return scale * unit * rows . near for the keys of the window, plus what belongs to their distances."""
         plan, window = self.plan, self.window(block, scratch)
-        _product_into(window[..., block.columns], rows, near[:, block.keys].mT, scale)
+        _product_into(window[..., block.columns], rows, near[:, block.keys].mT, scale, unit)
         window[..., : block.columns.start] = outside
         window[..., block.columns.stop :] = outside
         if by_distance is not None:
@@ -197,7 +205,7 @@ class Group:
             attn_mask=self.fused_mask(block, part),
             scale=self.plan.scale,
         )
-        return states.flatten(0, 1).to(self.precise), log.flatten(0, 1)[..., None] * math.log2(math.e)
+        return states.flatten(0, 1).to(self.precise), log.flatten(0, 1)[..., None] * LOG2_E
 
     def drop(self, weights: torch.Tensor, seed: int | None, number: int) -> torch.Tensor | None:
         """Return what multiplies the probabilities of block `number`; the same in both passes."""
@@ -285,7 +293,7 @@ class WindowedAttention(torch.autograd.Function):
             group = Group(plan, where, query, key, value, key_table, value_table, first_value, key_mask, spare)
             grad_query, grad_key, grad_value = (grad[where].flatten(0, 1) for grad in grads)  # views: grads are contiguous
             grad_key_table, grad_value_table = (grad[where].flatten(0, 1) for grad in grad_tables)
-            grad_apart, output_apart = grad_output[where], output[where]
+            grad_apart, output_apart = dense(grad_output[where]), output[where]
             group_grad = grad_apart.flatten(0, 1)
             far_key = None
             for block in plan.blocks():
@@ -301,7 +309,7 @@ class WindowedAttention(torch.autograd.Function):
                 number += 1
                 # Gradients of the probabilities ...
                 by_distance = None if value_table is None else _product(block_grad, group.value_table.mT, precise)
-                window = group.spread(block, grad_scratch, block_grad, group.value, by_distance, 1.0, 0.0)
+                window = group.spread(block, grad_scratch, block_grad, group.value, by_distance, 1.0, 1.0, 0.0)
                 dropped = weights
                 if kept is not None:
                     window.mul_(kept)
@@ -371,25 +379,26 @@ def _rows_without_keys(key_mask: torch.Tensor | None, plan: Plan) -> torch.Tenso
     return (seen == 0)[:, None, :, None]
 
 
-def _product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    """Return scale * left @ right, (G, N, M), in `dtype`."""
+def _product(left, right, dtype: torch.dtype, scale: float = 1.0, unit: float = 1.0) -> torch.Tensor:
+    """Return scale * unit * left @ right, (G, N, M), in `dtype`."""
     out = torch.empty(len(left), left.shape[1], right.shape[2], dtype=dtype, device=left.device)
-    _product_into(out, left, right, scale)
+    _product_into(out, left, right, scale, unit)
     return out
 
 
-def _product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
+def _product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float, unit: float = 1.0) -> None:
     if out.dtype == left.dtype:
-        torch.baddbmm(out.new_empty(1, 1, 1), left, right, beta=0, alpha=scale, out=out)  # beta=0: the input is not read
-    else:
-        torch.mul(torch.bmm(left, right), scale, out=out)
+        # beta=0: the input is not read.
+        torch.baddbmm(out.new_empty(1, 1, 1), left, right, beta=0, alpha=scale * unit, out=out)
+    else:  # scaled before it is rounded: in float16 the product might be infinite
+        torch.mul(torch.bmm(left * scale if scale != 1 else left, right), unit, out=out)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> None:
     if total.dtype == left.dtype:
         total.baddbmm_(left, right, alpha=scale)
     else:
-        total.add_(torch.bmm(left, right), alpha=scale)
+        total.add_(torch.bmm(left * scale if scale != 1 else left, right))
 
 
 def _add_table(total: torch.Tensor, sums: tuple, table: torch.Tensor, scale: float = 1.0) -> None:

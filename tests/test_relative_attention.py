@@ -332,3 +332,74 @@ def test_implementation_of_a_model(make_model, make_swapped, tokens):
         model.train()(tokens)
     with pytest.raises(posswap.PosswapError, match="'auto', 'fused'"):
         posswap.set_relative_implementation(model, "flash")
+
+
+# -- what a hostile tester found -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["fused", "window"])
+def test_strides_of_all_kinds(implementation):
+    """Transposed, every second number, expanded: the fused kernel would read them as if they were dense."""
+    torch.manual_seed(0)
+    dense = [torch.randn(1, 2, 30, 4, dtype=torch.float64) for _ in range(3)]
+    tables = [torch.randn(11, 4, dtype=torch.float64) for _ in range(2)]
+    strided = [
+        [states.mT.contiguous().mT for states in dense],
+        [states.repeat_interleave(2, dim=-1)[..., ::2] for states in dense],
+        [states.transpose(1, 2).contiguous().transpose(1, 2) for states in dense],
+    ]
+    expanded = [states[..., :1].expand(-1, -1, -1, 4) for states in dense]
+    for group, like in [(group, dense) for group in strided] + [(expanded, [states.contiguous() for states in expanded])]:
+        given = [states.requires_grad_() if states.is_leaf else states for states in group]
+        given = [states.detach().as_strided(states.shape, states.stride()).requires_grad_() for states in given]
+        wanted = [states.detach().clone().requires_grad_() for states in like]
+        options = {"clip": 5, "implementation": implementation}
+        ours, theirs = relative_attention(*given, *tables, **options), relative_attention(*wanted, *tables, **options)
+        assert_close(ours, theirs, rtol=0, atol=1e-12)
+        grad = torch.randn(1, 2, 4, 30, dtype=torch.float64).mT
+        for one, other in zip(
+            torch.autograd.grad(ours, given, grad), torch.autograd.grad(theirs, wanted, grad.contiguous()), strict=True
+        ):
+            assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_dropout_does_not_depend_on_threads():
+    """A seed says what is dropped, however many threads there are."""
+    tensors = inputs((1, 12, 512, 512, 3), dtype=torch.float32)
+    outputs = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        torch.manual_seed(0)
+        outputs.append(relative_attention(*tensors, clip=3, dropout=0.1))
+    torch.set_num_threads(1)
+    assert_close(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("implementation", ["fused", "window"])
+def test_float16_scores_are_scaled_first(implementation):
+    """A product of 64 numbers of size 40 is beyond float16, an eighth of it is not."""
+    torch.manual_seed(0)
+    tensors = [(40 + torch.randn(1, 1, 40, 64)).half().requires_grad_() for _ in range(2)]
+    value, table = torch.randn(1, 1, 40, 64).half(), torch.zeros(7, 64).half()
+    output = relative_attention(*tensors, value, table, clip=3, implementation=implementation)
+    assert output.isfinite().all()
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(output.sum(), tensors))
+
+
+def test_long_clips_cost_nothing():
+    """Rows of the tables beyond the length make no window wider, and get no gradient."""
+    tensors = inputs((1, 2, 6, 6, 5000))
+    output = relative_attention(*tensors, clip=5000)
+    short = [*tensors[:3], *(table[:, 4990:5011] for table in tensors[3:])]
+    assert_close(output, relative_attention(*short, clip=10), rtol=0, atol=1e-12)
+    grads = torch.autograd.grad(output.sum(), tensors[3:])
+    assert all(not grad[:, :4990].any() and not grad[:, 5011:].any() for grad in grads)
+
+
+@pytest.mark.parametrize(
+    "change", [{"scale": float("nan")}, {"scale": torch.tensor(0.5)}, {"dropout": "0.1"}, {"key_mask": [[1]]}]
+)
+def test_bad_kinds_of_input(change):
+    """Numbers that are none, and masks that are no tensors."""
+    with pytest.raises(posswap.PosswapError, match="must"):
+        relative_attention(*inputs(SQUARE, dtype=torch.float32), clip=3, **change)

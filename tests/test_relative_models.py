@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 import hf_posswap as posswap
 from hf_posswap.schemes import relative, rotary
@@ -183,3 +183,100 @@ def test_memory_of_a_training_step(make_model):
     assert peaks["rotary", "sdpa"] < 1.05 * original
     assert peaks["relative", "sdpa"] < 1.2 * original
     assert peaks["relative", "eager"] > 2.5 * original
+
+
+# -- what a hostile tester found: positions that are lost, and masks that are not seen -------------------------------
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@torch.no_grad()
+def test_a_cache_that_the_model_makes_knows_its_positions(make_swapped, tokens, backend):
+    """The first call without a cache, shifted and left-padded; then a step with what it returned."""
+    model = make_swapped("gpt2", SCHEME, backend)
+    mask = padded("left")
+    shifted = torch.arange(5, 25)[None]
+    from_mask = (mask.cumsum(-1) - 1).clamp(min=0)
+    for positions, given in ((shifted, None), (from_mask, mask)):
+        expected = model(tokens, position_ids=positions, attention_mask=given, use_cache=False).logits[:, -1]
+        first = None if given is None else given[:, :19]
+        made = model(tokens[:, :19], position_ids=positions[:, :19], attention_mask=first, use_cache=True)
+        step = {"position_ids": positions[:, 19:], "attention_mask": given, "past_key_values": made.past_key_values}
+        assert_close(model(tokens[:, 19:], **step).logits[:, -1], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@torch.no_grad()
+def test_a_compiled_call_in_between(make_swapped, tokens, backend):
+    """Positions from 0 are known without being kept; others are an error."""
+    model = make_swapped("gpt2", SCHEME, backend)
+    compiled = torch.compile(model.forward, backend="eager")
+    expected = model(tokens, use_cache=False).logits[:, -1]
+    for start in (0, 5):
+        cache = DynamicCache(config=model.config)
+        positions = torch.arange(start, start + 20)[None]
+        model(tokens[:, :10], past_key_values=cache, position_ids=positions[:, :10])
+        compiled(tokens[:, 10:15], past_key_values=cache, position_ids=positions[:, 10:15])
+        last = {"past_key_values": cache, "position_ids": positions[:, 15:]}
+        if start == 0:
+            assert_close(model(tokens[:, 15:], **last).logits[:, -1], expected, rtol=1e-4, atol=1e-4)
+        else:
+            with pytest.raises(posswap.PosswapError, match="calls of a compiled model do not keep them"):
+                model(tokens[:, 15:], **last)
+    torch.compiler.reset()
+
+
+@torch.no_grad()
+def test_compiled_layers_and_traces(make_swapped):
+    """A compiled layer whose length changes, and a traced model that is used for another length, are right."""
+    model = make_swapped("gpt2", SCHEME, "sdpa", n_positions=200)
+    lengths = [torch.randint(2, 98, (1, n)) for n in (20, 150, 33, 140)]
+    expected = [model(tokens, use_cache=False).logits for tokens in lengths]
+    layer = model.transformer.h[1]
+    model.transformer.h[1] = torch.compile(layer, backend="aot_eager")
+    for tokens, logits in zip(lengths, expected, strict=True):
+        assert_close(model(tokens, use_cache=False).logits, logits, rtol=1e-4, atol=1e-4)
+    model.transformer.h[1] = layer
+    torch.compiler.reset()
+
+
+@torch.no_grad()
+def test_rows_of_a_cache_that_do_not_fit(make_swapped, tokens):
+    """Selecting rows of a left-padded batch by hand is an error that says what to do, not a wrong number."""
+    model = make_swapped("gpt2", SCHEME, "sdpa")
+    mask, cache = padded("left"), DynamicCache(config=model.config)
+    model(tokens, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), past_key_values=cache)
+    cache.batch_select_indices(torch.tensor([1]))
+    with pytest.raises(posswap.PosswapError, match="positions of 2 rows and the input has 1"):
+        model(tokens[1:, :1], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_gpt2_that_looks_both_ways(make_swapped, tokens):
+    """`is_causal = False` in the config, with and without a mask, as in the original."""
+    for backend in ("sdpa", "eager"):
+        model = make_swapped("gpt2", SCHEME, backend)
+        for inputs in ({}, {"attention_mask": padded("right")}):
+            causal = model(tokens, use_cache=False, **inputs).logits[0, 0]
+            model.config.is_causal = False
+            both = model(tokens, use_cache=False, **inputs).logits[0, 0]
+            model.config.is_causal = True
+            assert (causal - both).abs().max() > 0.01
+
+
+def test_masks_that_are_no_tensors(make_swapped, tokens):
+    """Anything else would be taken for no mask at all."""
+    with pytest.raises(posswap.PosswapError, match="masks as tensors of 2 or 4 dimensions, not dict"):
+        make_swapped("bert", SCHEME, "sdpa")(tokens, attention_mask={"full_attention": torch.ones(2, 20)})
+
+
+@torch.no_grad()
+def test_sliding_cache(make_swapped, tokens):
+    """Token by token past the window of a cache that forgets: both ways agree."""
+    logits = []
+    for backend in ("sdpa", "eager"):
+        model = make_swapped("gpt2", SCHEME, backend)
+        model.config.sliding_window = 8
+        cache = DynamicCache(config=model.config)
+        steps = [model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(20)]
+        logits.append(torch.cat(steps, dim=1))
+    assert_close(*logits, rtol=1e-4, atol=1e-4)

@@ -30,7 +30,7 @@ class Places(NamedTuple):
     slots: torch.Tensor  # places in the sequence or cache, (1, Q)
     keys: torch.Tensor | None  # positions of all keys so far, (B or 1, K); None where a cache does not say
     key_mask: torch.Tensor | None  # (B, K) bool, True = attend; None where there is none, or it is not in this form
-    in_order: bool  # positions of attended keys run without gaps, and no mask but `key_mask` is needed
+    in_order: bool  # positions of attended keys run without gaps, and `key_mask` with causality is all that masks
 
     def distances(self, clip: int, key_length: int) -> torch.Tensor:
         """Return r for each query and key, (B or 1, Q, K).
@@ -40,8 +40,8 @@ class Places(NamedTuple):
         """
         queries, keys = self.queries, self.keys
         if keys is not None:
-            # A static cache is longer than what it holds; the rest is masked.
-            keys = nn.functional.pad(keys, (0, key_length - keys.shape[-1]))
+            # A static cache is longer than what it holds, the rest is masked; a sliding one holds the last keys only.
+            keys = nn.functional.pad(keys[:, -key_length:], (0, max(0, key_length - keys.shape[-1])))
         elif key_length == queries.shape[-1]:
             keys = queries
         else:
@@ -52,6 +52,7 @@ class Places(NamedTuple):
 class RelativePositions(AttentionPositions):
     """One layer's tables, and the attention that uses them."""
 
+    needs_key_positions = True
     implementation = "auto"  # of `relative_attention`; see `set_relative_implementation`
 
     def __init__(self, scheme: "Relative", geometry: Geometry):
@@ -63,19 +64,17 @@ class RelativePositions(AttentionPositions):
         self.key_table = nn.Parameter(torch.zeros(shape))
         self.value_table = nn.Parameter(torch.zeros(shape)) if scheme.values else None
 
-    needs_key_positions = True
-
     def prepare(self, position_ids, slots, length, key_positions, attention_mask=None) -> Places:
         """Find out once for all layers whether positions run along the keys."""
         places = Places(position_ids, slots, key_positions, key_mask=None, in_order=False)
-        if torch.compiler.is_compiling() or key_positions is None:
+        if _is_traced() or key_positions is None:
             return places
         if attention_mask is None:
             # `slots` itself: nobody gave positions, and there is no need to look at them.
             return places._replace(in_order=key_positions is slots or _in_order(key_positions, None))
         if attention_mask.dim() != 2 or attention_mask.shape[-1] != key_positions.shape[-1]:
             return places
-        mask = attention_mask.bool()
+        mask = attention_mask.to(key_positions.device, torch.bool, copy=True)  # the caller's may change before the backward
         if key_positions is slots or _in_order(key_positions, mask):
             return places._replace(key_mask=mask, in_order=True)
         return places
@@ -98,24 +97,33 @@ class RelativePositions(AttentionPositions):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (B, H, Q, D), and the probabilities (B, H, Q, K) if they are asked for.
 
-        `mask` is additive, or boolean with True = attend; where positions are in order it says nothing new.
+        `mask` is additive, or boolean with True = attend; where positions are in order, `shared` says it all.
         """
         # Autocast computes projections in half precision and leaves parameters alone.
         tables = [None if table is None else table.to(query.dtype) for table in (self.key_table, self.value_table)]
+        key_mask = shared.key_mask
         if shared.in_order:
             length = shared.keys.shape[-1]
             if length < key.shape[-2]:  # a static cache is longer than what it holds
                 key, value = key[..., :length, :], value[..., :length, :]
-            if not return_probabilities:
-                mask = None if shared.key_mask is None else shared.key_mask.expand(len(query), -1)
+            elif key_mask is not None:  # a sliding one holds the last keys only
+                key_mask = key_mask[:, -key.shape[-2] :]
+            if not return_probabilities and not _is_traced():
+                mask = None if key_mask is None else key_mask.expand(len(query), -1)
                 output = attend(query, key, value, *tables, self.clip, causal, mask, dropout, scaling, self.implementation)
                 return output, None
-            mask = None if shared.key_mask is None else shared.key_mask[:, None, None]
+            mask = None if key_mask is None else key_mask[:, None, None]
         if causal and (mask is None or shared.in_order):
-            seen = (torch.arange(key.shape[-2], device=query.device) <= shared.slots[:, :, None])[:, None]
+            first = 0 if shared.keys is None else max(0, shared.keys.shape[-1] - key.shape[-2])
+            seen = (torch.arange(first, first + key.shape[-2], device=query.device) <= shared.slots[:, :, None])[:, None]
             mask = seen if mask is None else mask & seen
         distances = shared.distances(self.clip, key.shape[-2])
         return attend_by_index(query, key, value, *tables, distances, mask, scaling, dropout)
+
+
+def _is_traced() -> bool:
+    """Whether what happens here is recorded to be used for other lengths and positions."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _in_order(positions: torch.Tensor, key_mask: torch.Tensor | None) -> bool:
@@ -166,7 +174,8 @@ def attend_by_index(
 def set_relative_implementation(model: nn.Module, implementation: str) -> None:
     """Choose how a model with relative positions computes attention: "auto", "fused", "window" or "triton".
 
-    It is a choice for this process, not part of the model: it is not saved. See `relative_attention`.
+    It goes with the modules, through copies and pickles, but not into config.json: a model that is saved and loaded, or
+    swapped again, starts at "auto". It concerns `relative_attention` alone, not what goes by index. See there.
 
     Raises:
         PosswapError: Another name, or a model without relative positions.
