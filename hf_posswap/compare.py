@@ -271,6 +271,7 @@ def _prepare_output(config: CompareConfig, output: Path, resume: bool) -> Path:
 
 
 def provenance() -> dict:
+    """Return what a result file says of its making: command, commit, versions, hardware."""
     source = Path(hf_posswap.__file__).parent
     commit = None
     if (source.parent / ".git").exists() and shutil.which("git"):  # not an installed package, whatever lies around it
@@ -300,6 +301,7 @@ def _slug(text: str) -> str:
 
 
 def write_json(path: Path, content: dict) -> None:
+    """Write a file as a whole: a process that is killed leaves the old one or the new one."""
     aside = path.with_name(path.name + ".writing")  # a killed run leaves no half-written file under the real name
     aside.write_text(json.dumps(content, indent=2) + "\n")
     aside.replace(path)

@@ -42,48 +42,55 @@ def results_tables(results: dict) -> str:
 
 
 def speed_tables(folder: Path) -> str:
-    """Time and peak memory of swapped models as ratios to the unswapped one on sdpa, a row for each way of running."""
+    """What swapped models cost to run, from the result files of benchmark_attention.py: one-thread, two-threads, ..."""
     runs = {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("*/results.json"))}
-    records = [record for run in runs.values() for record in run["cases"]]
-    blocks = []
-    for measure, phases, title in (
-        ("time", ("forward", "train"), "time"),
-        ("memory", ("forward", "train"), "peak memory"),
-        ("time", ("decode",), "time of a new token"),
-    ):
+    records = {name: [record for record in run["cases"] if "error" not in record] for name, run in runs.items()}
+
+    def table(title: str, names: list[str], cell) -> str:
         rows, columns = {}, {}
-        for record in records:
-            case = record["case"]
-            if case["measure"] != measure or case["phase"] not in phases:
+        for record in (record for name in names for record in records[name]):
+            case, text = record["case"], cell(record)
+            if text is None:
                 continue
-            control = measure == "memory" and next(
-                other["peak_mib"]
-                for other in records
-                if other["case"] == case | {"subject": "sdpa", "clip": None} and "peak_mib" in other
-            )
             column = f"{case['phase'].replace('train', 'training')} {case['batch']}x{case['length']}"
-            columns[case["phase"], case["batch"] * case["length"], column] = column
-            name = "the original again" if case["subject"] == "sdpa" else case["subject"].replace("_", "\\_")
+            columns[case["phase"], case["batch"] * case["length"]] = column
+            who = "the original again" if case["subject"] == "sdpa" else case["subject"]
             threads = f", {case['threads']} threads" if case["threads"] > 1 else ""
-            kept = ", pages kept" if case["allocator"] == "keep" else ""
-            old = ", transformers 4.57.6" if case["family"] == "old-bert" else ""
-            if measure == "memory" and case["subject"] == "sdpa":
-                continue
-            ratio = record["peak_mib"] / control if measure == "memory" else record["ratio"]["median"]
-            rows.setdefault(f"{name}{old}{threads}{kept}", {})[column] = f"{ratio:.2f}"
-        if rows:
-            names = [columns[key] for key in sorted(columns)]
-            lines = [f"| {title} | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
-            lines += [f"| {row} | {' | '.join(cells.get(name, '') for name in names)} |" for row, cells in rows.items()]
-            blocks.append("\n".join(lines))
+            rows.setdefault(f"{who}{threads}", {})[column] = text
+        found = [columns[place] for place in sorted(columns)]
+        lines = [f"| {title} | {' | '.join(found)} |", f"|---|{'---|' * len(found)}"]
+        lines += [f"| {row} | {' | '.join(cells.get(name, '') for name in found)} |" for row, cells in rows.items()]
+        return "\n".join(lines)
+
+    def ratio(record: dict) -> str:
+        return "{median:.2f} ({low:.2f}–{high:.2f})".format(**record["ratio"])
+
+    peaks = {json.dumps(r["case"] | {"clip": None}): r["peak_mib"] for r in records["memory"]}
+
+    def peak_ratio(record: dict) -> str | None:
+        case = record["case"]
+        original = peaks[json.dumps(case | {"subject": "sdpa", "clip": None})]
+        return None if case["subject"] == "sdpa" else f"{record['peak_mib'] / original:.2f}"
+
+    old = {(f"{r['case']['family']}/{r['case']['subject']}", r["case"]["measure"]): r for r in records["old"]}
+    lines = ["| a training step, 1x2048 | ms | peak MiB |", "|---|---|---|"]
+    for name in dict.fromkeys(name for name, _ in old):
+        least, peak = old[name, "time"]["ms"]["least"], old[name, "memory"]["peak_mib"]
+        whose = "transformers 4.57.6, " if name.startswith("old") else ""
+        lines.append(f"| {whose}{name.partition('/')[2].replace('_', chr(92) + '_')} | {least:.0f} | {peak:.0f} |")
     first = next(iter(runs.values()))
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     commits = ", ".join(sorted({run["commit"] for run in runs.values()}))
-    commands = "; ".join(f"`{run['command']}`" for run in runs.values())
-    blocks.append(
-        f"{commands} at commit {commits}; {versions}; {first['hardware']['cpu']}, {first['hardware']['cores']} cores."
+    commands = ", ".join(f"`{run['command']}`" for run in runs.values())
+    return "\n\n".join(
+        [
+            table("time", ["one-thread", "two-threads"], ratio),
+            table("peak memory", ["memory"], peak_ratio),
+            table("time of a new token, GPT-2 of 12 layers", ["decode"], ratio),
+            "\n".join(lines),
+            f"{commands}; commit {commits}; {versions}; {first['hardware']['cpu']}, {first['hardware']['cores']} cores.",
+        ]
     )
-    return "\n\n".join(blocks)
 
 
 def render(readme: str, results: dict) -> str:
