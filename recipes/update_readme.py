@@ -53,7 +53,7 @@ def speed_tables(folder: Path) -> str:
             if text is None:
                 continue
             column = f"{case['phase'].replace('train', 'training')} {case['batch']}x{case['length']}"
-            columns[case["phase"], case["batch"] * case["length"]] = column
+            columns[case["phase"], case["length"], case["batch"]] = column
             who = "the original again" if case["subject"] == "sdpa" else case["subject"]
             threads = f", {case['threads']} threads" if case["threads"] > 1 else ""
             rows.setdefault(f"{who}{threads}", {})[column] = text
@@ -81,14 +81,14 @@ def speed_tables(folder: Path) -> str:
     first = next(iter(runs.values()))
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     commits = ", ".join(sorted({run["commit"] for run in runs.values()}))
-    commands = ", ".join(f"`{run['command']}`" for run in runs.values())
+    commands = "\n".join(f"- `{run['command']}`" for run in runs.values())
     return "\n\n".join(
         [
             table("time", ["one-thread", "two-threads"], ratio),
             table("peak memory", ["memory"], peak_ratio),
             table("time of a new token, GPT-2 of 12 layers", ["decode"], ratio),
             "\n".join(lines),
-            f"{commands}; commit {commits}; {versions}; {first['hardware']['cpu']}, {first['hardware']['cores']} cores.",
+            f"Commit {commits}; {versions}; {first['hardware']['cpu']}, {first['hardware']['cores']} cores:\n\n{commands}",
         ]
     )
 
