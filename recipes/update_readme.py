@@ -48,7 +48,7 @@ def speed_tables(folder: Path) -> str:
 
     def table(title: str, names: list[str], cell) -> str:
         rows, columns = {}, {}
-        for record in (record for name in names for record in records[name]):
+        for name, record in ((name, record) for name in names for record in records[name]):
             case, text = record["case"], cell(record)
             if text is None:
                 continue
@@ -56,7 +56,8 @@ def speed_tables(folder: Path) -> str:
             columns[case["phase"], case["length"], case["batch"]] = column
             who = "the original again" if case["subject"] == "sdpa" else case["subject"]
             threads = f", {case['threads']} threads" if case["threads"] > 1 else ""
-            rows.setdefault(f"{who}{threads}", {})[column] = text
+            taken = ", one core taken by another process" if runs[name]["config"]["busy"] else ""
+            rows.setdefault(f"{who}{threads}{taken}", {})[column] = text
         found = [columns[place] for place in sorted(columns)]
         lines = [f"| {title} | {' | '.join(found)} |", f"|---|{'---|' * len(found)}"]
         lines += [f"| {row} | {' | '.join(cells.get(name, '') for name in found)} |" for row, cells in rows.items()]
@@ -84,7 +85,7 @@ def speed_tables(folder: Path) -> str:
     commands = "\n".join(f"- `{run['command']}`" for run in runs.values())
     return "\n\n".join(
         [
-            table("time", ["one-thread", "two-threads"], ratio),
+            table("time", ["one-thread", "two-threads", "busy"], ratio),
             table("peak memory", ["memory"], peak_ratio),
             table("time of a new token, GPT-2 of 12 layers", ["decode"], ratio),
             "\n".join(lines),
