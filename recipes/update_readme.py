@@ -48,7 +48,7 @@ def speed_tables(folder: Path) -> str:
 
     def table(title: str, names: list[str], cell) -> str:
         rows, columns = {}, {}
-        for name, record in ((name, record) for name in names for record in records[name]):
+        for run, record in ((run, record) for run in names for record in records[run]):
             case, text = record["case"], cell(record)
             if text is None:
                 continue
@@ -56,7 +56,7 @@ def speed_tables(folder: Path) -> str:
             columns[case["phase"], case["length"], case["batch"]] = column
             who = "the original again" if case["subject"] == "sdpa" else case["subject"]
             threads = f", {case['threads']} threads" if case["threads"] > 1 else ""
-            taken = ", one core taken by another process" if runs[name]["config"]["busy"] else ""
+            taken = ", one core taken by another process" if runs[run]["config"]["busy"] else ""
             rows.setdefault(f"{who}{threads}{taken}", {})[column] = text
         found = [columns[place] for place in sorted(columns)]
         lines = [f"| {title} | {' | '.join(found)} |", f"|---|{'---|' * len(found)}"]
