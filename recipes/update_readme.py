@@ -48,7 +48,7 @@ def speed_tables(folder: Path) -> str:
 
     def table(title: str, names: list[str], cell) -> str:
         rows, columns = {}, {}
-        for run, record in ((run, record) for run in names for record in records[run]):
+        for run, record in [(name, record) for name in names for record in records[name]]:
             case, text = record["case"], cell(record)
             if text is None:
                 continue
