@@ -18,6 +18,7 @@ from hf_posswap.errors import (
     UnknownSchemeError,
     UnsupportedModelError,
 )
+from hf_posswap.fitting import FitReport, fit
 from hf_posswap.schemes import (
     SCHEMES,
     Learned,
@@ -29,7 +30,7 @@ from hf_posswap.schemes import (
     register_scheme,
     set_relative_implementation,
 )
-from hf_posswap.swap import describe, restore, swap
+from hf_posswap.swap import describe, original, restore, swap
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "Architecture",
     "CheckpointError",
     "DataError",
+    "FitReport",
     "Learned",
     "NoPositions",
     "PosswapError",
@@ -51,6 +53,8 @@ __all__ = [
     "UnsupportedModelError",
     "describe",
     "embedded_model",
+    "fit",
+    "original",
     "register_architecture",
     "register_scheme",
     "restore",

@@ -7,6 +7,8 @@ switched off by `set_attn_implementation`, leaves padding unmasked under a new n
 without their positions.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
@@ -59,6 +61,44 @@ class PositionedAttention(nn.Module):
             )
             output = output.transpose(1, 2).flatten(-2)
         return self.architecture.output(self, output), probabilities
+
+
+class Observation(NamedTuple):
+    """The inside of one self-attention module; queries and keys are those before any rotation."""
+
+    query: torch.Tensor  # (B, H, L, D)
+    key: torch.Tensor
+    value: torch.Tensor
+    probabilities: torch.Tensor  # (B, H, L, L)
+    output: torch.Tensor  # (B, H, L, D)
+
+
+def observe(
+    attention: nn.Module, architecture: Architecture, hidden_states: torch.Tensor, allowed: torch.Tensor, shared_positions
+) -> Observation:
+    """Compute what a self-attention module computes, swapped or not, and return all of it; `allowed` is (B, 1, L, L) bool.
+
+    Whatever attention implementation the model is set to: this is for looking, not for speed.
+    """
+    query, key, value = architecture.project(attention, hidden_states)
+    positions = getattr(attention, "positions", None)
+    if positions is not None and positions.attend is not None:
+        output, probabilities = positions.attend(
+            query,
+            key,
+            value,
+            allowed,
+            shared_positions,
+            scaling=attention.scaling,
+            dropout=0.0,
+            causal=attention.is_causal and getattr(attention.config, "is_causal", True),
+            return_probabilities=True,
+        )
+        return Observation(query, key, value, probabilities, output)
+    turned = [states if positions is None else positions.rotate(states, shared_positions) for states in (query, key)]
+    scores = turned[0] @ turned[1].transpose(-1, -2) * attention.scaling
+    probabilities = scores.masked_fill(~allowed, float("-inf")).softmax(-1).nan_to_num()  # padding sees nothing: zeros
+    return Observation(query, key, value, probabilities, probabilities @ value)
 
 
 POSITIONED_CLASSES: dict[str, type[nn.Module]] = {}  # by model_type; filled when a family is registered

@@ -5,19 +5,24 @@ import os
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.markdown import Markdown
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.assets import EMBEDDED_MODELS, model_source
+from hf_posswap.calibration import text_batches, written_text
 from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.compare import DEFAULT_SCHEMES, CompareConfig, compare
-from hf_posswap.errors import CheckpointError, PosswapError
+from hf_posswap.errors import CheckpointError, DataError, PosswapError
+from hf_posswap.fitting import fit as fit_swapped
 from hf_posswap.report import write_report
 from hf_posswap.schemes import SCHEMES
-from hf_posswap.swap import describe, swap
+from hf_posswap.swap import describe, original, swap
+from hf_posswap.text import read_documents, stdlib_prose
 
 app = typer.Typer(
     help="Swap the position scheme of pretrained BERT and GPT-2 models, and measure what it costs.",
@@ -37,14 +42,26 @@ def swap_command(
     output: Annotated[Path, typer.Option(help="A new folder for the swapped model and its tokenizer.")],
     max_positions: Annotated[int | None, typer.Option(help="The longest input; the checkpoint's own by default.")] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Drop the old table without a warm start.")] = False,
+    fit: Annotated[
+        str | None,
+        typer.Option(
+            help="Fit the swapped model to its original, layer by layer, on this text: a file, folder or Hub dataset; "
+            "'auto': text at hand, the standard library's for an encoder, the model's own writing for a causal model."
+        ),
+    ] = None,
+    fit_tokens: Annotated[int, typer.Option(help="Tokens to fit on and to measure the fit with.")] = 65_536,
+    reconstruct: Annotated[int, typer.Option(help="Steps for each layer; 0: the closed form alone.")] = 100,
+    text_column: Annotated[str, typer.Option(help="The column of a table that holds the text.")] = "text",
 ):
-    """Swap a checkpoint's positions and save the result."""
+    """Swap a checkpoint's positions, fit the new ones if asked to, and save the result."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} exists already: choose another --output")
     source = model_source(model)
     loaded = _load(source)
     swap(loaded, scheme, max_positions=max_positions, warm_start=not cold)
     tokenizer = AutoTokenizer.from_pretrained(source)
+    if fit is not None:
+        typer.echo(fit_swapped(loaded, _calibration(fit, text_column, loaded, tokenizer, fit_tokens), reconstruct=reconstruct))
     output.mkdir(parents=True, exist_ok=True)
     loaded.save_pretrained(output)
     typer.echo(describe(loaded))
@@ -104,6 +121,17 @@ def compare_command(
     console.print(Markdown((output / "results.md").read_text()))
     for path in [*written, *sorted((output / "models").iterdir())]:
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+def _calibration(source: str, text_column: str, model: PreTrainedModel, tokenizer, tokens: int) -> list[torch.Tensor]:
+    """Return token batches of the text that a fit was asked to use."""
+    causal = ARCHITECTURES[model.config.model_type.removeprefix("posswap-")].is_causal(model.config)
+    if source == "auto" and causal and model.get_output_embeddings() is not None:
+        return [written_text(original(model, share_weights=True), tokens=tokens)]
+    if len(tokenizer) <= 10:
+        raise DataError("the checkpoint has no tokenizer to read text with: fit in Python, where you pass token ids")
+    documents = ["\n".join(stdlib_prose("train"))] if source == "auto" else read_documents(source, text_column=text_column)
+    return text_batches(documents, tokenizer, describe(model).trained_positions, tokens=tokens, causal=causal)
 
 
 def _load(source: str) -> PreTrainedModel:

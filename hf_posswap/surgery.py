@@ -27,6 +27,7 @@ class Snapshot:
     table: nn.Module
     attentions: list[tuple[type, nn.Module | None]]
     query_keys: list[tuple[torch.Tensor, ...]] | None = field(default=None, repr=False)
+    attention_weights: list[dict[str, torch.Tensor]] | None = field(default=None, repr=False)  # as before a fit
 
 
 def geometry_of(config: PreTrainedConfig, max_positions: int, trained_positions: int) -> Geometry:
@@ -82,9 +83,30 @@ def revert(model: PreTrainedModel, architecture: Architecture, snapshot: Snapsho
         vars(base).pop("position_scheme", None)
     else:
         base.position_scheme = snapshot.scheme
+    if snapshot.attention_weights is not None:
+        write_attention_weights(attentions, snapshot.attention_weights)
     for attention, values in zip(attentions, snapshot.query_keys or (), strict=snapshot.query_keys is not None):
         for target, value in zip(architecture.query_key(attention).tensors(), values, strict=True):
             target.copy_(value)
+
+
+def copy_attention_weights(attentions: list[nn.Module], *, positions: bool = False) -> list[dict[str, torch.Tensor]]:
+    """Return copies of each layer's own weights by name; those of the scheme's module only with `positions`."""
+    return [{name: p.detach().clone() for name, p in _own(attention, positions).items()} for attention in attentions]
+
+
+@torch.no_grad()
+def write_attention_weights(attentions: list[nn.Module], weights: list[dict[str, torch.Tensor]]) -> None:
+    """Put copies back where they came from, also when adapters have been wrapped around since."""
+    for attention, values in zip(attentions, weights, strict=True):
+        parameters = _own(attention, positions=True)
+        for name, value in values.items():
+            parameters[name].copy_(value)
+
+
+def _own(attention: nn.Module, positions: bool) -> dict[str, nn.Parameter]:
+    named = {name.replace("base_layer.", ""): p for name, p in attention.named_parameters()}  # PEFT's name for what it wraps
+    return {name: p for name, p in named.items() if positions or not name.startswith("positions.")}
 
 
 def install(model: PreTrainedModel, architecture: Architecture, scheme: Scheme, geometry: Geometry) -> nn.Module:

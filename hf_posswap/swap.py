@@ -2,8 +2,9 @@
 
 import copy
 import sys
-import warnings
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,10 +23,20 @@ from hf_posswap.checkpoint import (
     mark_part,
     read_config_entry,
 )
+from hf_posswap.closed_form import balance
 from hf_posswap.errors import PosswapError, UnsupportedModelError
-from hf_posswap.fitting import balance, balances, query_key_moments
-from hf_posswap.schemes import SCHEMES, Geometry, Learned, Scheme, parse_scheme
-from hf_posswap.surgery import Snapshot, geometry_of, install, revert, set_config, take_snapshot
+from hf_posswap.schemes import SCHEMES, Learned, Scheme, parse_scheme
+from hf_posswap.surgery import (
+    Snapshot,
+    copy_attention_weights,
+    geometry_of,
+    install,
+    revert,
+    set_config,
+    take_snapshot,
+    write_attention_weights,
+)
+from hf_posswap.warm_start import balanced_order, query_key_moments
 
 
 @dataclass
@@ -70,7 +81,7 @@ def swap(
             f"{type(scheme).__name__} is named {scheme.name!r} like {SCHEMES[scheme.name].__name__}, and a saved model of it "
             "would load as that one: give it a name of its own"
         )
-    target, architecture = _target(model)
+    target, architecture = find_target(model)
     if vars(target).get("_posswap_part"):
         raise PosswapError("this is the inner part of a swapped model, whose config names the scheme: swap the whole model")
     check_implementation(scheme.implementations, target.config._attn_implementation, scheme.name)
@@ -85,8 +96,10 @@ def swap(
     max_positions = _check_max_positions(max_positions, start)
     geometry = geometry_of(target.config, max_positions, _trained_positions(start))
     scheme.check(geometry)
-    order = _balanced_order(target, architecture, scheme, geometry, start) if warm_start else None
+    order = balanced_order(target, architecture, scheme, geometry, start) if warm_start else None
     before = take_snapshot(target, architecture, weights=order is not None or start.query_keys is not None)
+    if start.attention_weights is not None:  # fitted since: going back to the original undoes that
+        before.attention_weights = copy_attention_weights(architecture.self_attentions(target.base_model))
     try:
         if record is not None:
             revert(target, architecture, start)
@@ -146,7 +159,7 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         PosswapError: The model is not swapped, or was loaded from a swapped checkpoint, where the original is gone.
     """
-    target, architecture = _target(model)
+    target, architecture = find_target(model)
     record: _Record | None = vars(target).get("_posswap_record")
     if record is None:
         if isinstance(target, SwappedModel):
@@ -171,6 +184,59 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
     target.name_or_path = record.name_or_path
     del vars(target)["_posswap_record"]
     return model
+
+
+def original(model: PreTrainedModel, *, share_weights: bool = False) -> PreTrainedModel:
+    """Return the model that a swapped one was made from, as a second model next to it: a teacher without a download.
+
+    It is a copy without gradients, in evaluation mode. With `share_weights` it shares all weights but those of self-attention
+    with the swapped model, which saves memory as long as only attention is changed.
+
+    Raises:
+        PosswapError: The original is not kept: the model is not swapped, or was loaded from a swapped checkpoint.
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> model = swap(GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64)), "rotary")
+    >>> describe(original(model)).new, describe(model).new
+    (Learned(extend=None), Rotary(theta=10000, fraction=1.0, layout='interleaved', scaling=None))
+    """
+    target, architecture = find_target(model)
+    kept = [p for attention in architecture.self_attentions(target.base_model) for p in attention.parameters()]
+    own = {id(p) for p in kept}
+    shared = {id(p): p for p in target.parameters() if share_weights and id(p) not in own}
+    twin = copy.deepcopy(target, shared)  # what deepcopy finds in its memo, it does not copy
+    restore(twin)
+    return twin.eval() if share_weights else twin.eval().requires_grad_(False)
+
+
+@contextmanager
+def rewriting_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let the weights of self-attention be rewritten inside: `restore` still gives the original's back afterwards.
+
+    When the body raises, or is interrupted, all of them are as before.
+    """
+    target, architecture = find_target(model, dispatched=True)
+    attentions = architecture.self_attentions(target.base_model)
+    before = copy_attention_weights(attentions, positions=True)
+    try:
+        yield
+    except BaseException:
+        write_attention_weights(attentions, before)
+        raise
+    record: _Record | None = vars(target).get("_posswap_record")
+    if record is not None:
+        if record.original.attention_weights is None:  # a second fit starts from the first, but the original stays the original
+            record.original.attention_weights = [
+                {name: value for name, value in weights.items() if not name.startswith("positions.")} for weights in before
+            ]
+        record.fingerprint = _fingerprint(target, architecture)
+
+
+def is_unchanged(model: PreTrainedModel) -> bool:
+    """Whether positions and self-attention are as the last swap or fit in this process left them; False for a loaded model."""
+    target, architecture = find_target(model, dispatched=True)
+    record: _Record | None = vars(target).get("_posswap_record")
+    return record is not None and record.fingerprint == _fingerprint(target, architecture)
 
 
 @dataclass(frozen=True)
@@ -217,7 +283,7 @@ def describe(model: PreTrainedModel) -> Description:
     attention layers patched  0 of 1
     original                  this is it
     """
-    target, architecture = _target(model)
+    target, architecture = find_target(model)
     base = target.base_model
     attentions = architecture.self_attentions(base)
     owner, name = architecture.table_owner(base)
@@ -244,7 +310,7 @@ def describe(model: PreTrainedModel) -> Description:
     )
 
 
-def _target(model) -> tuple[PreTrainedModel, Architecture]:
+def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Architecture]:
     """Return the transformers model to work on and its family, or raise saying why it cannot be swapped."""
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
@@ -287,7 +353,7 @@ def _target(model) -> tuple[PreTrainedModel, Architecture]:
         raise UnsupportedModelError("this model's projections are quantized: swap the full-precision model, then quantize")
     # accelerate's dispatch (device_map over several devices, offload) and other patchers set `forward` on the instance, which
     # would go on calling the old attention whatever the class says: a silent no-op.
-    for module in (base, *architecture.self_attentions(base)):
+    for module in () if dispatched else (base, *architecture.self_attentions(base)):
         if "forward" in vars(module):
             raise UnsupportedModelError(
                 f"the forward of {type(module).__name__} is replaced on the instance (device_map with several devices, "
@@ -318,30 +384,6 @@ def _rows(table: nn.Module, trained_positions: int) -> torch.Tensor:
     device = next((t.device for t in (*table.parameters(), *table.buffers())), torch.device("cpu"))
     with torch.no_grad():
         return table(torch.arange(trained_positions, device=device)[None])[0].double()
-
-
-def _balanced_order(
-    target: PreTrainedModel, architecture: Architecture, scheme: Scheme, geometry: Geometry, start: Snapshot
-) -> torch.Tensor | None:
-    """Return the order of dimensions for a balanced basis, or None where the warm start leaves projections alone."""
-    positions = scheme.attention_module(geometry)
-    order = None if positions is None else positions.dims_slow_to_fast()
-    # A model that was rotary to begin with has its directions where its planes want them.
-    rotated = any(p is not None and p.dims_slow_to_fast() is not None for _, p in start.attentions)
-    if order is None or rotated or not balances(architecture, target.config):
-        return None
-    if not _plain_projections(target, architecture):
-        warnings.warn(
-            "query and key projections are wrapped by adapters, parametrized or shared, so the balanced basis is left out of "
-            "the warm start; swap before adding adapters to have it",
-            stacklevel=4,
-        )
-        return None
-    return order
-
-
-def _plain_projections(target: PreTrainedModel, architecture: Architecture) -> bool:
-    return all(architecture.query_key(a).plain for a in architecture.self_attentions(target.base_model))
 
 
 def _fingerprint(target: PreTrainedModel, architecture: Architecture) -> int:

@@ -55,7 +55,7 @@ def test_causal_model(gpt2, monkeypatch):
         assert warm < cold, scheme
     warm = perplexity(posswap.swap(model, "rotary"), blocks)
     # The module, not the function of the same name.
-    monkeypatch.setattr(sys.modules["hf_posswap.swap"], "balances", lambda architecture, config: True)
+    monkeypatch.setattr(sys.modules["hf_posswap.warm_start"], "balances", lambda architecture, config: True)
     assert perplexity(posswap.swap(model, "rotary"), blocks) > warm
     posswap.restore(model)
 

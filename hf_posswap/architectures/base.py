@@ -27,6 +27,10 @@ class Architecture(ABC):
         """Return the module that holds the position table and the attribute's name."""
 
     @abstractmethod
+    def layers(self, base: PreTrainedModel) -> list[nn.Module]:
+        """Return the layers, first one first; each takes hidden states as its first argument and returns new ones."""
+
+    @abstractmethod
     def self_attentions(self, base: PreTrainedModel) -> list[nn.Module]:
         """Return the self-attention modules, first layer first; never cross-attention."""
 

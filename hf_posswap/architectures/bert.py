@@ -25,6 +25,9 @@ class Bert(Architecture):
     def table_owner(self, base):
         return base.embeddings, "position_embeddings"
 
+    def layers(self, base):
+        return list(base.encoder.layer)
+
     def self_attentions(self, base):
         return [layer.attention.self for layer in base.encoder.layer]
 

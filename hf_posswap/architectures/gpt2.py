@@ -25,6 +25,9 @@ class GPT2(Architecture):
     def table_owner(self, base):
         return base, "wpe"
 
+    def layers(self, base):
+        return list(base.h)
+
     def self_attentions(self, base):
         return [block.attn for block in base.h]
 

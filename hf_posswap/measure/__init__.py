@@ -1,10 +1,21 @@
 """What a swap did to a model."""
 
-from hf_posswap.measure.damage import kl_divergence, perplexity, pooled_cosine, pooled_states
+from hf_posswap.measure.damage import (
+    Damage,
+    damage,
+    kl_divergence,
+    order_sensitivity,
+    perplexity,
+    pooled_cosine,
+    pooled_states,
+)
 from hf_posswap.measure.word_order import word_order_examples, word_order_preference, word_order_probe
 
 __all__ = [
+    "Damage",
+    "damage",
     "kl_divergence",
+    "order_sensitivity",
     "perplexity",
     "pooled_cosine",
     "pooled_states",

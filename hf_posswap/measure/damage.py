@@ -1,11 +1,126 @@
-"""What a swap cost, as numbers against the original: states of an encoder, predictions of a causal model."""
+"""What a swap cost, as numbers against the original: states of an encoder, predictions of a causal model.
+
+All costs are 0 for an unhurt model. Where a model has a language-modelling head, the cost is KL(original || model)
+of its predictions in nats; where it has none, 1 - cosine of its last hidden states with the original's. Layers are compared
+by their relative error after a plain layer norm, which is how the next layer reads them, and which keeps single outlying
+numbers of real checkpoints from drowning the rest: sum |h - t|^2 / sum |t - mean t|^2.
+"""
 
 import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 from transformers import PreTrainedModel
 
+from hf_posswap.architectures import ARCHITECTURES
+
 _TOKENS_A_BATCH = 4096  # memory for logits stays the same at every length
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What a swap cost, over all, by layer, by position and by length; 0 is unhurt everywhere."""
+
+    measure: str  # "KL" in nats, or "1 - cosine"
+    total: float
+    by_layer: tuple[float, ...]  # relative error of the states after each layer
+    by_position: dict[str, float]  # "0", "1-7", "8-31", ...: of single tokens
+    by_length: dict[int, float]  # as the total, of sequences of one length (tokens, without padding)
+
+
+@torch.no_grad()
+def damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]]) -> Damage:
+    """Compare a swapped model with its original on batches of `input_ids` and, where rows are padded, `attention_mask`.
+
+    Without a head the total is that of mean-pooled states, as sentence models use them; with one, that of all predictions.
+    """
+    modes = {one: one.training for one in (model, original)}
+    head = model.get_output_embeddings() is not None and original.get_output_embeddings() is not None
+    positions, lengths = defaultdict(lambda: [0.0, 0]), defaultdict(lambda: [0.0, 0])
+    errors, spreads = None, None
+    for batch in _few_tokens(batches, _TOKENS_A_BATCH // 4 if head else _TOKENS_A_BATCH):
+        states, predictions = [], []
+        for one in (original.eval(), model.eval()):
+            given = {key: value.to(one.device) for key, value in batch.items()}
+            outputs = (one if head else one.base_model)(**given, output_hidden_states=True, use_cache=False)
+            states.append([layer.float().cpu() for layer in outputs.hidden_states[1:]])
+            if head:
+                logits = outputs.logits if "logits" in outputs else outputs.prediction_logits
+                predictions.append(logits.float().cpu())
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool().cpu()
+        if head:
+            target, got = (one.log_softmax(-1) for one in predictions)
+            cost = functional.kl_div(got, target, reduction="none", log_target=True).sum(-1)  # (B, L)
+            rows = (cost * mask).sum(1) / mask.sum(1)
+        else:
+            cost = 1 - functional.cosine_similarity(states[0][-1], states[1][-1], dim=-1)
+            pooled = [(one[-1] * mask[..., None]).sum(1) / mask.sum(1, keepdim=True) for one in states]
+            rows = 1 - functional.cosine_similarity(*pooled, dim=-1)
+        places = mask.cumsum(1) - 1  # positions without what padding takes up
+        for low, high in _ranges(mask.shape[1]):
+            chosen = cost[mask & (places >= low) & (places <= high)]
+            entry = positions[str(low) if low == high else f"{low}-{high}"]
+            entry[0], entry[1] = entry[0] + chosen.sum().item(), entry[1] + len(chosen)
+        for length, value in zip(mask.sum(1).tolist(), rows.tolist(), strict=True):
+            weight = length if head else 1
+            lengths[length][0] += value * weight
+            lengths[length][1] += weight
+        flat = [[functional.layer_norm(layer, layer.shape[-1:])[mask] for layer in one] for one in states]
+        found = torch.tensor([(s - t).pow(2).sum() for t, s in zip(*flat, strict=True)])
+        spread = torch.tensor([(t - t.mean(0)).pow(2).sum() for t in flat[0]])
+        errors, spreads = (found, spread) if errors is None else (errors + found, spreads + spread)
+    for one, mode in modes.items():
+        one.train(mode)
+    cost, count = (sum(entry[i] for entry in lengths.values()) for i in (0, 1))
+    return Damage(
+        measure="KL" if head else "1 - cosine",
+        total=cost / count,
+        by_layer=tuple((errors / spreads).tolist()),
+        by_position={name: cost / count for name, (cost, count) in positions.items() if count},
+        by_length={length: cost / count for length, (cost, count) in sorted(lengths.items())},
+    )
+
+
+@torch.no_grad()
+def order_sensitivity(model: PreTrainedModel, blocks: torch.Tensor, *, seed: int = 0) -> float:
+    """Return how much a model notices that tokens are shuffled, over unpadded blocks (N, L): 0 is a bag of words.
+
+    Shuffle test: all tokens but the first and the last change places. A causal model with a head is asked what comes next:
+    KL of its last prediction from the one for the intact text, in nats. Other models: 1 - cosine of mean-pooled states.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    shuffled = blocks.clone()
+    for row in shuffled:
+        row[1:-1] = row[1:-1][torch.randperm(blocks.shape[1] - 2, generator=generator)]
+    causal = ARCHITECTURES[model.config.model_type.removeprefix("posswap-")].is_causal(model.config)
+    if model.get_output_embeddings() is None or not causal:
+        return 1 - (pooled_states(model, blocks) * pooled_states(model, shuffled)).sum(-1).mean().item()
+    model.eval()
+    total = 0.0
+    for intact, mixed in zip(_batches(blocks, model), _batches(shuffled, model), strict=True):
+        target, got = (
+            model(input_ids=rows, use_cache=False, logits_to_keep=1).logits[:, -1].float().log_softmax(-1)
+            for rows in (intact, mixed)
+        )
+        total += functional.kl_div(got, target, reduction="sum", log_target=True).item()
+    return total / len(blocks)
+
+
+def _ranges(length: int):
+    low, size = 0, 1
+    while low < length:
+        yield low, low + size - 1
+        low, size = (1, 7) if low == 0 else (low + size, 3 * (low + size))
+
+
+def _few_tokens(batches: Iterable[dict[str, torch.Tensor]], tokens: int):
+    for batch in batches:
+        rows = max(1, tokens // batch["input_ids"].shape[1])
+        for first in range(0, len(batch["input_ids"]), rows):
+            yield {key: value[first : first + rows] for key, value in batch.items()}
 
 
 def _batches(blocks: torch.Tensor, model: PreTrainedModel):
@@ -18,7 +133,7 @@ def pooled_states(model: PreTrainedModel, blocks: torch.Tensor) -> torch.Tensor:
     """Return the mean over tokens of the last hidden states of unpadded blocks (N, L): (N, E), of norm 1, float32."""
     model.eval()
     pooled = [model.base_model(input_ids=rows).last_hidden_state.float().mean(1) for rows in _batches(blocks, model)]
-    return torch.nn.functional.normalize(torch.cat(pooled), dim=-1)
+    return functional.normalize(torch.cat(pooled), dim=-1)
 
 
 def pooled_cosine(model: PreTrainedModel, blocks: torch.Tensor, original: torch.Tensor) -> float:
@@ -33,7 +148,7 @@ def perplexity(model: PreTrainedModel, blocks: torch.Tensor) -> float:
     total = 0.0
     for rows in _batches(blocks, model):
         logits = model(input_ids=rows, use_cache=False).logits[:, :-1].float()
-        total += torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
+        total += functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
     return math.exp(total / (blocks.shape[0] * (blocks.shape[1] - 1)))
 
 
@@ -45,5 +160,5 @@ def kl_divergence(model: PreTrainedModel, original: PreTrainedModel, blocks: tor
     for rows in _batches(blocks, model):
         target = original(input_ids=rows.to(original.device), use_cache=False).logits.float().log_softmax(-1).to(rows.device)
         given = model(input_ids=rows, use_cache=False).logits.float().log_softmax(-1)
-        total += torch.nn.functional.kl_div(given, target, reduction="sum", log_target=True).item()
+        total += functional.kl_div(given, target, reduction="sum", log_target=True).item()
     return total / blocks.numel()

@@ -5,6 +5,7 @@ Relative distance is key position minus query position.
 """
 
 from abc import ABC
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
@@ -109,6 +110,13 @@ class AttentionPositions(nn.Module):
     def dims_slow_to_fast(self) -> torch.Tensor | None:
         """Order the head's dimensions by how little positions disturb them, or None when all are alike; (D,) int64."""
         return None
+
+    def solve(self, observe: Callable[[], Iterable], query_key: Any, scaling: float) -> None:
+        """Start this layer in closed form, as near to the original's attention as that gets; by default there is nothing to do.
+
+        `observe()` yields the layer's `closed_form.Evidence`, batch by batch, with projections as they are at the time;
+        `query_key` holds views of the query and key projections.
+        """
 
     # A scheme that does not hand q, k and v to the attention backend defines `attend`; see `Relative`.
     attend = None

@@ -18,6 +18,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from hf_posswap.closed_form import fit_relative_keys, fit_relative_values, missing_scores
 from hf_posswap.errors import PosswapError
 from hf_posswap.relative_attention import IMPLEMENTATIONS, attend
 from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number
@@ -81,6 +82,39 @@ class RelativePositions(AttentionPositions):
 
     def key_mask(self, shared: Places) -> torch.Tensor | None:
         return shared.key_mask
+
+    def solve(self, observe, query_key, scaling) -> None:
+        """Vectors of keys, then those of values, from what the layer misses at each distance; see `closed_form`."""
+        shared = self.key_table.dim() == 2
+        queries, masses, targets = [], [], []
+        for evidence in observe():
+            weights, missing = missing_scores(evidence, evidence.query @ evidence.key.transpose(-1, -2), scaling)
+            queries.append(evidence.tokens(evidence.query))
+            masses.append(evidence.tokens(self._by_distance(weights)))
+            targets.append(evidence.tokens(self._by_distance(weights * missing)))
+        table = fit_relative_keys(*(torch.cat(parts, dim=1) for parts in (queries, masses, targets)), shared=shared)
+        self.key_table.copy_(table.view_as(self.key_table))
+        if self.value_table is None:
+            return
+        moment, product = 0.0, 0.0
+        for evidence in observe():
+            scores = evidence.query @ evidence.key.transpose(-1, -2)
+            by_distance = evidence.query @ self.key_table.to(scores.dtype).transpose(-1, -2)
+            scores = (scores + by_distance.gather(-1, self._index(scores))) * scaling
+            probabilities = scores.masked_fill(~evidence.allowed, float("-inf")).softmax(-1).nan_to_num()
+            mass = evidence.tokens(self._by_distance(probabilities))
+            moment = moment + mass.transpose(1, 2) @ mass
+            product = product + mass.transpose(1, 2) @ evidence.tokens(evidence.output - probabilities @ evidence.value)
+        self.value_table.copy_(fit_relative_values(moment, product, shared=shared).view_as(self.value_table))
+
+    def _index(self, scores: torch.Tensor) -> torch.Tensor:
+        steps = torch.arange(scores.shape[-1], device=scores.device)
+        return ((steps[None, :] - steps[:, None]).clamp(-self.clip, self.clip) + self.clip).expand(scores.shape)
+
+    def _by_distance(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum (B, H, L, L) over the keys at each distance: (B, H, L, R)."""
+        summed = values.new_zeros(*values.shape[:-1], 2 * self.clip + 1)
+        return summed.scatter_add_(-1, self._index(values), values)
 
     def attend(
         self,

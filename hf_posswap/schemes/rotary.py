@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from hf_posswap.closed_form import balance, by_distance, fit_kernel, missing_scores, second_moment, write_kernel
 from hf_posswap.errors import PosswapError, UnknownSchemeError
 from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number
 
@@ -63,7 +64,7 @@ class RotaryPositions(AttentionPositions):
         return cos.to(position_ids.device, torch.float32), sin.to(position_ids.device, torch.float32)
 
     def prepare(self, position_ids, slots, length, key_positions, attention_mask=None) -> Any:
-        """Return the angles in the form that the cheapest formula takes; `_turn` knows it by what it gets.
+        """Return the angles in the form that the cheapest formula takes; `rotate` knows it by what it gets.
 
         Measured for one query and key: interleaved pairs as complex numbers are one pass over memory in eager mode, 4 to 9
         times faster than pairs that are split and stacked; the compiler has no complex kernels, but fuses split and stack.
@@ -99,14 +100,49 @@ class RotaryPositions(AttentionPositions):
             return turned
         return torch.cat([turned, states[..., self.rotary_dim :]], dim=-1)
 
+    def planes(self) -> torch.Tensor:
+        """Return the dimensions (x, y) of each plane, fastest first: (R/2, 2) int64."""
+        pairs = torch.arange(self.rotary_dim // 2)
+        if self.scheme.layout == "half":
+            return torch.stack([pairs, pairs + self.rotary_dim // 2], dim=-1)
+        return torch.stack([2 * pairs, 2 * pairs + 1], dim=-1)
+
     def dims_slow_to_fast(self) -> torch.Tensor:
         """Order the head's dimensions: those that never turn, then plane by plane from the slowest to the fastest."""
-        pairs = torch.arange(self.rotary_dim // 2).flip(0)
-        if self.scheme.layout == "half":
-            planes = torch.stack([pairs, pairs + self.rotary_dim // 2], dim=-1)
-        else:
-            planes = torch.stack([2 * pairs, 2 * pairs + 1], dim=-1)
-        return torch.cat([torch.arange(self.rotary_dim, self.geometry.head_dim), planes.flatten()])
+        return torch.cat([torch.arange(self.rotary_dim, self.geometry.head_dim), self.planes().flip(0).flatten()])
+
+    def solve(self, observe, query_key, scaling) -> None:
+        """Balanced basis, then the kernel that scores still miss by distance; see `closed_form`."""
+        moments = [0.0, 0.0]
+        for evidence in observe():
+            for side, states in enumerate((evidence.query, evidence.key)):
+                moments[side] = moments[side] + second_moment(evidence.tokens(states)) * states.shape[0] * states.shape[2]
+        balance(query_key, *moments, self.dims_slow_to_fast())  # at any common scale of the moments
+        for _ in range(2):  # what is written disturbs the scores of content a little: once more for what that left
+            self._solve_kernel(observe, query_key, scaling)
+
+    def _solve_kernel(self, observe, query_key, scaling) -> None:
+        missing, weights, sums, count = [], [], [0.0, 0.0], 0
+        for evidence in observe():
+            length = evidence.query.shape[-2]
+            position_ids = torch.arange(length, device=evidence.query.device)[None]
+            shared = self.prepare(position_ids, position_ids, length, None)
+            scores = self.rotate(evidence.query, shared) @ self.rotate(evidence.key, shared).transpose(-1, -2)
+            weight, residual = missing_scores(evidence, scores, scaling)
+            missing.append(by_distance(weight * residual)), weights.append(by_distance(weight))
+            tokens = [evidence.tokens(states) for states in (evidence.query, evidence.key)]
+            sums, count = (
+                [total + states.sum(1) for total, states in zip(sums, tokens, strict=True)],
+                count + tokens[0].shape[1],
+            )
+        longest = max(summed.shape[-1] for summed in weights)
+        missing, weights = (
+            sum(torch.nn.functional.pad(one, [(longest - one.shape[-1]) // 2] * 2) for one in summed)
+            for summed in (missing, weights)
+        )
+        frequencies, factor = self.frequencies(missing.device, longest // 2 + 1)
+        change = fit_kernel(missing / weights.clamp_min(1e-30), weights, frequencies) / factor**2
+        write_kernel(query_key, *(total / count for total in sums), change, self.planes())
 
 
 def _positive(value: Any) -> bool:

@@ -1,0 +1,216 @@
+"""Warm starts in closed form: how a new scheme enters a pretrained model without training.
+
+What needs only the replaced table is done by the embedding-side module (`fit_table`: a projection of sinusoids, or the
+mean vector and row 0). Here is what concerns attention, where three things leave a head's output unchanged:
+
+- a softmax shift: a constant added to all scores of a query;
+- a change of basis: q -> A q, k -> A^-T k for any invertible A, since only q.k is seen;
+- and, to second order, the Kullback-Leibler divergence of probabilities p to those of scores s + d is half the
+  p-weighted variance of d over keys: what the softmax feels of an error is sum_j p_ij (d_ij - sum_k p_ik d_ik)^2.
+
+Balanced basis (rotary). Write the second moments E[q q^T] = L_q L_q^T and E[k k^T] = L_k L_k^T (Cholesky), and
+take the singular value decomposition L_k^T L_q = U S V^T. Then A = S^(-1/2) U^T L_k^T gives both sides the same diagonal
+moments S: the directions that carry q.k, sorted by importance. The most important go to the dimensions that do not
+turn or turn slowest, the least important to the fastest plane, so that rotation disturbs what matters least.
+
+Kernel (rotary). Written as complex numbers, a plane's part of q_i.k_j is Re(conj(z_q) z_k e^(i theta (j - i))). The means of q
+and k therefore meet in a function of distance alone, sum_m Re(Z_m e^(i theta_m (j - i))), Z = conj(mean z_q) mean z_k:
+fit that to the mean missing score by distance, and write it into the biases.
+
+Relative vectors. With missing scores R_ij and weights w, minimise over a and the row constants c (softmax shift)
+sum_ij w_ij (q_i . a_r(j-i) - R_ij + c_i)^2 + ridge. Sums over the keys at one distance are all that a sees, so the normal
+equations live on (query, distance), never on (query, key), and conjugate gradients solve them. The value vectors
+then solve an ordinary ridge regression of the missing output on the attention mass by distance.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from hf_posswap.errors import PosswapError
+
+
+class Evidence(NamedTuple):
+    """What one batch shows of one layer; q, k and v are the swapped model's, before any rotation."""
+
+    query: torch.Tensor  # (B, H, L, D)
+    key: torch.Tensor
+    value: torch.Tensor
+    probabilities: torch.Tensor  # (B, H, L, L), the original's
+    output: torch.Tensor  # (B, H, L, D), the original's
+    allowed: torch.Tensor  # (B, 1, L, L) bool: which keys a query may see; rows of padding see none
+
+    def tokens(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the rows of (B, H, L, ...) that are not padding: (H, T, ...) float64."""
+        return _wide(states.transpose(0, 1)[:, self.allowed[:, 0].any(-1)])
+
+
+def second_moment(states: torch.Tensor) -> torch.Tensor:
+    """Return E[x x^T] of each head over tokens, (H, T, D) -> (H, D, D) float64."""
+    states = _wide(states)
+    return states.transpose(1, 2) @ states / states.shape[1]
+
+
+@torch.no_grad()
+def balance(query_key, query_moment: torch.Tensor, key_moment: torch.Tensor, dims_slow_to_fast: torch.Tensor) -> None:
+    """Rewrite one layer's query and key projections in the balanced basis of each head; q.k stays what it was."""
+    query, query_bias, key, key_bias = (tensor.double() for tensor in query_key.tensors())
+    num_heads, head_dim, _ = query_moment.shape
+    factors = [_factor(moment) for moment in (query_moment, key_moment)]
+    if not all(torch.isfinite(factor).all() for factor in factors):
+        raise PosswapError("query or key weights are not finite, or a head of them is zero: pass warm_start=False")
+    left, strengths, _ = torch.linalg.svd(factors[1].transpose(1, 2) @ factors[0])
+    change = strengths.rsqrt()[..., None] * (left.transpose(1, 2) @ factors[1].transpose(1, 2))  # A: (H, D, D)
+    inverse = torch.linalg.inv(change).transpose(1, 2)  # A^-T
+    order = dims_slow_to_fast.to(query.device)
+    # Row i, the i-th in importance, goes to dimension order[i].
+    placed = torch.empty_like(change), torch.empty_like(inverse)
+    placed[0][:, order], placed[1][:, order] = change, inverse
+    for matrix, weight, bias in ((placed[0], query, query_bias), (placed[1], key, key_bias)):
+        weight.copy_((matrix @ weight.view(num_heads, head_dim, -1)).flatten(0, 1))
+        bias.copy_((matrix @ bias.view(num_heads, head_dim, 1)).flatten())
+    for target, value in zip(query_key.tensors(), (query, query_bias, key, key_bias), strict=True):
+        target.copy_(value)
+
+
+def missing_scores(evidence: Evidence, scores: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights w and the scores R that a layer still misses, centred over keys; both (B, H, L, L).
+
+    `scores` are q.k without `scaling`. The original's scores are the logarithm of its probabilities, up to a row constant
+    that the softmax does not see. Weights are its probabilities and a small floor, which keeps keys in sight that it ignores.
+    """
+    allowed = evidence.allowed
+    weights = evidence.probabilities + 0.02 * allowed / allowed.sum(-1, keepdim=True).clamp_min(1)
+    weights = weights.masked_fill(~allowed, 0)
+    # Where float32 has no number for a probability, it is 1e-30, e^-69.
+    missing = evidence.probabilities.clamp_min(1e-30).log() / scaling - scores
+    missing = missing.masked_fill(~allowed, 0)
+    mean = (weights * missing).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True).clamp_min(1e-30)
+    return weights, (missing - mean).masked_fill(~allowed, 0)
+
+
+def by_distance(values: torch.Tensor) -> torch.Tensor:
+    """Sum (B, H, L, L) over batch and diagonals: (H, 2 L - 1) float64, distance j - i from -(L - 1) to L - 1."""
+    length = values.shape[-1]
+    steps = torch.arange(length, device=values.device)
+    index = (steps[None, :] - steps[:, None] + length - 1).flatten()
+    summed = _wide(values.sum(0).flatten(1))
+    return summed.new_zeros(len(summed), 2 * length - 1).index_add_(1, index.to(summed.device), summed)
+
+
+def fit_kernel(missing: torch.Tensor, weights: torch.Tensor, frequencies: torch.Tensor, *, ridge: float = 1e-3) -> torch.Tensor:
+    """Fit sum_m Re(Z_m e^(i theta_m d)) + c to a mean score by distance d: Z, (H, planes) complex128.
+
+    `missing` and `weights` are (H, 2 N - 1) for distances -(N - 1) to N - 1, `frequencies` (planes,). Least squares, with
+    a ridge relative to the mean of the diagonal: over N positions the slowest planes are hardly apart.
+    """
+    reach = missing.shape[-1] // 2
+    distances = torch.arange(-reach, reach + 1, dtype=torch.float64, device=missing.device)
+    angles = distances[:, None] * frequencies.to(missing)
+    features = torch.cat([angles.cos(), -angles.sin(), torch.ones_like(angles[:, :1])], dim=-1)  # Re(Z e^ia) = x cos - y sin
+    gram = torch.einsum("nf,hn,ng->hfg", features, weights, features)
+    gram = gram + ridge * gram.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None] * torch.eye(gram.shape[-1]).to(gram)
+    solution = torch.linalg.solve(gram, torch.einsum("nf,hn->hf", features, weights * missing))
+    planes = len(frequencies)
+    return torch.complex(solution[:, :planes], solution[:, planes : 2 * planes])
+
+
+def write_kernel(
+    query_key, query_mean: torch.Tensor, key_mean: torch.Tensor, change: torch.Tensor, planes: torch.Tensor
+) -> None:
+    """Change the biases so that the means of q and k meet in Z + change instead of Z, plane by plane.
+
+    `query_mean` and `key_mean` are (H, D), `change` (H, planes) complex, `planes` (planes, 2) the dimensions x and y of each.
+    Of all pairs of means with that product, both get the length sqrt|Z| and the direction nearest to where they were.
+    """
+    means = [torch.complex(*_wide(mean)[:, planes].unbind(-1)) for mean in (query_mean, key_mean)]
+    product = means[0].conj() * means[1] + change
+    turn = torch.polar(torch.ones_like(product.real), product.angle())
+    direction = means[0] + means[1] * turn.conj()
+    direction = torch.where(direction.abs() > 0, direction / direction.abs().clamp_min(1e-300), torch.ones_like(direction))
+    wanted = product.abs().sqrt() * direction
+    for bias, mean, new in zip((query_key.query_bias, query_key.key_bias), means, (wanted, wanted * turn), strict=True):
+        moved = torch.view_as_real(new - mean)  # (H, planes, 2)
+        addition = moved.new_zeros(query_mean.shape)
+        addition[:, planes.flatten()] = moved.flatten(1)
+        bias.add_(addition.flatten().to(bias))
+
+
+def fit_relative_keys(
+    queries: torch.Tensor,
+    masses: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    shared: bool,
+    ridge: float = 1e-3,
+    tolerance: float = 1e-2,
+) -> torch.Tensor:
+    """Solve for key vectors a: (H, R, D), or (1, R, D) when heads share them; float64.
+
+    `queries` (H, T, D) are all queries, `masses` (H, T, R) their weights summed over the keys at each distance, `targets`
+    (H, T, R) the weighted missing scores summed likewise. With t = q.a at each distance, the row constant drops out:
+
+        sum_tr m_tr (t_tr - (sum_s m_ts t_ts) / (sum_s m_ts)) q_t = sum_t y_tr q_t
+
+    and conjugate gradients, preconditioned by the (D, D) blocks of each distance, solve it with a ridge.
+    """
+    total = masses.sum(-1, keepdim=True).clamp_min(1e-30)
+
+    def collect(parts: torch.Tensor) -> torch.Tensor:
+        summed = parts.transpose(1, 2) @ queries  # (H, R, D)
+        return summed.sum(0, keepdim=True) if shared else summed
+
+    blocks = torch.stack([(queries * masses[..., r, None]).transpose(1, 2) @ queries for r in range(masses.shape[-1])], dim=1)
+    blocks = blocks.sum(0, keepdim=True) if shared else blocks  # (H, R, D, D)
+    strength = ridge * blocks.diagonal(dim1=-2, dim2=-1).mean((-1, -2)).clamp_min(1e-30)[:, None, None]  # (H, 1, 1)
+    inverse = torch.linalg.inv(blocks + strength[..., None] * torch.eye(queries.shape[-1]).to(blocks))
+
+    def apply(tables: torch.Tensor) -> torch.Tensor:
+        scores = queries @ tables.transpose(1, 2)  # (H, T, R)
+        mean = torch.einsum("htr,htr->ht", masses, scores)[..., None] / total
+        return collect(scores.sub_(mean).mul_(masses)) + strength * tables
+
+    def precondition(residual: torch.Tensor) -> torch.Tensor:
+        return (inverse @ residual[..., None])[..., 0]
+
+    return _conjugate_gradients(apply, precondition, collect(targets), tolerance)
+
+
+def fit_relative_values(moment: torch.Tensor, product: torch.Tensor, *, shared: bool, ridge: float = 1e-3) -> torch.Tensor:
+    """Solve M^T M a = M^T Y with a ridge: value vectors (H, R, D) from masses M by distance and missing outputs Y; float64."""
+    if shared:
+        moment, product = moment.sum(0, keepdim=True), product.sum(0, keepdim=True)
+    strength = ridge * moment.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-30)[:, None, None]
+    return torch.linalg.solve(moment + strength * torch.eye(moment.shape[-1]).to(moment), product)
+
+
+def _conjugate_gradients(apply: Callable, precondition: Callable, target: torch.Tensor, tolerance: float) -> torch.Tensor:
+    """Solve apply(x) = target for each head, until the preconditioned residual has shrunk by `tolerance`."""
+    solution, residual = torch.zeros_like(target), target
+    direction = precondition(residual)
+    strength = (residual * direction).sum((1, 2), keepdim=True)
+    enough = tolerance**2 * strength
+    for _ in range(1000):
+        if bool((strength <= enough).all()):
+            break
+        image = apply(direction)
+        length = strength / (direction * image).sum((1, 2), keepdim=True).clamp_min(1e-300)
+        solution, residual = solution + length * direction, residual - length * image
+        preconditioned = precondition(residual)
+        before, strength = strength, (residual * preconditioned).sum((1, 2), keepdim=True)
+        direction = preconditioned + strength / before.clamp_min(1e-300) * direction
+    return solution
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In float64, on the CPU where the device has none (Apple's GPUs)."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
+
+
+def _factor(moment: torch.Tensor) -> torch.Tensor:
+    # A little on the diagonal, relative to its size: heads of real checkpoints have nearly dead directions.
+    floor = 1e-6 * moment.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(torch.finfo(moment.dtype).tiny)
+    eye = torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
+    factor, failed = torch.linalg.cholesky_ex(moment + floor[:, None, None] * eye)
+    return factor.masked_fill((failed != 0)[:, None, None], torch.nan)

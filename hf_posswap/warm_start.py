@@ -1,0 +1,78 @@
+"""What a swap does for a warm start without data, besides the table: when to balance a basis, and from which moments."""
+
+import warnings
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_posswap.architectures import Architecture
+from hf_posswap.closed_form import second_moment
+from hf_posswap.schemes import Geometry, Scheme
+from hf_posswap.surgery import Snapshot
+
+
+def balances(architecture: Architecture, config) -> bool:
+    """Whether the balanced basis is part of the default warm start of this model.
+
+    In the embedded encoder it takes much of the damage away; in the embedded causal model it makes the rotation harmless but
+    also useless, and projections are better left alone. tests/test_warm_start.py shows both.
+    """
+    return not architecture.is_causal(config)
+
+
+@torch.no_grad()
+def query_key_moments(
+    model: PreTrainedModel, architecture: Architecture, *, rows: int = 16, length: int = 128
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return E[q q^T] and E[k k^T] of every layer, each (H, D, D) float64, while the model reads random tokens.
+
+    Tokens drawn uniformly from the vocabulary need no data, and come close to what real text gives.
+    """
+    base = model.base_model
+    config = model.config
+    length = min(length, config.max_position_embeddings)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    tokens = torch.randint(config.vocab_size, (rows, length), generator=generator, device="cpu")
+    moments = []
+
+    def record(attention, args, kwargs):
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        query, key, _ = architecture.project(attention, hidden_states)
+        moments.append(tuple(second_moment(states.transpose(0, 1).flatten(1, 2)) for states in (query, key)))
+
+    modes = {module: module.training for module in base.modules()}
+    hooks = [a.register_forward_pre_hook(record, with_kwargs=True) for a in architecture.self_attentions(base)]
+    try:
+        base.eval()
+        base(input_ids=tokens.to(base.get_input_embeddings().weight.device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module, training in modes.items():
+            module.training = training
+    return moments
+
+
+def balanced_order(
+    target: PreTrainedModel, architecture: Architecture, scheme: Scheme, geometry: Geometry, start: Snapshot
+) -> torch.Tensor | None:
+    """Return the order of dimensions for a balanced basis, or None where the warm start leaves projections alone."""
+    positions = scheme.attention_module(geometry)
+    order = None if positions is None else positions.dims_slow_to_fast()
+    # A model that was rotary to begin with has its directions where its planes want them.
+    rotated = any(p is not None and p.dims_slow_to_fast() is not None for _, p in start.attentions)
+    if order is None or rotated or not balances(architecture, target.config):
+        return None
+    if not plain_projections(target, architecture):
+        warnings.warn(
+            "query and key projections are wrapped by adapters, parametrized or shared, so the balanced basis is left out of "
+            "the warm start; swap before adding adapters to have it",
+            stacklevel=4,
+        )
+        return None
+    return order
+
+
+def plain_projections(target: PreTrainedModel, architecture: Architecture) -> bool:
+    """Whether query and key weights tell all: no adapters, parametrizations or shared weights around them."""
+    return all(architecture.query_key(a).plain for a in architecture.self_attentions(target.base_model))
