@@ -10,6 +10,7 @@ Importing registers the swapped model types with transformers' Auto classes, and
 from hf_posswap.architectures import ARCHITECTURES, Architecture
 from hf_posswap.assets import embedded_model
 from hf_posswap.checkpoint import register_architecture
+from hf_posswap.choosing import choose
 from hf_posswap.errors import (
     CheckpointError,
     DataError,
@@ -51,6 +52,7 @@ __all__ = [
     "Sinusoidal",
     "UnknownSchemeError",
     "UnsupportedModelError",
+    "choose",
     "describe",
     "embedded_model",
     "fit",

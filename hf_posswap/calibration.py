@@ -14,20 +14,36 @@ _KEYS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 def text_batches(
-    documents: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int, *, tokens: int = 65_536, causal: bool = False
+    documents: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    *,
+    tokens: int = 65_536,
+    causal: bool = False,
+    seed: int = 0,
 ) -> list[torch.Tensor]:
-    """Cut documents into blocks of several lengths, evenly spread over the text: (N, L) token ids for each length.
+    """Cut documents into blocks of several lengths, and draw some: (N, L) token ids for each length.
 
     An encoder gets a third of the tokens at `max_length`, a third at a quarter and a third at a sixteenth of it: what is
     fitted at one length alone fails at another. A causal model sees all shorter lengths in one block of the longest.
     """
-    lengths = [max_length] if causal else sorted({max(min(16, max_length), max_length // n) for n in (1, 4, 16)})
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [max_length] if causal else mixed_lengths(max_length)
     batches = []
     for length in lengths:
         blocks = token_blocks(documents, tokenizer, length)
-        count = max(1, min(len(blocks), tokens // len(lengths) // length))
-        batches.append(blocks[torch.linspace(0, len(blocks) - 1, count).long()])
+        count = max(1, tokens // len(lengths) // length)
+        batches.append(blocks[torch.randperm(len(blocks), generator=generator)[:count]])
     return batches
+
+
+def mixed_lengths(longest: int) -> list[int]:
+    """Return the lengths that an encoder is fitted at: a sixteenth, a quarter and the whole of the longest.
+
+    >>> mixed_lengths(512), mixed_lengths(32)
+    ([32, 128, 512], [16, 32])
+    """
+    return sorted({max(min(16, longest), longest // part) for part in (1, 4, 16)})
 
 
 @torch.no_grad()
@@ -60,9 +76,8 @@ def written_text(model: PreTrainedModel, *, tokens: int = 65_536, seed: int = 0)
 
 def random_tokens(model: PreTrainedModel, *, tokens: int = 65_536, seed: int = 0) -> list[torch.Tensor]:
     """Draw tokens uniformly from the vocabulary, in the lengths of `text_batches` for an encoder."""
-    longest = model.config.max_position_embeddings
     generator = torch.Generator().manual_seed(seed)
-    lengths = sorted({max(min(16, longest), longest // n) for n in (1, 4, 16)})
+    lengths = mixed_lengths(model.config.max_position_embeddings)
     shapes = [(max(1, tokens // len(lengths) // length), length) for length in lengths]
     return [torch.randint(model.config.vocab_size, shape, generator=generator) for shape in shapes]
 

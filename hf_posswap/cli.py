@@ -16,12 +16,13 @@ from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.assets import EMBEDDED_MODELS, model_source
 from hf_posswap.calibration import text_batches, written_text
 from hf_posswap.checkpoint import SWAPPED_CLASSES
+from hf_posswap.choosing import choose
 from hf_posswap.compare import DEFAULT_SCHEMES, CompareConfig, compare
 from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.fitting import fit as fit_swapped
 from hf_posswap.report import write_report
-from hf_posswap.schemes import SCHEMES
-from hf_posswap.swap import describe, original, swap
+from hf_posswap.schemes import SCHEMES, parse_scheme
+from hf_posswap.swap import describe, swap
 from hf_posswap.text import read_documents, stdlib_prose
 
 app = typer.Typer(
@@ -58,10 +59,14 @@ def swap_command(
         raise CheckpointError(f"{output} exists already: choose another --output")
     source = model_source(model)
     loaded = _load(source)
-    swap(loaded, scheme, max_positions=max_positions, warm_start=not cold)
     tokenizer = AutoTokenizer.from_pretrained(source)
-    if fit is not None:
-        typer.echo(fit_swapped(loaded, _calibration(fit, text_column, loaded, tokenizer, fit_tokens), reconstruct=reconstruct))
+    chosen = parse_scheme(scheme)
+    batches = None if fit is None else _calibration(fit, text_column, loaded, tokenizer, fit_tokens)
+    if batches is not None and chosen.open_options():
+        chosen = choose(loaded, chosen, batches, max_positions=max_positions)
+    swap(loaded, chosen, max_positions=max_positions, warm_start=not cold)
+    if batches is not None:
+        typer.echo(fit_swapped(loaded, batches, reconstruct=reconstruct))
     output.mkdir(parents=True, exist_ok=True)
     loaded.save_pretrained(output)
     typer.echo(describe(loaded))
@@ -127,11 +132,11 @@ def _calibration(source: str, text_column: str, model: PreTrainedModel, tokenize
     """Return token batches of the text that a fit was asked to use."""
     causal = ARCHITECTURES[model.config.model_type.removeprefix("posswap-")].is_causal(model.config)
     if source == "auto" and causal and model.get_output_embeddings() is not None:
-        return [written_text(original(model, share_weights=True), tokens=tokens)]
+        return [written_text(model, tokens=tokens)]
     if len(tokenizer) <= 10:
         raise DataError("the checkpoint has no tokenizer to read text with: fit in Python, where you pass token ids")
     documents = ["\n".join(stdlib_prose("train"))] if source == "auto" else read_documents(source, text_column=text_column)
-    return text_batches(documents, tokenizer, describe(model).trained_positions, tokens=tokens, causal=causal)
+    return text_batches(documents, tokenizer, model.config.max_position_embeddings, tokens=tokens, causal=causal)
 
 
 def _load(source: str) -> PreTrainedModel:

@@ -1,5 +1,6 @@
 """What a swap did to a model."""
 
+from hf_posswap.measure.attention_distance import attention_by_distance
 from hf_posswap.measure.damage import (
     Damage,
     damage,
@@ -13,6 +14,7 @@ from hf_posswap.measure.word_order import word_order_examples, word_order_prefer
 
 __all__ = [
     "Damage",
+    "attention_by_distance",
     "damage",
     "kl_divergence",
     "order_sensitivity",

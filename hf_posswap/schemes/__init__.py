@@ -88,7 +88,8 @@ def scheme_from_dict(entry: dict[str, Any]) -> Scheme:
             )
         # YAML reads 1e4 as a string: the dot is missing. A number is meant where the default is one.
         default = known[option].default
-        if isinstance(value, str) and default is not MISSING and type(default) in (int, float):
+        settled_later = value == "auto" and option in SCHEMES[name].choices
+        if isinstance(value, str) and not settled_later and default is not MISSING and type(default) in (int, float):
             try:
                 options[option] = float(value) if "." in value or "e" in value.lower() else int(value)
             except ValueError:

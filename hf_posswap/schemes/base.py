@@ -127,11 +127,22 @@ class Scheme(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]  # one line for tables and --help
+    # Options that may be "auto", and the values that `posswap.choose` tries for them, the usual one first.
+    choices: ClassVar[dict[str, tuple]] = {}
     # Attention implementations the scheme works with; None: whatever the model is set to.
     implementations: ClassVar[tuple[str, ...] | None] = None
 
     def check(self, geometry: Geometry) -> None:
         """Raise PosswapError when the options do not fit the model."""
+        if self.open_options():
+            raise PosswapError(
+                f"{self.name}: {self.open_options()[0]}='auto' is settled by looking at text: swap to what "
+                "posswap.choose(model, scheme, batches) returns, or pass --fit to `hf-posswap swap`"
+            )
+
+    def open_options(self) -> list[str]:
+        """Return the options that are "auto"."""
+        return [name for name in self.choices if getattr(self, name) == "auto"]
 
     def embedding_module(self, geometry: Geometry) -> PositionEmbedding:
         """Build the module that takes the table's place."""
@@ -160,6 +171,8 @@ def check_choice(scheme: Scheme, field: str, choices: tuple) -> None:
 def check_number(scheme: Scheme, field: str, kind: type, minimum: float, *, above: bool = False) -> None:
     """Raise unless the field holds a finite number of its kind, at least (or above) the minimum."""
     given = getattr(scheme, field)
+    if given == "auto" and field in scheme.choices:
+        return
     right = isinstance(given, (int, float) if kind is float else int) and not isinstance(given, bool)
     if not right or not (given > minimum if above else given >= minimum) or given in (float("inf"), float("nan")):
         bound = f"{'above' if above else 'of at least'} {minimum}"

@@ -167,8 +167,8 @@ class Rotary(Scheme):
     """Rotary position embedding (RoPE) in every attention layer; nothing is added to the embeddings.
 
     Args:
-        theta: The base of the frequencies; larger means slower planes.
-        fraction: The share of each head's dimensions that turn, in (0, 1].
+        theta: The base of the frequencies; larger means slower planes. "auto": see `posswap.choose`.
+        fraction: The share of each head's dimensions that turn, in (0, 1], or "auto".
         layout: "interleaved" (the paper, RoFormer) or "half" (GPT-NeoX, Llama).
         scaling: What transformers' `rope_parameters` take, such as {"rope_type": "linear", "factor": 4.0}; types linear,
             dynamic, yarn, longrope, llama3. `dynamic` and `longrope` choose frequencies by the current length,
@@ -178,18 +178,19 @@ class Rotary(Scheme):
     {'name': 'rotary', 'theta': 500000, 'fraction': 1.0, 'layout': 'interleaved', 'scaling': None}
     """
 
-    theta: float = 10_000
-    fraction: float = 1.0
+    theta: float | Literal["auto"] = 10_000
+    fraction: float | Literal["auto"] = 1.0
     layout: Literal["interleaved", "half"] = "interleaved"
     scaling: dict[str, Any] | None = None
 
     name: ClassVar[str] = "rotary"
+    choices: ClassVar[dict[str, tuple]] = {"theta": (10_000, 1_000, 100, 100_000), "fraction": (1.0, 0.5, 0.25)}
     summary: ClassVar[str] = "RoPE, whole or partial, with transformers' length scalings"
 
     def __post_init__(self):
         check_number(self, "theta", float, 1, above=True)
         check_number(self, "fraction", float, 0, above=True)
-        if self.fraction > 1:
+        if self.fraction != "auto" and self.fraction > 1:
             raise PosswapError(f"rotary: fraction={self.fraction} must lie in (0, 1]")
         check_choice(self, "layout", ("interleaved", "half"))
         if self.scaling is not None:
@@ -235,6 +236,7 @@ class Rotary(Scheme):
         return int(head_dim * self.fraction + 1e-6)  # a third of 6 is 2, however many digits are given
 
     def check(self, geometry: Geometry) -> None:
+        super().check(geometry)
         dims = self.rotary_dim(geometry.head_dim)
         if dims % 2 or dims < 2:
             even = sorted({max(2, dims // 2 * 2), min(dims // 2 * 2 + 2, geometry.head_dim // 2 * 2)})

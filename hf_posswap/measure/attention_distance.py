@@ -1,0 +1,64 @@
+"""How far attention looks: the mass of each head by distance, of a swapped model or its original."""
+
+from collections.abc import Iterable
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.attention import observe
+
+
+@torch.no_grad()
+def attention_by_distance(
+    model: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]], *, reach: int = 64
+) -> torch.Tensor:
+    """Return the mean attention mass that queries give to keys at each distance: (layers, heads, 2 * reach + 1), summing to 1.
+
+    Distance is key position minus query position, from -reach to reach; the ends hold all that is farther. `batches` are dicts
+    of `input_ids` and, where rows are padded, `attention_mask`.
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> model = GPT2Model(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=99))
+    >>> profile = attention_by_distance(model, [{"input_ids": torch.randint(99, (2, 16))}], reach=8)
+    >>> profile.shape, profile[..., 9:].sum().item()
+    (torch.Size([2, 4, 17]), 0.0)
+    """
+    base = model.base_model
+    architecture = ARCHITECTURES[model.config.model_type.removeprefix("posswap-")]
+    causal = architecture.is_causal(model.config)
+    profiles = [0.0 for _ in architecture.self_attentions(base)]
+    queries = 0
+
+    def watch(layer: int):
+        def hook(attention, args, kwargs):
+            hidden_states = args[0] if args else kwargs["hidden_states"]
+            here = mask.to(hidden_states.device)
+            allowed = (here[:, None, None, :] & here[:, None, :, None]).expand(-1, 1, -1, -1)
+            if causal:
+                allowed = allowed & torch.ones_like(allowed[0, 0]).tril()
+            seen = observe(attention, architecture, hidden_states, allowed, kwargs.get("shared_positions"))
+            probabilities = (seen.probabilities * here[:, None, :, None]).double().sum(0)  # (H, L, L)
+            steps = torch.arange(here.shape[1], device=here.device)
+            index = ((steps[None, :] - steps[:, None]).clamp(-reach, reach) + reach).flatten()
+            summed = probabilities.new_zeros(len(probabilities), 2 * reach + 1)
+            profiles[layer] = profiles[layer] + summed.index_add_(1, index, probabilities.flatten(1)).cpu()
+
+        return hook
+
+    mode = model.training
+    hooks = [
+        attention.register_forward_pre_hook(watch(layer), with_kwargs=True)
+        for layer, attention in enumerate(architecture.self_attentions(base))
+    ]
+    try:
+        model.eval()
+        for batch in batches:
+            mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+            queries += int(mask.sum())
+            base(**{key: value.to(model.device) for key, value in batch.items()}, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.train(mode)
+    return (torch.stack(profiles) / queries).float()
