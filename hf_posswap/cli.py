@@ -98,10 +98,12 @@ def compare_command(
     max_steps: Annotated[int, typer.Option(help="Tuning steps, the same for every scheme.")] = CompareConfig.max_steps,
     batch_size: Annotated[int, typer.Option(help="Sequences a step.")] = CompareConfig.batch_size,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = CompareConfig.learning_rate,
+    fit_tokens: Annotated[int, typer.Option(help="Tokens that every scheme is fitted on.")] = CompareConfig.fit_tokens,
+    reconstruct: Annotated[int, typer.Option(help="Steps of that fit for each layer.")] = CompareConfig.reconstruct,
     evaluation_tokens: Annotated[int, typer.Option(help="Held-out tokens a figure.")] = CompareConfig.evaluation_tokens,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted comparison.")] = False,
 ):
-    """Take checkpoints through schemes under one budget: damage, short tuning, word order, length.
+    """Take checkpoints through schemes under one budget: damage, fit, short tuning, word order, length.
 
     Without options it runs on what is built in, offline: a BERT (all-MiniLM-L6-v2) and a small GPT-2.
     """
@@ -118,6 +120,8 @@ def compare_command(
         max_steps=max_steps,
         batch_size=batch_size,
         learning_rate=learning_rate,
+        fit_tokens=fit_tokens,
+        reconstruct=reconstruct,
         evaluation_tokens=evaluation_tokens,
     )
     results = compare(config, output, resume=resume)

@@ -1,9 +1,9 @@
 """The main job: take a checkpoint through position schemes, and measure what each swap costs and what tuning wins back.
 
 For every scheme, from the same checkpoint, with the same text and the same number of steps: the damage of a cold and of a
-warm swap, a short tuning, the same figures again, and a word-order probe. An encoder is judged by its mean-pooled states
-against the original's and tuned by distillation from it; a causal model by held-out perplexity at one, two and four
-times its trained length and by KL to the original, and tuned on its own loss.
+warm swap, of one that was fitted to the original, a short tuning of that, and a word-order probe. An encoder is judged by
+its mean-pooled states against the original's and tuned by distillation from it; a causal model by held-out perplexity
+at one, two and four times its trained length and by KL to the original, and tuned on its own loss.
 """
 
 import copy
@@ -27,7 +27,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 import hf_posswap
 from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.assets import EMBEDDED_MODELS, model_source
+from hf_posswap.calibration import text_batches
 from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
+from hf_posswap.fitting import fit
 from hf_posswap.measure.damage import kl_divergence, perplexity, pooled_cosine, pooled_states
 from hf_posswap.measure.word_order import word_order_examples, word_order_preference, word_order_probe
 from hf_posswap.schemes import parse_scheme
@@ -52,11 +54,13 @@ class CompareConfig:
     max_steps: int = 16
     batch_size: int = 8
     learning_rate: float = 2e-4
+    fit_tokens: int = 16_384
+    reconstruct: int = 10  # steps of the fit for each layer
     evaluation_tokens: int = 8192  # of held-out text, for each figure
     word_order_sentences: int = 480  # half of them intact; half as many again are held out
 
     def __post_init__(self):
-        for field in ("max_steps", "batch_size", "evaluation_tokens", "word_order_sentences"):
+        for field in ("max_steps", "batch_size", "fit_tokens", "reconstruct", "evaluation_tokens", "word_order_sentences"):
             if not isinstance(getattr(self, field), int) or getattr(self, field) < 1:
                 raise PosswapError(f"{field}={getattr(self, field)!r} must be an integer of at least 1")
         if not self.models or not self.schemes or not self.seeds:
@@ -126,6 +130,7 @@ class _Bench:
         held_out, training = self._documents("validation"), self._documents("train")
         self.train_length = self.trained_positions if self.causal else min(128, self.trained_positions)
         self.train_blocks = token_blocks(training, self.tokenizer, self.train_length)
+        self.training = training
         if self.causal:
             # The same tokens at every length, cut into shorter or longer blocks: length alone makes the difference.
             longest = self._evaluation_blocks(held_out, self.max_positions)
@@ -170,15 +175,21 @@ class _Bench:
         }
 
     def row(self, scheme: str, keep: Path | None) -> dict:
-        """Measure one scheme: cold, warm, and after tuning with each seed."""
+        """Measure one scheme: cold, warm, and with each seed fitted and then tuned."""
         row = {"scheme": scheme}
         if scheme != ORIGINAL:
             row["cold"] = self._measure(self._swapped(scheme, warm_start=False))
         model = self._swapped(scheme)
         row["swapped"] = self._measure(model, word_order=True)
-        tuned = []
+        fitted, tuned = [], []
         for seed in self.config.seeds:
             model = self._swapped(scheme)
+            if scheme != ORIGINAL:
+                report = fit(
+                    model, self._fit_batches(seed), reconstruct=self.config.reconstruct, seed=seed, progress=self.progress
+                )
+                figures = self._measure(model, word_order=True)
+                fitted.append({"seed": seed, "tokens": report.tokens, "seconds": report.seconds, **figures})
             model, run = self._tune(model, seed, scheme)
             figures = self._measure(model, word_order=True)
             tuned.append({"seed": seed, "tokens": run.tokens, "seconds": run.seconds, **figures})
@@ -186,8 +197,20 @@ class _Bench:
                 model.save_pretrained(keep)
                 self.tokenizer.model_max_length = self.max_positions
                 self.tokenizer.save_pretrained(keep)
+        if fitted:
+            row["fitted"] = fitted
         row["tuned"] = tuned
         return row
+
+    def _fit_batches(self, seed: int) -> list[torch.Tensor]:
+        return text_batches(
+            self.training,
+            self.tokenizer,
+            self.trained_positions,
+            tokens=self.config.fit_tokens,
+            causal=self.causal,
+            seed=seed,
+        )
 
     def _swapped(self, scheme: str, *, warm_start: bool = True) -> PreTrainedModel:
         model = copy.deepcopy(self.original)
@@ -242,9 +265,10 @@ def figures_of(row: dict) -> Iterator[tuple[str, str, float, float | None]]:
     for stage in ("cold", "swapped"):
         for name, value in row.get(stage, {}).items():
             yield stage, name, value, None
-    for name in row["tuned"][0]:
-        values = [run[name] for run in row["tuned"]]
-        yield "tuned", name, mean(values), stdev(values) if len(values) > 1 else None
+    for stage in ("fitted", "tuned"):
+        for name in row.get(stage, [{}])[0]:
+            values = [run[name] for run in row[stage]]
+            yield stage, name, mean(values), stdev(values) if len(values) > 1 else None
 
 
 def _kept(config: CompareConfig) -> str:

@@ -53,20 +53,25 @@ def plot_quality(model: dict) -> Figure:
     """One bar for each scheme and stage: cosine with the original, or perplexity at the trained length."""
     lengths = sorted(int(n) for n in model["evaluation_tokens"])
     name = f"perplexity_{lengths[0]}" if model["causal"] else f"cosine_{lengths[-1]}"
-    stages = {"cold": ("cold swap", "#E69F00"), "swapped": ("warm swap", "#56B4E9"), "tuned": ("tuned", "#0072B2")}
-    figure = Figure(figsize=(7.5, 4.0), layout="constrained")
+    stages = {
+        "cold": ("cold swap", "#E69F00"),
+        "swapped": ("warm swap", "#56B4E9"),
+        "fitted": ("fitted", "#009E73"),
+        "tuned": ("tuned", "#0072B2"),
+    }
+    figure = Figure(figsize=(8.5, 4.0), layout="constrained")
     axes = figure.subplots()
     rows = model["rows"]
     tables = [{(s, n): (value, spread) for s, n, value, spread in figures_of(row)} for row in rows]
     reference = tables[0]["swapped", name][0]
-    for offset, (stage, (label, colour)) in zip((-0.27, 0.0, 0.27), stages.items(), strict=True):
+    for offset, (stage, (label, colour)) in zip((-0.33, -0.11, 0.11, 0.33), stages.items(), strict=True):
         places = [i for i, table in enumerate(tables) if i > 0 and (stage, name) in table]
         values = [tables[i][stage, name] for i in places]
         bars = axes.bar(
             [i + offset for i in places],
             [value for value, _ in values],
             yerr=_spreads(values),
-            width=0.25,
+            width=0.2,
             color=colour,
             label=label,
             capsize=2,

@@ -21,7 +21,7 @@ def write_report(results: dict, output: Path) -> list[Path]:
 
 
 def markdown_table(model: dict) -> str:
-    """Return one model's rows as a Markdown table: after a cold swap, after a warm one, after tuning."""
+    """Return one model's rows as a Markdown table: after a cold swap, a warm one, a fit, a tuning."""
     lengths = sorted(int(n) for n in model["evaluation_tokens"])
     if model["causal"]:
         columns = [(f"ppl {n}", f"perplexity_{n}", "{:.1f}") for n in lengths] + [("KL", "kl", "{:.3f}")]
@@ -32,7 +32,7 @@ def markdown_table(model: dict) -> str:
         f"| positions | {' | '.join(title for title, _, _ in columns)} |",
         f"|---|{'---|' * len(columns)}",
     ]
-    stages = {"cold": "cold swap", "swapped": "swap", "tuned": f"+ {model['tuning_tokens']:,} tokens"}
+    stages = {"cold": "cold swap", "swapped": "swap", "fitted": "fit", "tuned": f"+ {model['tuning_tokens']:,} tokens"}
     for row in model["rows"]:
         figures = {(stage, name): (value, spread) for stage, name, value, spread in figures_of(row)}
         # Longer input than a learned table holds needs some table: the original's is repeated.
