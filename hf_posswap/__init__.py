@@ -9,6 +9,7 @@ Importing registers the swapped model types with transformers' Auto classes, and
 
 from hf_posswap.architectures import ARCHITECTURES, Architecture
 from hf_posswap.assets import embedded_model
+from hf_posswap.calibration import text_batches
 from hf_posswap.checkpoint import register_architecture
 from hf_posswap.choosing import choose
 from hf_posswap.errors import (
@@ -62,4 +63,5 @@ __all__ = [
     "restore",
     "set_relative_implementation",
     "swap",
+    "text_batches",
 ]

@@ -1,6 +1,7 @@
 """Results of a comparison for people: a Markdown table for each model, and its pictures."""
 
 from pathlib import Path
+from statistics import mean, stdev
 
 from hf_posswap.compare import figures_of
 from hf_posswap.plots import plot_perplexity_by_length, plot_quality
@@ -56,6 +57,35 @@ def provenance_line(results: dict) -> str:
     seeds = results["config"]["seeds"]
     spread = "mean ± standard deviation over them" if len(seeds) > 1 else "a single one: no spread"
     return f"`{results['command']}`{commit}; seeds {seeds} ({spread}); {versions}; {hardware}."
+
+
+def fit_table(results: dict) -> str:
+    """Return the rows of recipes/fit_quality.py as a Markdown table: cold, warm and fitted, with spread over seeds."""
+    names = list(results["original"])
+    titles = {"spearman": "STS-B rho", "ratio": "ppl / original's", "kl": "KL", "perplexity": "ppl"}
+    heads = [titles.get(name, name.replace("_", " ")) for name in names]
+    lines = [f"| {results['config']['model']} | {' | '.join(heads)} | seconds |", f"|---|{'---|' * (len(heads) + 1)}"]
+    lines.append(f"| original | {' | '.join(_number(results['original'][name]) for name in names)} | |")
+    shown = set()
+    for row in results["rows"]:
+        if row["scheme"] not in shown:
+            shown.add(row["scheme"])
+            for stage, label in (("cold", "cold swap"), ("swapped", "swap")):
+                lines.append(f"| {row['scheme']}, {label} | {' | '.join(_number(row[stage][name]) for name in names)} | |")
+        many = len(row["fitted"]) > 1
+        cells = []
+        for name in names:
+            values = [run[name] for run in row["fitted"]]
+            cells.append(_number(mean(values)) + (f" ± {_number(stdev(values))}" if many else ""))
+        label = "fit" if row["reconstruct"] else "closed form"
+        label += "" if row["text"] == "given" else f" on {row['text']} text"
+        seconds = f"{mean(run['seconds'] for run in row['fitted']):.0f}"
+        lines.append(f"| {row['scheme']}, {label} | {' | '.join(cells)} | {seconds} |")
+    return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
 
 
 def _cell(figure: tuple[float, float | None] | None, form: str) -> str:

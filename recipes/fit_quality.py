@@ -14,7 +14,6 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Annotated
 
 import torch
@@ -31,6 +30,7 @@ from hf_posswap.calibration import random_tokens, text_batches, written_text
 from hf_posswap.compare import provenance, write_json
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.measure import kl_divergence, perplexity, pooled_cosine, pooled_states
+from hf_posswap.report import fit_table
 from hf_posswap.text import read_documents, stdlib_documents, stdlib_prose, token_blocks
 
 TEXTS = ("given", "embedded", "shuffled", "random", "written")
@@ -162,37 +162,8 @@ def main(
         rows.append(row)
         write_json(file, {"format": 1, **about, "config": config, "original": original, "rows": rows})
     results = json.loads(file.read_text())
-    (output / "results.md").write_text(table(results) + "\n")
-    print(table(results))
-
-
-def table(results: dict) -> str:
-    """Return the rows as a Markdown table: cold, warm and fitted, with spread over seeds."""
-    names = list(results["original"])
-    titles = {"spearman": "STS-B rho", "ratio": "ppl / original's", "kl": "KL", "perplexity": "ppl"}
-    heads = [titles.get(name, name.replace("_", " ")) for name in names]
-    lines = [f"| {results['config']['model']} | {' | '.join(heads)} | seconds |", f"|---|{'---|' * (len(heads) + 1)}"]
-    lines.append(f"| original | {' | '.join(_number(results['original'][name]) for name in names)} | |")
-    shown = set()
-    for row in results["rows"]:
-        if row["scheme"] not in shown:
-            shown.add(row["scheme"])
-            for stage, label in (("cold", "cold swap"), ("swapped", "swap")):
-                lines.append(f"| {row['scheme']}, {label} | {' | '.join(_number(row[stage][name]) for name in names)} | |")
-        many = len(row["fitted"]) > 1
-        cells = []
-        for name in names:
-            values = [run[name] for run in row["fitted"]]
-            cells.append(_number(mean(values)) + (f" ± {_number(stdev(values))}" if many else ""))
-        label = "fit" if row["reconstruct"] else "closed form"
-        label += "" if row["text"] == "given" else f" on {row['text']} text"
-        seconds = f"{mean(run['seconds'] for run in row['fitted']):.0f}"
-        lines.append(f"| {row['scheme']}, {label} | {' | '.join(cells)} | {seconds} |")
-    return "\n".join(lines)
-
-
-def _number(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
+    (output / "results.md").write_text(fit_table(results) + "\n")
+    print(fit_table(results))
 
 
 def _read_pairs(path: Path) -> tuple[list[str], list[str], list[float]]:

@@ -3,7 +3,8 @@
     python recipes/update_readme.py                                    # after the registries changed
     python recipes/update_readme.py runs/three-seeds/results.json      # after a new comparison; copies it to results/
 
-The speed tables come from recipes/results/attention/*/results.json, each written by recipes/benchmark_attention.py.
+The fit tables come from recipes/results/fit/*/results.json, written by recipes/fit_quality.py; the speed tables from
+recipes/results/attention/*/results.json, written by recipes/benchmark_attention.py.
 
 The tests compare the README with what this prints, so the page cannot drift.
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from hf_posswap import ARCHITECTURES, SCHEMES
 from hf_posswap.checkpoint import SWAPPED_CLASSES
-from hf_posswap.report import markdown_table, provenance_line, write_report
+from hf_posswap.report import fit_table, markdown_table, provenance_line, write_report
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "recipes" / "results" / "compare.json"
@@ -39,6 +40,13 @@ def results_tables(results: dict) -> str:
     """The tables of a comparison, one for each model, and what stands behind them."""
     tables = [f"**{model['model']}**\n\n{markdown_table(model)}" for model in results["models"]]
     return "\n\n".join([*tables, provenance_line(results)])
+
+
+def fit_tables(folder: Path) -> str:
+    """What a fit alone reaches, from the result files of fit_quality.py."""
+    runs = [json.loads(path.read_text()) for path in sorted(folder.glob("*/results.json"))]
+    tables = [f"{fit_table(run)}\n\n{provenance_line(run)}" for run in runs]
+    return "\n\n".join(tables)
 
 
 def speed_tables(folder: Path) -> str:
@@ -96,7 +104,12 @@ def speed_tables(folder: Path) -> str:
 
 def render(readme: str, results: dict) -> str:
     """Return the README with the generated blocks replaced."""
-    blocks = (("matrix", matrix()), ("results", results_tables(results)), ("speed", speed_tables(RESULTS.parent / "attention")))
+    blocks = (
+        ("matrix", matrix()),
+        ("fit", fit_tables(RESULTS.parent / "fit")),
+        ("results", results_tables(results)),
+        ("speed", speed_tables(RESULTS.parent / "attention")),
+    )
     for name, block in blocks:
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         readme, count = re.subn(pattern, lambda m, b=block: f"{m[1]}{b}\n{m[2]}", readme, flags=re.DOTALL)

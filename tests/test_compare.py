@@ -132,15 +132,18 @@ def test_readme_tables_are_what_the_results_file_says():
     assert all(markdown_table(model) in readme for model in results["models"])
 
 
-def test_readme_python_example_runs(tmp_path, monkeypatch):
+def test_readme_python_example_runs(tmp_path, monkeypatch, bert_tokenizer):
     """The README's example runs as printed, with a tiny BERT standing in for the download."""
     readme = (ROOT / "README.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
     from transformers import BertConfig
 
     torch.manual_seed(0)
-    tiny = BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32))
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    tiny = BertModel(BertConfig(**sizes, initializer_range=0.3))
     tiny.save_pretrained(tmp_path / "bert-base-uncased")
+    bert_tokenizer.save_pretrained(tmp_path / "bert-base-uncased")
+    (tmp_path / "some.txt").write_text(SENTENCES * 200)
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(compile(example, "README.md", "exec"), names)

@@ -1,0 +1,76 @@
+"""choose: options that are "auto" are settled by damage, and nowhere else do they pass."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_posswap as posswap
+from hf_posswap import choosing, cli
+
+
+def _text(rows=40, length=32):
+    return torch.randint(2, 98, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+def test_chooses_the_least_damage(make_model, monkeypatch):
+    """Every candidate is tried once, option by option; the one with the least damage wins; the model stays as it is."""
+    model = make_model("gpt2")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tried = {}
+
+    class Report:
+        def __init__(self, total):
+            self.after = type("Damage", (), {"total": total})
+
+    def planted(trial, text, **options):
+        scheme = posswap.describe(trial).new
+        assert scheme not in tried and sum(batch["input_ids"].numel() for batch in text) <= 16_384
+        tried[scheme] = abs(scheme.theta - 1_000) + abs(scheme.fraction - 0.25)
+        return Report(tried[scheme])
+
+    monkeypatch.setattr(choosing, "fit", planted)
+    chosen = posswap.choose(model, "rotary:theta=auto,fraction=auto,layout=half", _text(2_000), progress=False)
+    assert chosen == posswap.Rotary(theta=1_000, fraction=0.25, layout="half")
+    assert len(tried) == 4 + 2  # fractions are tried at the theta that was chosen
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert posswap.describe(model).new == posswap.Learned()
+
+
+def test_real_fits_decide(make_model):
+    """With real fits the choice is the candidate whose own fit ends with the least damage."""
+    model = make_model("gpt2")
+    damages = {}
+    for fraction in posswap.Rotary.choices["fraction"]:
+        swapped = posswap.swap(make_model("gpt2"), posswap.Rotary(fraction=fraction))
+        damages[fraction] = posswap.fit(swapped, _text(), reconstruct=3, progress=False).after.total
+    chosen = posswap.choose(model, posswap.Rotary(fraction="auto"), _text(), reconstruct=3, progress=False)
+    assert chosen.fraction == min(damages, key=damages.get) and len(set(damages.values())) == 3
+
+
+def test_auto_is_settled_or_refused(make_model):
+    """An open option is an error in swap that names the way out; a scheme without one is an error in choose."""
+    scheme = posswap.schemes.parse_scheme("rotary:theta=auto")
+    assert scheme.open_options() == ["theta"] and str(scheme) == "rotary:theta=auto"
+    with pytest.raises(posswap.PosswapError, match=r"theta='auto'.*posswap.choose"):
+        posswap.swap(make_model("bert"), scheme)
+    with pytest.raises(posswap.PosswapError, match="theta, fraction"):
+        posswap.choose(make_model("bert"), "rotary", _text())
+    for wrong in ("relative:clip=auto", "sinusoidal:base=auto", "rotary:layout=auto", "rotary:theta=Auto"):
+        with pytest.raises(posswap.PosswapError, match="auto|Auto"):
+            posswap.swap(make_model("bert"), wrong)
+
+
+def test_command_line_settles_and_fits(make_model, gpt2_tokenizer, tmp_path, monkeypatch, capsys):
+    """`--scheme rotary:fraction=auto --fit auto` saves a model whose config holds a number."""
+    make_model("gpt2", vocab_size=99, bos_token_id=1, eos_token_id=1).save_pretrained(tmp_path / "gpt2")
+    gpt2_tokenizer.save_pretrained(tmp_path / "gpt2")
+    options = ["--fit", "auto", "--fit-tokens", "1500", "--reconstruct", "2", "--output", tmp_path / "out"]
+    arguments = ["hf-posswap", "swap", tmp_path / "gpt2", "--scheme", "rotary:fraction=auto", *options]
+    monkeypatch.setattr("sys.argv", [str(argument) for argument in arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    said = capsys.readouterr()
+    assert stop.value.code == 0, said.err
+    assert "KL" in said.out and "held" not in said.err
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert posswap.describe(model).new.fraction in (1.0, 0.5, 0.25)
