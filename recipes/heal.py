@@ -39,7 +39,7 @@ from accelerate.utils import broadcast_object_list
 from anneal import Annealing
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, LogFormatter
 from rich.console import Console
 from rich.markdown import Markdown
 from transformers import PreTrainedModel
@@ -342,6 +342,7 @@ def plot(results: dict) -> Figure:
     axes.xaxis.set_major_formatter(EngFormatter(places=0, sep=""))
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(LogFormatter())  # labels where less than a decade is seen
     axes.set_xlabel("tokens of distillation")
     axes.set_ylabel(f"damage on held-out text ({results['measure']})")
     axes.set_title(f"{results['config']['model']}: what distillation from the original wins back", fontsize=10)
