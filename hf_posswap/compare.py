@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -22,19 +22,20 @@ from statistics import mean, stdev
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import hf_posswap
 from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.assets import EMBEDDED_MODELS, model_source
 from hf_posswap.calibration import text_batches
+from hf_posswap.distillation import distillation_loss
 from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
 from hf_posswap.fitting import fit
 from hf_posswap.measure.damage import kl_divergence, perplexity, pooled_cosine, pooled_states
 from hf_posswap.measure.word_order import word_order_examples, word_order_preference, word_order_probe
 from hf_posswap.schemes import parse_scheme
 from hf_posswap.swap import swap
-from hf_posswap.text import read_documents, stdlib_documents, stdlib_prose, token_blocks
+from hf_posswap.text import Split, read_documents, stdlib_documents, stdlib_prose, token_blocks
 from hf_posswap.training import TrainingConfig, train
 
 ORIGINAL = "original"  # the unswapped checkpoint, in every comparison; its table is tiled where more positions are asked
@@ -77,7 +78,7 @@ def compare(config: CompareConfig, output: Path, *, resume: bool = False, progre
     """
     if config.data is not None:  # a missing file is found before anything is loaded or written
         read_documents(config.data, text_column=config.text_column)
-    rows_folder = _prepare_output(config, output, resume)
+    rows_folder = prepare_output(asdict(config), output, resume)
     results = {"format": FORMAT, **provenance(), "config": asdict(config), "models": []}
     jobs = [(name, scheme) for name in config.models for scheme in (ORIGINAL, *config.schemes)]
     bar = tqdm(total=len(jobs), desc="compare", unit="swap", disable=None if progress else True)
@@ -104,27 +105,10 @@ class _Bench:
 
     def __init__(self, name: str, config: CompareConfig, progress: bool):
         self.name, self.config, self.progress = name, config, progress
-        source = model_source(name)
-        family = AutoConfig.from_pretrained(source)
-        architecture = ARCHITECTURES.get(family.model_type)
-        if architecture is None:
-            raise UnsupportedModelError(
-                f"{name} is a {family.model_type!r} model; a comparison starts from an unswapped checkpoint of: "
-                f"{', '.join(sorted(ARCHITECTURES))}"
-            )
-        self.causal = architecture.is_causal(family)
-        self.original = (AutoModelForCausalLM if self.causal else AutoModel).from_pretrained(source).eval()
-        self.tokenizer = AutoTokenizer.from_pretrained(source)
-        if not 10 < len(self.tokenizer) <= family.vocab_size:  # for a folder without one, transformers makes one up
-            raise PosswapError(
-                f"{name}: the tokenizer has {len(self.tokenizer)} tokens and the model {family.vocab_size}: they do not belong "
-                "together"
-            )
-        if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
+        self.original, self.tokenizer, self.causal = load_checkpoint(name)
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
         self.original.to(device)
-        self.trained_positions = family.max_position_embeddings
+        self.trained_positions = self.original.config.max_position_embeddings
         self.lengths = [n * self.trained_positions for n in (1, 2, 4)] if self.causal else []
         self.max_positions = max(self.lengths, default=self.trained_positions)
         held_out, training = self._documents("validation"), self._documents("train")
@@ -142,12 +126,8 @@ class _Bench:
             self.original_states = {n: pooled_states(self.original, b) for n, b in self.eval_blocks.items()}
         self.words_train, self.words_test = self._word_order()
 
-    def _documents(self, split) -> list[str]:
-        if self.config.data is not None:
-            return read_documents(self.config.data, split=split, text_column=self.config.text_column)
-        if self.causal:
-            return list(stdlib_documents(split).values())
-        return ["\n".join(stdlib_prose(split))]
+    def _documents(self, split: Split) -> list[str]:
+        return documents(self.config.data, split, causal=self.causal, text_column=self.config.text_column)
 
     def _evaluation_blocks(self, documents: list[str], length: int) -> torch.Tensor:
         blocks = token_blocks(documents, self.tokenizer, length)
@@ -244,20 +224,39 @@ class _Bench:
             dropout=False,
             seed=seed,
         )
-        compute_loss = None if self.causal else self._distillation()
+        compute_loss = None if self.causal else distillation_loss(self.original)
         rows = [{"input_ids": row, "labels": row} if self.causal else {"input_ids": row} for row in self.train_blocks]
         description = f"{self.name}: tuning {scheme}, seed {seed}"
         return train(model, rows, config, compute_loss=compute_loss, progress=self.progress, description=description)
 
-    def _distillation(self) -> Callable:
-        def loss(model, batch):
-            with torch.no_grad():
-                targets = self.original(**batch, output_hidden_states=True).hidden_states[1:]
-            states = model(**batch, output_hidden_states=True).hidden_states[1:]
-            errors = [(s - t).pow(2).mean() / t.pow(2).mean() for s, t in zip(states, targets, strict=True)]
-            return torch.stack(errors).mean()
 
-        return loss
+def load_checkpoint(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, bool]:
+    """Load an unswapped model by its name on the command line: (model, tokenizer, whether it is causal)."""
+    source = model_source(name)
+    family = AutoConfig.from_pretrained(source)
+    architecture = ARCHITECTURES.get(family.model_type)
+    if architecture is None:
+        raise UnsupportedModelError(
+            f"{name} is a {family.model_type!r} model; a comparison starts from an unswapped checkpoint of: "
+            f"{', '.join(sorted(ARCHITECTURES))}"
+        )
+    causal = architecture.is_causal(family)
+    model = (AutoModelForCausalLM if causal else AutoModel).from_pretrained(source).eval()
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    if not 10 < len(tokenizer) <= family.vocab_size:  # for a folder without one, transformers makes one up
+        raise PosswapError(
+            f"{name}: the tokenizer has {len(tokenizer)} tokens and the model {family.vocab_size}: they do not belong together"
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer, causal
+
+
+def documents(data: str | None, split: Split, *, causal: bool, text_column: str = "text") -> list[str]:
+    """Return the text of one split: the user's, or the standard library's, of which an encoder reads the English."""
+    if data is not None:
+        return read_documents(data, split=split, text_column=text_column)
+    return list(stdlib_documents(split).values()) if causal else ["\n".join(stdlib_prose(split))]
 
 
 def figures_of(row: dict) -> Iterator[tuple[str, str, float, float | None]]:
@@ -275,9 +274,9 @@ def _kept(config: CompareConfig) -> str:
     return next((s for s in config.schemes if s.startswith("rotary")), config.schemes[0])
 
 
-def _prepare_output(config: CompareConfig, output: Path, resume: bool) -> Path:
-    """Make the folder, or check that a resumed one belongs to the same comparison; return the folder of rows."""
-    wanted = json.loads(json.dumps(asdict(config)))  # lists, not tuples, come back from JSON
+def prepare_output(config: dict, output: Path, resume: bool) -> Path:
+    """Make the folder, or check that a resumed one was begun with the same configuration; return the folder of rows."""
+    wanted = json.loads(json.dumps(config))  # lists, not tuples, come back from JSON
     file, rows = output / "config.json", output / "rows"
     if output.exists() and not output.is_dir():
         raise CheckpointError(f"{output} is a file: give a folder")
@@ -288,7 +287,7 @@ def _prepare_output(config: CompareConfig, output: Path, resume: bool) -> Path:
         if not resume:
             raise CheckpointError(f"{output} exists and is not empty: choose another --output, or pass --resume")
         if not file.exists() or json.loads(file.read_text()) != wanted:
-            raise CheckpointError(f"{output} holds another comparison, see {file}: resume with the same options")
+            raise CheckpointError(f"{output} was begun with another configuration, see {file}: resume with the same options")
     rows.mkdir(parents=True, exist_ok=True)
     write_json(file, wanted)
     return rows

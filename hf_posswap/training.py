@@ -75,6 +75,7 @@ def train(
     *,
     compute_loss: Callable[[torch.nn.Module, dict], torch.Tensor] | None = None,
     collate: Callable[[list[dict]], dict] | None = None,
+    after_step: Callable[[torch.nn.Module, TrainingRun], None] | None = None,
     output: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
@@ -83,8 +84,10 @@ def train(
     """Train `model` on `dataset` for `config.max_steps` steps and return it, unwrapped, with what the run did.
 
     `dataset` holds dicts of tensors, of one length or with a `collate` that pads them. `compute_loss(model, batch)` returns
-    a scalar; without it the model's own `model(**batch).loss` is used. With `output` and `checkpoint_every`, checkpoints
-    are written aside and renamed, so a killed run leaves no half-written one; `resume=True` goes on from the newest.
+    a scalar; without it the model's own `model(**batch).loss` is used. `after_step(model, run)` is called on all processes
+    after each optimizer step, with the unwrapped model: to measure it, in evaluation mode if need be, or to change what
+    is not trained; its time is not counted. With `output` and `checkpoint_every`, checkpoints are written aside and renamed,
+    so a killed run leaves no half-written one; `resume=True` goes on from the newest.
     """
     if resume and output is None:
         raise PosswapError("resume=True needs output=, the folder of the run to go on with")
@@ -160,6 +163,11 @@ def train(
             bar.set_postfix(loss=f"{micro_loss:.3f}", tokens_s=f"{run.tokens_per_second:.0f}")
             bar.update()
             micro_loss = 0.0
+            if after_step is not None:
+                looked = time.perf_counter()
+                after_step(accelerator.unwrap_model(model), run)
+                model.train(config.dropout)
+                started += time.perf_counter() - looked
             if output and config.checkpoint_every and len(run.losses) % config.checkpoint_every == 0:
                 _save_checkpoint(accelerator, Path(output), run)
             if len(run.losses) == config.max_steps:

@@ -82,7 +82,7 @@ def test_output_folders_are_never_mixed(config, tmp_path):
     (output / "rows" / "0-original.json").write_text("{}")
     with pytest.raises(posswap.PosswapError, match="--resume"):
         compare(config, output, progress=False)
-    with pytest.raises(posswap.PosswapError, match="another comparison"):
+    with pytest.raises(posswap.PosswapError, match="another configuration"):
         compare(config, output, resume=True, progress=False)
     (tmp_path / "file").write_text("x")
     with pytest.raises(posswap.PosswapError, match="give a folder"):

@@ -103,6 +103,20 @@ def test_nan_stops(make_model):
         _run(make_model("gpt2"), TrainingConfig(batch_size=8), compute_loss=lambda m, b: m(**b).loss * float("nan"))
 
 
+def test_after_step_looks_and_changes_nothing(make_model):
+    """Called once a step with the plain model and the run so far; evaluation mode is left behind it, losses stay the same."""
+    config, seen = TrainingConfig(max_steps=3, batch_size=8), []
+
+    def look(model, run):
+        seen.append((type(model).__name__, model.training, run.tokens, len(run.losses)))
+        model.eval()
+
+    _, expected = _run(make_model("gpt2", resid_pdrop=0.1), config)
+    _, run = _run(make_model("gpt2", resid_pdrop=0.1), config, after_step=look)
+    assert seen == [("GPT2LMHeadModel", True, step * 8 * 16, step) for step in (1, 2, 3)]
+    assert run.losses == expected.losses
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
