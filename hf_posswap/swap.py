@@ -217,7 +217,7 @@ def rewriting_attention(model: PreTrainedModel) -> Iterator[None]:
     """
     target, architecture = find_target(model, dispatched=True)
     attentions = architecture.self_attentions(target.base_model)
-    before = copy_attention_weights(attentions, positions=True)
+    fresh, before = is_unchanged(target), copy_attention_weights(attentions, positions=True)
     try:
         yield
     except BaseException:
@@ -229,7 +229,8 @@ def rewriting_attention(model: PreTrainedModel) -> Iterator[None]:
             record.original.attention_weights = [
                 {name: value for name, value in weights.items() if not name.startswith("positions.")} for weights in before
             ]
-        record.fingerprint = _fingerprint(target, architecture)
+        if fresh:  # what was trained before it was fitted still counts as trained
+            record.fingerprint = _fingerprint(target, architecture)
 
 
 def is_unchanged(model: PreTrainedModel) -> bool:
