@@ -161,7 +161,8 @@ def fit(
         with rewriting_attention(target), tempfile.TemporaryDirectory(prefix="posswap-") as folder:
             fitting = _Pass(target, teacher, architecture, fitted, held, Path(folder), seed)
             count = len(fitting.layers[0])
-            with tqdm(total=count * (reconstruct + 1), desc="fit", unit="step", **({} if progress else {"disable": True})) as bar:
+            quiet = {} if progress else {"disable": True}  # None or False would overrule TQDM_DISABLE
+            with tqdm(total=count * (reconstruct + 1), desc="fit", unit="step", **quiet) as bar:
                 layers = [fitting.fit_layer(index, reconstruct, learning_rate, bar) for index in range(count)]
             after = damage(target, teacher, held)
             if not reconstruct and not any(fit.kept for fit in layers):
