@@ -1,0 +1,474 @@
+"""Fitting a swapped model to its original: what it wins, what it leaves alone, and that a failure leaves no trace."""
+
+import tempfile
+
+import accelerate
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    BatchEncoding,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForTokenClassification,
+    BertModel,
+    GPT2DoubleHeadsModel,
+    GPT2Model,
+)
+
+import hf_posswap as posswap
+from hf_posswap import cli, fitting
+from hf_posswap.calibration import check_batches, split_batches, written_text
+from hf_posswap.closed_form import fit_relative_keys
+from hf_posswap.fitting import fit
+from hf_posswap.measure.damage import damage
+from hf_posswap.swap import original
+
+SCHEMES = ["none", "sinusoidal:project=false", "relative:clip=4", "relative:share_heads=true,values=false", "rotary"]
+SETTINGS = {"full": ("float32", None), "left": ("float32", "left"), "right-bfloat16": ("bfloat16", "right")}
+
+
+def text(rows: int = 40, length: int = 20, seed: int = 0) -> torch.Tensor:
+    """Random tokens, none of them special."""
+    return torch.randint(2, 98, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def batch(side: str | None = None, **options) -> dict[str, torch.Tensor]:
+    """Tokens with a mask; every third row is padded by a quarter."""
+    ids = text(**options)
+    mask = torch.ones_like(ids)
+    if side is not None:
+        quarter = ids.shape[1] // 4
+        mask[::3, slice(quarter) if side == "left" else slice(-quarter, None)] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def quick(model, batches=None, **options):
+    """A fit with few steps, no bar."""
+    return fit(model, text() if batches is None else batches, **{"reconstruct": 8, "progress": False, **options})
+
+
+def picture(model) -> dict:
+    """Everything that a fit must leave alone, or put back."""
+    return {
+        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+        "parameters": {name: (id(p), p.dtype, p.requires_grad, p.grad is None) for name, p in model.named_parameters()},
+        "modules": {
+            n: (type(m), m.training, list(m._forward_pre_hooks), "forward" in vars(m)) for n, m in model.named_modules()
+        },
+        "config": model.config.to_dict(),
+    }
+
+
+def changed(model, before: dict) -> set[str]:
+    """Names of weights that differ; everything else must be the same."""
+    after = picture(model)
+    for part in ("parameters", "modules", "config"):
+        assert after[part] == before[part], part
+    assert after["weights"].keys() == before["weights"].keys()
+    return {name for name, value in after["weights"].items() if not torch.equal(value, before["weights"][name])}
+
+
+def attention_names(model) -> set[str]:
+    """Names of the weights that a fit may change."""
+    own = {id(p) for a in model.architecture.self_attentions(model.base_model) for p in a.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in own}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_contract(make_model, family, scheme, setting, tmp_path):
+    """Less damage on other text; only attention changes; a saved model is the same; restore is exact, also after two fits."""
+    dtype, side = SETTINGS[setting]
+    model = make_model(family, "sdpa").to(getattr(torch, dtype))
+    plain, wanted = picture(model), model(**batch(side)).logits
+    posswap.swap(model, scheme)
+    model.train().get_input_embeddings().weight.requires_grad_(False)
+    model.base_model.get_input_embeddings().eval()
+    attention = next(iter(model.architecture.self_attentions(model.base_model)))
+    next(attention.parameters()).requires_grad_(False)
+    before, other = picture(model), [batch(side, seed=1)]
+    start = damage(model, original(model), other)
+    report = quick(model, batch(side))
+    assert damage(model, original(model), other).total < start.total and report.after.total < report.before.total
+    assert changed(model, before) == attention_names(model)
+    model.eval()
+    torch.testing.assert_close(original(model)(**batch(side)).logits, wanted, rtol=0, atol=0)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert torch.equal(loaded(**batch(side)).logits, model(**batch(side)).logits)
+    quick(model, batch(side), learning_rate=1e-4, seed=1)
+    posswap.restore(model)
+    model.requires_grad_(True)
+    assert changed(model, plain) == set() and torch.equal(model(**batch(side)).logits, wanted)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary"])
+def test_a_swap_after_a_fit_starts_from_the_original(make_model, family, scheme):
+    """Nothing of a fit is left in the next swap; one that fails leaves the fit as it is."""
+    model, alone = make_model(family), posswap.swap(make_model(family), scheme)
+    plain = picture(model)
+    quick(posswap.swap(model, "rotary"))
+    before = picture(model)
+    with pytest.raises(posswap.PosswapError):
+        posswap.swap(model, scheme, max_positions=3)
+    assert changed(model, before) == set()
+    posswap.swap(model, scheme)
+    assert torch.equal(model(text()).logits, alone(text()).logits)
+    quick(model)
+    quick(alone)
+    assert torch.equal(model(text()).logits, alone(text()).logits)
+    posswap.restore(model)
+    assert changed(model, plain) == set()
+
+
+def test_training_before_a_fit_is_not_forgotten(make_model):
+    """Trained since its swap, a model needs its original from outside, and still refuses another swap afterwards."""
+    model = posswap.swap(make_model("gpt2"), "relative:clip=4")
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_attn.weight.add_(0.01)
+    with pytest.raises(posswap.PosswapError, match="has changed since it was swapped"):
+        quick(model)
+    quick(model, original_model=make_model("gpt2"))
+    with pytest.raises(posswap.PosswapError, match="changed since it was swapped"):
+        posswap.swap(model, "rotary")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_restore_under_adapters(make_model, family):
+    """Adapters around fitted projections: restore finds the weights inside. A fit of wrapped projections is refused."""
+    model = make_model(family)
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    quick(posswap.swap(model, "rotary"))
+    options = {"r": 2, "fan_in_fan_out": family == "gpt2"}
+    adapted = get_peft_model(model, LoraConfig(target_modules=["query" if family == "bert" else "c_attn"], **options))
+    with pytest.raises(posswap.PosswapError, match="adapters"):
+        quick(adapted)
+    posswap.restore(adapted)
+    after = {name.replace("base_layer.", ""): value for name, value in model.state_dict().items() if "lora" not in name}
+    assert after.keys() == plain.keys() and all(torch.equal(after[name], value) for name, value in plain.items())
+    partly = posswap.swap(make_model(family), "relative:clip=4")
+    with pytest.raises(posswap.PosswapError, match="adapters"):
+        quick(get_peft_model(partly, LoraConfig(target_modules=["value" if family == "bert" else "attn.c_proj"], **options)))
+
+
+@pytest.mark.parametrize("family", ["bert-decoder", "gpt2"])
+@pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary"])
+def test_cache_after_a_fit(make_model, family, scheme):
+    """Token by token with a cache is the whole at once."""
+    model = posswap.swap(make_model(family, "sdpa"), scheme)
+    quick(model)
+    ids, cache, parts = text(2, 12), None, []
+    with torch.no_grad():
+        for step in ids.split(1, dim=1):
+            out = model(step, past_key_values=cache, use_cache=True)
+            cache, parts = out.past_key_values, [*parts, out.logits]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_inputs_seed_and_random_state(make_model):
+    """Tensors, lists, generators, dicts and encodings of one text give one fit; another seed another; no global generator moves."""
+    ids = text()
+    forms = [ids, [ids], iter([ids.int()]), {"input_ids": ids}, [BatchEncoding({"input_ids": ids})]]
+    forms += [BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids).float()})]
+    models = [posswap.swap(make_model("gpt2"), "relative:clip=4") for _ in range(len(forms) + 1)]
+    state = torch.get_rng_state()
+    for model, form in zip(models, [*forms, ids], strict=True):
+        fit(model, form, reconstruct=8, progress=False, seed=model is models[-1])
+    assert torch.equal(torch.get_rng_state(), state)
+    logits = [model(ids).logits for model in models]
+    # 36 rows are one step: only smaller batches come in an order.
+    assert all(torch.equal(one, logits[0]) for one in logits)
+    model, other = (posswap.swap(make_model("gpt2"), "relative:clip=4") for _ in range(2))
+    quick(model, [ids[:10], ids[10:20], ids[20:]]), quick(other, [ids[:10], ids[10:20], ids[20:]], seed=1)
+    assert not torch.equal(model(ids).logits, other(ids).logits)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_original(make_model, family, share):
+    """The original as a second model: exact before and after a fit, with shared weights or none."""
+    model = make_model(family)
+    wanted = model(text()).logits
+    posswap.swap(model, "rotary")
+    attention = attention_names(model)
+    for _ in range(2):
+        twin = original(model, share_weights=share)
+        ours = {name: id(p) for name, p in model.named_parameters() if name not in attention and "position" not in name}
+        theirs = {name: id(p) for name, p in twin.named_parameters()}
+        assert len(ours) > 10 and all((theirs[name] == one) == share for name, one in ours.items() if name in theirs)
+        assert not {id(p) for n, p in model.named_parameters() if n in attention} & set(theirs.values())
+        assert torch.equal(twin(text()).logits, wanted) and not any(module.training for module in twin.modules())
+        assert share or not any(parameter.requires_grad for parameter in twin.parameters())
+        quick(model)
+
+
+# -- failures ------------------------------------------------------------------------------------------------------------
+
+BAD_TEXT = {
+    "beyond the vocabulary": (lambda: text() + 50, "another model's tokenizer"),
+    "negative": (lambda: text() - 50, "another model's tokenizer"),
+    "floats": (lambda: text().float(), "must be integers"),
+    "one row": (lambda: text()[0], "shape"),
+    "no tokens": (lambda: text()[:, :0], "shape"),
+    "too long": (lambda: text(20, 33), "positions for 32.*cut the batches"),
+    "empty": (list, "no batches"),
+    "string": (lambda: "the cat sat", "token ids"),
+    "strings": (lambda: ["the cat sat"], "tensors"),
+    "number": (lambda: 5, "iterable"),
+    "keys": (lambda: {"input_ids": text(), "labels": text()}, "keys.*labels.*give input_ids"),
+    "no ids": (lambda: {"attention_mask": text()}, "give input_ids"),
+    "lists": (lambda: {"attention_mask": text(), "input_ids": text().tolist()}, "tensors"),
+    "mask of another shape": (lambda: {"input_ids": text(), "attention_mask": text()[:, 1:]}, "one shape"),
+    "additive mask": (lambda: {"input_ids": text(), "attention_mask": -1e4 * (text() > 50)}, "0 where there is padding"),
+    "masked row": (
+        lambda: {"input_ids": text(), "attention_mask": torch.arange(40)[:, None].expand(40, 20) > 0},
+        "leave that row",
+    ),
+    "types": (lambda: {"input_ids": text(), "token_type_ids": text()}, "token_type_ids must be integers from 0 to 1"),
+    "float types": (lambda: {"input_ids": text(), "token_type_ids": text() * 0.0}, "token_type_ids must be integers"),
+    "too few": (lambda: text(3), "too few"),
+    "one sequence": (lambda: [text(1, 32)], "too few"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TEXT)
+def test_bad_text(make_model, name):
+    """What is no text of this model is named, and nothing changes."""
+    make, says = BAD_TEXT[name]
+    model, teacher = posswap.swap(make_model("bert"), "relative:clip=4").train(), make_model("bert").train()
+    before = picture(model), picture(teacher)
+    for given in (None, teacher):
+        with pytest.raises(posswap.PosswapError, match=says):
+            quick(model, make(), original_model=given)
+    assert changed(model, before[0]) == changed(teacher, before[1]) == set()
+
+
+def spoil(model):
+    """A NaN in the last layer."""
+    with torch.no_grad():
+        next(reversed(list(model.parameters())))[0] = float("nan")
+    return model
+
+
+def dispatched(model, device_map=None):
+    """As accelerate lays it out, here all on the CPU."""
+    return accelerate.dispatch_model(model, device_map or {"": "cpu"}, main_device="cpu", force_hooks=True)
+
+
+BAD_CALLS = {
+    "not swapped": (posswap.restore, {}, "call posswap.swap"),
+    "negative": (None, {"reconstruct": -1}, "0 or more"),
+    "bool": (None, {"reconstruct": True}, "0 or more"),
+    "float": (None, {"reconstruct": 1.5}, "0 or more"),
+    "nan": (spoil, {}, "NaN"),
+    "nan in the original": (None, {"original_model": lambda make: spoil(make("gpt2"))}, "NaN"),
+    "family": (None, {"original_model": lambda make: make("bert")}, "is a bert .*checkpoint that it was swapped from"),
+    "size": (None, {"original_model": lambda make: make("gpt2", n_layer=1)}, "pass the checkpoint"),
+    "part": (lambda model: model.transformer, {"original_model": lambda make: make("gpt2").transformer}, "the whole model"),
+    "cast": (lambda model: model.bfloat16(), {}, "fit right after the swap"),
+    "nothing to fit": (lambda model: posswap.swap(model, "learned"), {}, "nothing to fit"),
+    "no closed form": (lambda model: posswap.swap(model, "none"), {"reconstruct": 0}, "give reconstruct a number"),
+    "worse": (None, {"learning_rate": 1e3}, "made it worse.*undone.*more text"),
+    "dispatched": (dispatched, {}, "original_model="),
+    "another thing": (lambda model: torch.nn.Linear(2, 2), {}, "a transformers model"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+@pytest.mark.filterwarnings("ignore:.*dispatch")
+def test_bad_calls(make_model, name, tmp_path, monkeypatch):
+    """What cannot be fitted says what to do, and nothing changes or stays behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    prepare, options, says = BAD_CALLS[name]
+    model = posswap.swap(make_model("gpt2"), "rotary")
+    target = prepare(model) if prepare else model
+    options = {key: value(make_model) if callable(value) else value for key, value in options.items()}
+    before = picture(model)
+    with pytest.raises(posswap.PosswapError, match=says):
+        quick(target, **options)
+    after = {name for name in changed(model, before) if not before["weights"][name].isnan().any()}
+    assert after == set() and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("call", [1, 9, 20])
+def test_an_interrupt_undoes_everything(make_model, call, dtype, tmp_path, monkeypatch):
+    """Wherever it comes; the next fit then works as if nothing had been."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    make = getattr(fitting._Pass, "_compare")  # noqa: B009
+    model = posswap.swap(make_model("bert").to(getattr(torch, dtype)), "relative:clip=4")
+    before, calls = picture(model), []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return make(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(fitting._Pass, "_compare", interrupted)
+        quick(model)
+    assert len(calls) == call and changed(model, before) == set() and list(tmp_path.iterdir()) == []
+    quick(model)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_inside_inference_mode(make_model):
+    """Steps need gradients; inside no_grad they are had all the same."""
+    model = posswap.swap(make_model("gpt2"), "rotary")
+    with torch.inference_mode(), pytest.raises(posswap.PosswapError, match="outside"):
+        quick(model)
+    with torch.no_grad():
+        quick(model)
+
+
+def test_loaded_from_a_swapped_checkpoint(make_model, tmp_path):
+    """Its original must be given, in whatever mode, and stays in that mode; the fit is then that of the swapped model itself."""
+    model, teacher = posswap.swap(make_model("gpt2"), "rotary"), make_model("gpt2").train()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="eager")
+    before = picture(loaded), picture(teacher)
+    with pytest.raises(posswap.PosswapError, match="Load the original checkpoint and pass it as original_model="):
+        quick(loaded)
+    assert changed(loaded, before[0]) == set()
+    quick(loaded, original_model=teacher), quick(model)
+    assert changed(teacher, before[1]) == set() and torch.equal(loaded(text()).logits, model(text()).logits)
+
+
+# -- heads, settings, placement --------------------------------------------------------------------------------------------
+
+KINDS = {
+    "pretraining": ("bert", {"head": BertForPreTraining}, "KL"),
+    "token classes": ("bert", {"head": BertForTokenClassification}, "1 - cosine"),
+    "headless": ("gpt2", {"head": GPT2Model}, "1 - cosine"),
+    "two heads": ("gpt2", {"head": GPT2DoubleHeadsModel}, "KL"),
+    "cross-attention": ("bert-decoder", {"add_cross_attention": True}, "KL"),
+    "scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "KL"),
+    "upcast": ("gpt2", {"reorder_and_upcast_attn": True}, "KL"),
+    "dropout": ("gpt2", {"attn_pdrop": 0.5, "resid_pdrop": 0.5}, "KL"),
+}
+
+
+@pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary"])
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds(make_model, name, scheme):
+    """Heads and settings of all kinds, in training mode with checkpointed activations."""
+    family, options, measure = KINDS[name]
+    model = posswap.swap(make_model(family, "eager", **options), scheme).train()
+    model.base_model.gradient_checkpointing = True
+    ids = text()
+    given = {"input_ids": ids, "token_type_ids": (ids > 50).long()} if family == "bert" else ids
+    report = quick(model, given)
+    assert report.after.measure == measure and report.after.total < report.before.total
+
+
+@pytest.mark.parametrize(
+    "device_map", [{"": "cpu"}, {"transformer.wte": "cpu", "transformer": "cpu", "lm_head": "cpu"}], ids=len
+)
+@pytest.mark.filterwarnings("ignore:.*dispatch")
+def test_dispatched_models(make_model, device_map):
+    """With accelerate's hooks a fit gives what it gives without; the original must be given."""
+    model, plain = (posswap.swap(make_model("gpt2", "sdpa"), "relative:clip=4") for _ in range(2))
+    quick(dispatched(model, device_map), original_model=dispatched(make_model("gpt2", "sdpa"))), quick(plain)
+    assert torch.equal(model(text()).logits, plain(text()).logits)
+
+
+def test_own_text(make_model, monkeypatch):
+    """Without batches a causal model writes, an encoder gets random tokens; without a head, or a way to write, an error."""
+    for name in ("written_text", "random_tokens"):
+        function = getattr(fitting, name)
+        monkeypatch.setattr(fitting, name, lambda model, seed, _f=function: _f(model, tokens=1500, seed=seed))
+    state = torch.get_rng_state()
+    reports = [
+        fit(posswap.swap(make_model(f), "relative:clip=4"), reconstruct=8, progress=False)
+        for f in ("gpt2", "bert-decoder", "bert")
+    ]
+    assert [report.text for report in reports] == ["written by the model"] * 2 + ["random tokens"]
+    assert set(reports[0].after.by_length) == {32} and set(reports[2].after.by_length) == {16, 32}
+    for family, head in (("gpt2", GPT2Model), ("bert-decoder", BertForMaskedLM)):
+        with pytest.raises(posswap.PosswapError, match="pass batches"):
+            fit(posswap.swap(make_model(family, head=head), "relative:clip=4"), progress=False)
+    model = make_model("gpt2")
+    plain, settings = written_text(model, tokens=200), model.generation_config
+    settings.num_beams, settings.max_new_tokens, settings.repetition_penalty = 3, 4, 9.0
+    assert (
+        plain.shape == (6, 32) and torch.equal(written_text(model, tokens=200), plain) and model.generation_config is settings
+    )
+    assert not torch.equal(written_text(model, tokens=200, seed=1), plain)
+    torch.manual_seed(0)
+    assert not torch.equal(state, torch.get_rng_state())  # make_model seeds: what counts is checked with given text
+
+
+@pytest.mark.parametrize("rows", [[40], [1] * 40, [2] * 20, [7, 33], [39, 1]], ids=str)
+def test_a_tenth_is_held_out(make_model, rows):
+    """However sequences come in batches, every tenth of a length is held out, and none is lost."""
+    parts = [*text().split(rows), text(3, 9), text(1, 5)]
+    fitted, held = split_batches(check_batches(parts, make_model("bert"), 32), tokens_a_batch=100)
+    ids = [[row.tolist() for one in part for row in one["input_ids"]] for part in (fitted, held)]
+    assert sorted(ids[0] + ids[1]) == sorted(row.tolist() for part in parts for row in part)
+    assert [row for row in ids[1] if len(row) == 20] == text()[9::10].tolist()
+    assert [len(row) for row in ids[1]].count(9) == 1 and max(one["input_ids"].numel() for one in fitted) <= 100
+
+
+def test_report(make_model, capsys):
+    """Figures are of held-out text, lengths without padding; all of it is printed; no bar if none is wanted."""
+    model = posswap.swap(make_model("gpt2"), "relative:clip=4")
+    report = quick(model, [batch("right"), text(10, 12)])
+    assert capsys.readouterr() == ("", "")
+    assert (report.tokens, report.tokens_held_out) == (36 * 20 - 12 * 5 + 108, 20 + 15 + 20 * 2 - 5 * 1 + 12 + 5 - 5)
+    assert set(report.after.by_length) <= {12, 15, 20} and len(report.layers) == 2 and report.text == "given"
+    for layer in report.layers:
+        assert layer.solved is not None and layer.kept == (layer.solved < layer.before) and layer.after < layer.before
+    printed = str(report)
+    for one in (report.before, report.after):
+        for value in (one.total, *one.by_layer, *one.by_length.values(), *one.by_position.values()):
+            assert f"{value:.4f}" in printed
+    assert all(f"{value:.4f}" in printed for layer in report.layers for value in (layer.before, layer.solved, layer.after))
+    assert "given" in printed and f"{report.tokens:,}" in printed
+
+
+def test_memory(make_model, monkeypatch, tmp_path):
+    """Two files of hidden states for each batch, and gradients of one layer at a time."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model, seen = posswap.swap(make_model("gpt2"), "relative:clip=4"), []
+    inner, compare = fitting._Pass.fit_layer, fitting._Pass._compare
+
+    def watched(self, *args):
+        done = inner(self, *args)
+        seen.append((len(list(self.folder.iterdir())), 2 * len(self.batches)))
+        return done
+
+    def watched_compare(self, *args):
+        assert sum(any(p.grad is not None for p in layer.parameters()) for layer in self.layers[0]) <= 1
+        assert all(parameter.grad is None for parameter in self.models[1].h.parameters())
+        return compare(self, *args)
+
+    monkeypatch.setattr(fitting._Pass, "fit_layer", watched)
+    monkeypatch.setattr(fitting._Pass, "_compare", watched_compare)
+    quick(model, list(text().split(10)))
+    assert seen == [(10, 10), (10, 10)] or seen == [(seen[0][1],) * 2] * 2
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_command_line(make_model, family, bert_tokenizer, gpt2_tokenizer, tmp_path, monkeypatch, capsys):
+    """`swap --fit`: a BERT on a text, a GPT-2 on its own writing; the report is printed and the fitted model saved."""
+    words = [word for word in bert_tokenizer.get_vocab() if word[0] != "["]
+    text_file = tmp_path / "text.txt"
+    text_file.write_text("\n".join(" ".join(words[(i * j) % len(words)] for j in range(40)) for i in range(1, 60)))
+    model = make_model(family, head=BertModel if family == "bert" else None)
+    model.save_pretrained(tmp_path / "model")
+    (bert_tokenizer if family == "bert" else gpt2_tokenizer).save_pretrained(tmp_path / "model")
+    arguments = ["swap", tmp_path / "model", "--scheme", "relative:clip=4", "--output", tmp_path / "out", "--reconstruct", "3"]
+    arguments += ["--fit", text_file if family == "bert" else "auto", "--fit-tokens", "1500"]
+    monkeypatch.setattr("sys.argv", ["hf-posswap", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    said = capsys.readouterr()
+    assert stop.value.code == 0, said.err
+    assert "error before" in said.out and "fitted on 1," in said.out and "learned -> relative:clip=4" in said.out
+    saved = cli._load(str(tmp_path / "out"))
+    assert all(bool(parameter.any()) for name, parameter in saved.named_parameters() if "key_table" in name)
+    assert fit_relative_keys is not None
