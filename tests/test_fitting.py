@@ -8,24 +8,29 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
     BatchEncoding,
-    BertForMaskedLM,
     BertForPreTraining,
     BertForTokenClassification,
-    BertModel,
     GPT2DoubleHeadsModel,
     GPT2Model,
 )
 
 import hf_posswap as posswap
-from hf_posswap import cli, fitting
-from hf_posswap.calibration import check_batches, split_batches, written_text
-from hf_posswap.closed_form import fit_relative_keys
+from hf_posswap import fitting
 from hf_posswap.fitting import fit
 from hf_posswap.measure.damage import damage
 from hf_posswap.swap import original
 
-SCHEMES = ["none", "sinusoidal:project=false", "relative:clip=4", "relative:share_heads=true,values=false", "rotary"]
-SETTINGS = {"full": ("float32", None), "left": ("float32", "left"), "right-bfloat16": ("bfloat16", "right")}
+CASES = [
+    ("none", "float32", None),
+    ("sinusoidal:project=false", "bfloat16", "left"),
+    ("relative:clip=4", "float32", None),
+    ("relative:clip=4", "float32", "left"),
+    ("relative:share_heads=true,values=false", "float32", "right"),
+    ("relative:clip=4", "bfloat16", "right"),
+    ("rotary", "float32", "left"),
+    ("rotary:fraction=0.5,layout=half", "float32", None),
+    ("rotary", "bfloat16", "right"),
+]
 
 
 def text(rows: int = 40, length: int = 20, seed: int = 0) -> torch.Tensor:
@@ -45,7 +50,11 @@ def batch(side: str | None = None, **options) -> dict[str, torch.Tensor]:
 
 def quick(model, batches=None, **options):
     """A fit with few steps, no bar."""
-    return fit(model, text() if batches is None else batches, **{"reconstruct": 8, "progress": False, **options})
+    return fit(
+        model,
+        text() if batches is None else batches,
+        **{"reconstruct": 10, "learning_rate": 3e-3, "progress": False, **options},
+    )
 
 
 def picture(model) -> dict:
@@ -75,11 +84,9 @@ def attention_names(model) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) in own}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_contract(make_model, family, scheme, setting, tmp_path):
+@pytest.mark.parametrize(("scheme", "dtype", "side"), CASES)
+def test_contract(make_model, family, scheme, dtype, side, tmp_path):
     """Less damage on other text; only attention changes; a saved model is the same; restore is exact, also after two fits."""
-    dtype, side = SETTINGS[setting]
     model = make_model(family, "sdpa").to(getattr(torch, dtype))
     plain, wanted = picture(model), model(**batch(side)).logits
     posswap.swap(model, scheme)
@@ -89,7 +96,7 @@ def test_contract(make_model, family, scheme, setting, tmp_path):
     next(attention.parameters()).requires_grad_(False)
     before, other = picture(model), [batch(side, seed=1)]
     start = damage(model, original(model), other)
-    report = quick(model, batch(side))
+    report = quick(model, batch(side, rows=60))
     assert damage(model, original(model), other).total < start.total and report.after.total < report.before.total
     assert changed(model, before) == attention_names(model)
     model.eval()
@@ -97,7 +104,8 @@ def test_contract(make_model, family, scheme, setting, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, attn_implementation="sdpa")
     assert torch.equal(loaded(**batch(side)).logits, model(**batch(side)).logits)
-    quick(model, batch(side), learning_rate=1e-4, seed=1)
+    if family == "gpt2":  # the others have nothing left to win on random tokens
+        quick(model, batch(side, seed=2), learning_rate=1e-3)
     posswap.restore(model)
     model.requires_grad_(True)
     assert changed(model, plain) == set() and torch.equal(model(**batch(side)).logits, wanted)
@@ -169,14 +177,14 @@ def test_cache_after_a_fit(make_model, family, scheme):
 
 
 def test_inputs_seed_and_random_state(make_model):
-    """Tensors, lists, generators, dicts and encodings of one text give one fit; another seed another; no global generator moves."""
+    """Tensors, lists, generators, dicts and encodings of one text give one fit; no global generator moves."""
     ids = text()
     forms = [ids, [ids], iter([ids.int()]), {"input_ids": ids}, [BatchEncoding({"input_ids": ids})]]
     forms += [BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids).float()})]
     models = [posswap.swap(make_model("gpt2"), "relative:clip=4") for _ in range(len(forms) + 1)]
     state = torch.get_rng_state()
     for model, form in zip(models, [*forms, ids], strict=True):
-        fit(model, form, reconstruct=8, progress=False, seed=model is models[-1])
+        quick(model, form, seed=int(model is models[-1]))
     assert torch.equal(torch.get_rng_state(), state)
     logits = [model(ids).logits for model in models]
     # 36 rows are one step: only smaller batches come in an order.
@@ -223,7 +231,7 @@ BAD_TEXT = {
     "mask of another shape": (lambda: {"input_ids": text(), "attention_mask": text()[:, 1:]}, "one shape"),
     "additive mask": (lambda: {"input_ids": text(), "attention_mask": -1e4 * (text() > 50)}, "0 where there is padding"),
     "masked row": (
-        lambda: {"input_ids": text(), "attention_mask": torch.arange(40)[:, None].expand(40, 20) > 0},
+        lambda: {"input_ids": text(), "attention_mask": text() * 0},
         "leave that row",
     ),
     "types": (lambda: {"input_ids": text(), "token_type_ids": text()}, "token_type_ids must be integers from 0 to 1"),
@@ -325,7 +333,7 @@ def test_inside_inference_mode(make_model):
 
 
 def test_loaded_from_a_swapped_checkpoint(make_model, tmp_path):
-    """Its original must be given, in whatever mode, and stays in that mode; the fit is then that of the swapped model itself."""
+    """Its original must be given, in whatever mode, and stays in it; the fit is that of the swapped model itself."""
     model, teacher = posswap.swap(make_model("gpt2"), "rotary"), make_model("gpt2").train()
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, attn_implementation="eager")
@@ -360,7 +368,7 @@ def test_kinds(make_model, name, scheme):
     model.base_model.gradient_checkpointing = True
     ids = text()
     given = {"input_ids": ids, "token_type_ids": (ids > 50).long()} if family == "bert" else ids
-    report = quick(model, given)
+    report = quick(model, given, reconstruct=20)
     assert report.after.measure == measure and report.after.total < report.before.total
 
 
@@ -373,102 +381,3 @@ def test_dispatched_models(make_model, device_map):
     model, plain = (posswap.swap(make_model("gpt2", "sdpa"), "relative:clip=4") for _ in range(2))
     quick(dispatched(model, device_map), original_model=dispatched(make_model("gpt2", "sdpa"))), quick(plain)
     assert torch.equal(model(text()).logits, plain(text()).logits)
-
-
-def test_own_text(make_model, monkeypatch):
-    """Without batches a causal model writes, an encoder gets random tokens; without a head, or a way to write, an error."""
-    for name in ("written_text", "random_tokens"):
-        function = getattr(fitting, name)
-        monkeypatch.setattr(fitting, name, lambda model, seed, _f=function: _f(model, tokens=1500, seed=seed))
-    state = torch.get_rng_state()
-    reports = [
-        fit(posswap.swap(make_model(f), "relative:clip=4"), reconstruct=8, progress=False)
-        for f in ("gpt2", "bert-decoder", "bert")
-    ]
-    assert [report.text for report in reports] == ["written by the model"] * 2 + ["random tokens"]
-    assert set(reports[0].after.by_length) == {32} and set(reports[2].after.by_length) == {16, 32}
-    for family, head in (("gpt2", GPT2Model), ("bert-decoder", BertForMaskedLM)):
-        with pytest.raises(posswap.PosswapError, match="pass batches"):
-            fit(posswap.swap(make_model(family, head=head), "relative:clip=4"), progress=False)
-    model = make_model("gpt2")
-    plain, settings = written_text(model, tokens=200), model.generation_config
-    settings.num_beams, settings.max_new_tokens, settings.repetition_penalty = 3, 4, 9.0
-    assert (
-        plain.shape == (6, 32) and torch.equal(written_text(model, tokens=200), plain) and model.generation_config is settings
-    )
-    assert not torch.equal(written_text(model, tokens=200, seed=1), plain)
-    torch.manual_seed(0)
-    assert not torch.equal(state, torch.get_rng_state())  # make_model seeds: what counts is checked with given text
-
-
-@pytest.mark.parametrize("rows", [[40], [1] * 40, [2] * 20, [7, 33], [39, 1]], ids=str)
-def test_a_tenth_is_held_out(make_model, rows):
-    """However sequences come in batches, every tenth of a length is held out, and none is lost."""
-    parts = [*text().split(rows), text(3, 9), text(1, 5)]
-    fitted, held = split_batches(check_batches(parts, make_model("bert"), 32), tokens_a_batch=100)
-    ids = [[row.tolist() for one in part for row in one["input_ids"]] for part in (fitted, held)]
-    assert sorted(ids[0] + ids[1]) == sorted(row.tolist() for part in parts for row in part)
-    assert [row for row in ids[1] if len(row) == 20] == text()[9::10].tolist()
-    assert [len(row) for row in ids[1]].count(9) == 1 and max(one["input_ids"].numel() for one in fitted) <= 100
-
-
-def test_report(make_model, capsys):
-    """Figures are of held-out text, lengths without padding; all of it is printed; no bar if none is wanted."""
-    model = posswap.swap(make_model("gpt2"), "relative:clip=4")
-    report = quick(model, [batch("right"), text(10, 12)])
-    assert capsys.readouterr() == ("", "")
-    assert (report.tokens, report.tokens_held_out) == (36 * 20 - 12 * 5 + 108, 20 + 15 + 20 * 2 - 5 * 1 + 12 + 5 - 5)
-    assert set(report.after.by_length) <= {12, 15, 20} and len(report.layers) == 2 and report.text == "given"
-    for layer in report.layers:
-        assert layer.solved is not None and layer.kept == (layer.solved < layer.before) and layer.after < layer.before
-    printed = str(report)
-    for one in (report.before, report.after):
-        for value in (one.total, *one.by_layer, *one.by_length.values(), *one.by_position.values()):
-            assert f"{value:.4f}" in printed
-    assert all(f"{value:.4f}" in printed for layer in report.layers for value in (layer.before, layer.solved, layer.after))
-    assert "given" in printed and f"{report.tokens:,}" in printed
-
-
-def test_memory(make_model, monkeypatch, tmp_path):
-    """Two files of hidden states for each batch, and gradients of one layer at a time."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    model, seen = posswap.swap(make_model("gpt2"), "relative:clip=4"), []
-    inner, compare = fitting._Pass.fit_layer, fitting._Pass._compare
-
-    def watched(self, *args):
-        done = inner(self, *args)
-        seen.append((len(list(self.folder.iterdir())), 2 * len(self.batches)))
-        return done
-
-    def watched_compare(self, *args):
-        assert sum(any(p.grad is not None for p in layer.parameters()) for layer in self.layers[0]) <= 1
-        assert all(parameter.grad is None for parameter in self.models[1].h.parameters())
-        return compare(self, *args)
-
-    monkeypatch.setattr(fitting._Pass, "fit_layer", watched)
-    monkeypatch.setattr(fitting._Pass, "_compare", watched_compare)
-    quick(model, list(text().split(10)))
-    assert seen == [(10, 10), (10, 10)] or seen == [(seen[0][1],) * 2] * 2
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_command_line(make_model, family, bert_tokenizer, gpt2_tokenizer, tmp_path, monkeypatch, capsys):
-    """`swap --fit`: a BERT on a text, a GPT-2 on its own writing; the report is printed and the fitted model saved."""
-    words = [word for word in bert_tokenizer.get_vocab() if word[0] != "["]
-    text_file = tmp_path / "text.txt"
-    text_file.write_text("\n".join(" ".join(words[(i * j) % len(words)] for j in range(40)) for i in range(1, 60)))
-    model = make_model(family, head=BertModel if family == "bert" else None)
-    model.save_pretrained(tmp_path / "model")
-    (bert_tokenizer if family == "bert" else gpt2_tokenizer).save_pretrained(tmp_path / "model")
-    arguments = ["swap", tmp_path / "model", "--scheme", "relative:clip=4", "--output", tmp_path / "out", "--reconstruct", "3"]
-    arguments += ["--fit", text_file if family == "bert" else "auto", "--fit-tokens", "1500"]
-    monkeypatch.setattr("sys.argv", ["hf-posswap", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    said = capsys.readouterr()
-    assert stop.value.code == 0, said.err
-    assert "error before" in said.out and "fitted on 1," in said.out and "learned -> relative:clip=4" in said.out
-    saved = cli._load(str(tmp_path / "out"))
-    assert all(bool(parameter.any()) for name, parameter in saved.named_parameters() if "key_table" in name)
-    assert fit_relative_keys is not None
