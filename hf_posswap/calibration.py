@@ -32,12 +32,12 @@ def text_batches(
 
 
 @torch.no_grad()
-def written_text(model: PreTrainedModel, *, tokens: int = 65_536, seed: int = 0) -> torch.Tensor:
-    """Let a causal model with a language-modelling head write its own calibration text: (N, L) of its trained length.
+def written_text(model: PreTrainedModel, *, tokens: int = 65_536, seed: int = 0, length: int | None = None) -> torch.Tensor:
+    """Let a causal model with a language-modelling head write its own calibration text: (N, L), of its longest unless told.
 
     Plain sampling at temperature 1, from the end-of-text token or, where there is none, from a random one.
     """
-    length = model.config.max_position_embeddings
+    length = length or model.config.max_position_embeddings
     rows = max(1, tokens // length)
     generator = torch.Generator().manual_seed(seed)
     start = model.config.bos_token_id if model.config.bos_token_id is not None else model.config.eos_token_id
@@ -66,12 +66,14 @@ def written_text(model: PreTrainedModel, *, tokens: int = 65_536, seed: int = 0)
     return torch.cat(written).cpu()
 
 
-def random_tokens(model: PreTrainedModel, *, tokens: int = 65_536, seed: int = 0) -> list[torch.Tensor]:
+def random_tokens(
+    model: PreTrainedModel, *, tokens: int = 65_536, seed: int = 0, length: int | None = None
+) -> list[torch.Tensor]:
     """Draw tokens uniformly from the vocabulary, in the lengths of `text_batches` for an encoder."""
-    longest = model.config.max_position_embeddings
+    longest = length or model.config.max_position_embeddings
     generator = torch.Generator().manual_seed(seed)
     lengths = sorted({max(min(16, longest), longest // n) for n in (1, 4, 16)})
-    shapes = [(max(1, tokens // len(lengths) // length), length) for length in lengths]
+    shapes = [(max(1, tokens // len(lengths) // each), each) for each in lengths]
     return [torch.randint(model.config.vocab_size, shape, generator=generator) for shape in shapes]
 
 

@@ -132,7 +132,7 @@ def fit(
     """
     started = time.perf_counter()
     target, architecture = find_target(model, dispatched=True)
-    teacher = _check(target, architecture, original_model, reconstruct)
+    teacher = _check(target, architecture, original_model, reconstruct, learning_rate)
     longest = min(teacher.config.max_position_embeddings, target.config.max_position_embeddings)
     text = "given"
     modes = {module: module.training for one in (target, teacher) for module in one.modules()}
@@ -142,7 +142,7 @@ def fit(
             causal = architecture.is_causal(target.config)
             if causal and not (teacher.can_generate() and teacher.get_output_embeddings() is not None):
                 raise DataError("this model has no language-modelling head to write its own text with: pass batches")
-            batches = written_text(teacher, seed=seed) if causal else random_tokens(teacher, seed=seed)
+            batches = (written_text if causal else random_tokens)(teacher, seed=seed, length=longest)
             text = "written by the model" if causal else "random tokens"
         checked = check_batches(batches, teacher, longest)
         fitted, held = split_batches(checked, tokens_a_batch=_TOKENS_A_BATCH)
@@ -182,11 +182,17 @@ def fit(
 
 
 def _check(
-    target: PreTrainedModel, architecture: Architecture, given: PreTrainedModel | None, reconstruct: int
+    target: PreTrainedModel,
+    architecture: Architecture,
+    given: PreTrainedModel | None,
+    reconstruct: int,
+    learning_rate: float,
 ) -> PreTrainedModel:
     """Return the original to fit to, or raise saying why there is none."""
     if not isinstance(reconstruct, int) or isinstance(reconstruct, bool) or reconstruct < 0:
         raise PosswapError(f"reconstruct={reconstruct!r} must be a number of steps, 0 or more")
+    if not isinstance(learning_rate, (int, float)) or isinstance(learning_rate, bool) or not 0 < learning_rate < float("inf"):
+        raise PosswapError(f"learning_rate={learning_rate!r} must be a number above 0")
     if torch.is_inference_mode_enabled():
         raise PosswapError("a fit needs gradients and cannot run inside torch.inference_mode(): call it outside")
     if not isinstance(target, SwappedModel):

@@ -28,6 +28,7 @@ from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.schemes import SCHEMES, Learned, Scheme, parse_scheme
 from hf_posswap.surgery import (
     Snapshot,
+    can_write_attention_weights,
     copy_attention_weights,
     geometry_of,
     install,
@@ -168,6 +169,11 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
                 "model that was swapped. Load the original checkpoint, or restore the whole model"
             )
         raise PosswapError(f"this {type(target).__name__} is not swapped: there is nothing to restore")
+    if not can_write_attention_weights(architecture.self_attentions(target.base_model), record.original.attention_weights):
+        raise PosswapError(
+            "the projections of attention have been pruned, parametrized or replaced since the fit, and their old weights "
+            "have no place: undo that first"
+        )
     config = target.config
     # Fields that were set since (a resized vocabulary, labels, an attention implementation) are the user's: they stay.
     # Not theirs is what save_pretrained writes down.

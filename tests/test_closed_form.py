@@ -183,6 +183,9 @@ def test_write_kernel(random, layout, fraction):
         assert torch.equal(now[:, still], then[:, still])
         lengths = now[:, planes].norm(dim=-1)
         torch.testing.assert_close(lengths, (before + change).abs().sqrt(), rtol=0, atol=1e-12)
+    biases = query_key.query_bias.clone(), query_key.key_bias.clone()
+    write_kernel(query_key, *means(), torch.zeros_like(change), planes)  # of one length and at their product: nothing moves
+    torch.testing.assert_close((query_key.query_bias, query_key.key_bias), biases, rtol=0, atol=1e-12)
     assert torch.equal(query_key.query, weights[0]) and torch.equal(query_key.key, weights[1])
 
 

@@ -137,7 +137,7 @@ def test_own_text(make_model, monkeypatch):
     """Without batches a causal model writes, an encoder gets random tokens; without a head, or a way to write, an error."""
     for name in ("written_text", "random_tokens"):
         function = getattr(fitting, name)
-        monkeypatch.setattr(fitting, name, lambda model, seed, _f=function: _f(model, tokens=2500, seed=seed))
+        monkeypatch.setattr(fitting, name, lambda model, _f=function, **o: _f(model, tokens=2500, **o))
     reports = []
     for family in ("gpt2", "bert-decoder", "bert"):
         model = posswap.swap(make_model(family), "relative:clip=4")
@@ -149,12 +149,32 @@ def test_own_text(make_model, monkeypatch):
     for family, head in (("gpt2", GPT2Model), ("bert-decoder", BertForMaskedLM)):
         with pytest.raises(posswap.PosswapError, match="pass batches"):
             fit(posswap.swap(make_model(family, head=head), "relative:clip=4"), progress=False)
+    longer = posswap.swap(make_model("gpt2"), "rotary")
+    report = fit(longer, original_model=make_model("gpt2", n_positions=40), reconstruct=20, progress=False)
+    assert set(report.after.by_length) == {32}
     model = make_model("gpt2")
     plain, settings = written_text(model, tokens=200), model.generation_config
     settings.num_beams, settings.max_new_tokens, settings.repetition_penalty = 3, 4, 9.0
     assert plain.shape == (6, 32) and torch.equal(written_text(model, tokens=200), plain)
     assert model.generation_config is settings
     assert not torch.equal(written_text(model, tokens=200, seed=1), plain)
+
+
+@pytest.mark.parametrize("reconstruct", [0, 4])
+@pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary"])
+def test_what_stands_under_padding_does_not_matter(make_model, family, scheme, reconstruct):
+    """Neither as queries nor as keys do masked tokens leave a trace in a fit."""
+    models, mask = [posswap.swap(make_model(family).double(), scheme) for _ in range(2)], padded(rows=60)["attention_mask"]
+    before = models[0](text()).logits
+    for model, filling in zip(models, (0, 7), strict=True):
+        ids = torch.where(mask.bool(), text(60), torch.full_like(mask, filling))
+        try:
+            quick(model, {"input_ids": ids, "attention_mask": mask}, reconstruct=reconstruct, progress=False)
+        except posswap.PosswapError as error:  # the closed form alone does not always help
+            assert not reconstruct and "worse" in str(error) or "closed form" in str(error)
+    found = [model(text()).logits for model in models]
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+    assert not reconstruct or not torch.equal(found[0], before)
 
 
 @pytest.mark.parametrize("rows", [[40], [1] * 40, [2] * 20, [7, 33], [39, 1]], ids=str)

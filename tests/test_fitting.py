@@ -1,11 +1,14 @@
 """Fitting a swapped model to its original: what it wins, what it leaves alone, and that a failure leaves no trace."""
 
+import copy
+import pickle
 import tempfile
 
 import accelerate
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.nn.utils import prune
 from transformers import (
     BatchEncoding,
     BertForPreTraining,
@@ -62,9 +65,8 @@ def picture(model) -> dict:
     return {
         "weights": {name: value.clone() for name, value in model.state_dict().items()},
         "parameters": {name: (id(p), p.dtype, p.requires_grad, p.grad is None) for name, p in model.named_parameters()},
-        "modules": {
-            n: (type(m), m.training, list(m._forward_pre_hooks), "forward" in vars(m)) for n, m in model.named_modules()
-        },
+        "modules": {name: (type(module), module.training, "forward" in vars(module)) for name, module in model.named_modules()},
+        "hooks": {name: [*one._forward_pre_hooks, *one._forward_hooks] for name, one in model.named_modules()},
         "config": model.config.to_dict(),
     }
 
@@ -72,7 +74,7 @@ def picture(model) -> dict:
 def changed(model, before: dict) -> set[str]:
     """Names of weights that differ; everything else must be the same."""
     after = picture(model)
-    for part in ("parameters", "modules", "config"):
+    for part in ("parameters", "modules", "hooks", "config"):
         assert after[part] == before[part], part
     assert after["weights"].keys() == before["weights"].keys()
     return {name for name, value in after["weights"].items() if not torch.equal(value, before["weights"][name])}
@@ -141,6 +143,32 @@ def test_training_before_a_fit_is_not_forgotten(make_model):
     quick(model, original_model=make_model("gpt2"))
     with pytest.raises(posswap.PosswapError, match="changed since it was swapped"):
         posswap.swap(model, "rotary")
+
+
+def test_copies_of_fitted_models(make_model):
+    """A fitted model can still be pickled and copied; each copy restores to the original."""
+    model = make_model("gpt2")
+    wanted = model(text()).logits
+    quick(posswap.swap(model, "rotary"))
+    fitted = model(text()).logits
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(text()).logits, fitted)
+        assert torch.equal(posswap.restore(twin)(text()).logits, wanted)
+    assert torch.equal(model(text()).logits, fitted)
+
+
+def test_restore_of_pruned_projections(make_model):
+    """Where old weights have no place any more, restore says so and changes nothing."""
+    model = posswap.swap(make_model("bert"), "relative:clip=4")
+    quick(model)
+    projection = model.bert.encoder.layer[1].attention.self.value
+    prune.l1_unstructured(projection, "weight", 0.1)
+    before = picture(model)
+    with pytest.raises(posswap.PosswapError, match="undo that first"):
+        posswap.restore(model)
+    assert changed(model, before) == set()
+    prune.remove(projection, "weight")
+    posswap.restore(model)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -266,6 +294,8 @@ def dispatched(model, device_map=None):
 
 
 BAD_CALLS = {
+    "no rate": (None, {"learning_rate": 0.0}, "a number above 0"),
+    "rate of nan": (None, {"learning_rate": float("nan")}, "a number above 0"),
     "not swapped": (posswap.restore, {}, "call posswap.swap"),
     "negative": (None, {"reconstruct": -1}, "0 or more"),
     "bool": (None, {"reconstruct": True}, "0 or more"),
