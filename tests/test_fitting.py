@@ -11,10 +11,6 @@ from peft import LoraConfig, get_peft_model
 from torch.nn.utils import prune
 from transformers import (
     BatchEncoding,
-    BertForPreTraining,
-    BertForTokenClassification,
-    GPT2DoubleHeadsModel,
-    GPT2Model,
 )
 
 import hf_posswap as posswap
@@ -375,31 +371,7 @@ def test_loaded_from_a_swapped_checkpoint(make_model, tmp_path):
     assert changed(teacher, before[1]) == set() and torch.equal(loaded(text()).logits, model(text()).logits)
 
 
-# -- heads, settings, placement --------------------------------------------------------------------------------------------
-
-KINDS = {
-    "pretraining": ("bert", {"head": BertForPreTraining}, "KL"),
-    "token classes": ("bert", {"head": BertForTokenClassification}, "1 - cosine"),
-    "headless": ("gpt2", {"head": GPT2Model}, "1 - cosine"),
-    "two heads": ("gpt2", {"head": GPT2DoubleHeadsModel}, "KL"),
-    "cross-attention": ("bert-decoder", {"add_cross_attention": True}, "KL"),
-    "scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "KL"),
-    "upcast": ("gpt2", {"reorder_and_upcast_attn": True}, "KL"),
-    "dropout": ("gpt2", {"attn_pdrop": 0.5, "resid_pdrop": 0.5}, "KL"),
-}
-
-
-@pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary"])
-@pytest.mark.parametrize("name", KINDS)
-def test_kinds(make_model, name, scheme):
-    """Heads and settings of all kinds, in training mode with checkpointed activations."""
-    family, options, measure = KINDS[name]
-    model = posswap.swap(make_model(family, "eager", **options), scheme).train()
-    model.base_model.gradient_checkpointing = True
-    ids = text()
-    given = {"input_ids": ids, "token_type_ids": (ids > 50).long()} if family == "bert" else ids
-    report = quick(model, given, reconstruct=20)
-    assert report.after.measure == measure and report.after.total < report.before.total
+# -- placement --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
