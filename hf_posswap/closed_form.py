@@ -15,7 +15,7 @@ turn or turn slowest, the least important to the fastest plane, so that rotation
 
 Kernel (rotary). Written as complex numbers, a plane's part of q_i.k_j is Re(conj(z_q) z_k e^(i theta (j - i))). The means of q
 and k therefore meet in a function of distance alone, sum_m Re(Z_m e^(i theta_m (j - i))), Z = conj(mean z_q) mean z_k:
-fit that to the mean missing score by distance, and write it into the biases.
+fit that, and row constants (softmax shift), to the missing scores by least squares, and write it into the biases.
 
 Relative vectors. With missing scores R_ij and weights w, minimise over a and the row constants c (softmax shift)
 sum_ij w_ij (q_i . a_r(j-i) - R_ij + c_i)^2 + ridge. Sums over the keys at one distance are all that a sees, so the normal
@@ -99,21 +99,40 @@ def by_distance(values: torch.Tensor) -> torch.Tensor:
     return summed.new_zeros(len(summed), 2 * length - 1).index_add_(1, index.to(summed.device), summed)
 
 
-def fit_kernel(missing: torch.Tensor, weights: torch.Tensor, frequencies: torch.Tensor, *, ridge: float = 1e-3) -> torch.Tensor:
-    """Fit sum_m Re(Z_m e^(i theta_m d)) + c to a mean score by distance d: Z, (H, planes) complex128.
+def kernel_moments(
+    weights: torch.Tensor, missing: torch.Tensor, frequencies: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the normal equations, (H, 2 planes, 2 planes) and (H, 2 planes), of a kernel with constants c for rows:
 
-    `missing` and `weights` are (H, 2 N - 1) for distances -(N - 1) to N - 1, `frequencies` (planes,). Least squares, with
-    a ridge relative to the mean of the diagonal: over N positions the slowest planes are hardly apart.
+        sum_ij w_ij (sum_m Re(Z_m e^(i theta_m (j - i))) + c_i - R_ij)^2
+
+    `weights` w and `missing` R are (B, H, L, L), `frequencies` (planes,). Without c of its own, a row would pull the kernel
+    towards zero mean over the keys that it happens to see.
     """
-    reach = missing.shape[-1] // 2
-    distances = torch.arange(-reach, reach + 1, dtype=torch.float64, device=missing.device)
-    angles = distances[:, None] * frequencies.to(missing)
-    features = torch.cat([angles.cos(), -angles.sin(), torch.ones_like(angles[:, :1])], dim=-1)  # Re(Z e^ia) = x cos - y sin
-    gram = torch.einsum("nf,hn,ng->hfg", features, weights, features)
-    gram = gram + ridge * gram.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None] * torch.eye(gram.shape[-1]).to(gram)
-    solution = torch.linalg.solve(gram, torch.einsum("nf,hn->hf", features, weights * missing))
-    planes = len(frequencies)
-    return torch.complex(solution[:, :planes], solution[:, planes : 2 * planes])
+    length = weights.shape[-1]
+    weights, missing = _wide(weights), _wide(missing)
+    frequencies = frequencies.to(weights)
+    steps = torch.arange(length, dtype=torch.float64, device=weights.device)
+    angles = torch.arange(1 - length, length, dtype=torch.float64, device=weights.device)[:, None] * frequencies
+    features = torch.cat([angles.cos(), -angles.sin()], dim=-1)  # Re(Z e^ia) = x cos - y sin
+    turns = torch.exp(1j * steps[:, None] * frequencies)
+    rows = (weights.to(turns.dtype) @ turns) * turns.conj()  # each query's sum over keys, (B, H, L, planes)
+    rows = torch.cat([rows.real, -rows.imag], dim=-1)
+    total = weights.sum(-1, keepdim=True).clamp_min(1e-30)
+    gram = torch.einsum("nf,hn,ng->hfg", features, by_distance(weights), features)
+    gram = gram - torch.einsum("bhif,bhig->hfg", rows / total, rows)
+    target = by_distance(weights * missing) @ features
+    return gram, target - torch.einsum("bhif,bhi->hf", rows / total, (weights * missing).sum(-1))
+
+
+def fit_kernel(gram: torch.Tensor, target: torch.Tensor, *, ridge: float = 1e-3) -> torch.Tensor:
+    """Solve the normal equations of `kernel_moments`, summed over batches: Z, (H, planes) complex128.
+
+    With a ridge relative to the mean of the diagonal: over N positions the slowest planes are hardly apart.
+    """
+    strength = ridge * gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(1e-30)[:, None, None]
+    solution = torch.linalg.solve(gram + strength * torch.eye(gram.shape[-1]).to(gram), target)
+    return torch.complex(*solution.chunk(2, dim=-1))
 
 
 def write_kernel(

@@ -132,37 +132,42 @@ def fit(
     """
     started = time.perf_counter()
     target, architecture = find_target(model, dispatched=True)
-    teacher = _check(target, architecture, original_model, reconstruct)
+    teacher = _check(target, architecture, original_model, reconstruct, learning_rate)
     longest = min(teacher.config.max_position_embeddings, target.config.max_position_embeddings)
     text = "given"
-    if batches is None:
-        causal = architecture.is_causal(target.config)
-        if causal and teacher.get_output_embeddings() is None:
-            raise DataError("this model has no language-modelling head to write its own text with: pass batches")
-        batches = written_text(teacher, seed=seed) if causal else random_tokens(teacher, seed=seed)
-        text = "written by the model" if causal else "random tokens"
-    checked = check_batches(batches, teacher, longest)
-    fitted, held = split_batches(checked, tokens_a_batch=_TOKENS_A_BATCH)
-    counts = [sum(int(batch["attention_mask"].sum()) for batch in part) for part in (fitted, held)]
-    if counts[0] < 4 * target.config.hidden_size or not held:
-        raise DataError(
-            f"{sum(counts):,} tokens in {sum(len(b['input_ids']) for b in checked)} sequences are too few to fit layers of "
-            f"size {target.config.hidden_size}: give at least {5 * target.config.hidden_size:,} in two sequences, better ten "
-            "times that"
-        )
-    modes = {module: module.training for module in target.modules()}
+    modes = {module: module.training for one in (target, teacher) for module in one.modules()}
     try:
+        target.eval(), teacher.eval()
+        if batches is None:
+            causal = architecture.is_causal(target.config)
+            if causal and not (teacher.can_generate() and teacher.get_output_embeddings() is not None):
+                raise DataError("this model has no language-modelling head to write its own text with: pass batches")
+            batches = (written_text if causal else random_tokens)(teacher, seed=seed, length=longest)
+            text = "written by the model" if causal else "random tokens"
+        checked = check_batches(batches, teacher, longest)
+        fitted, held = split_batches(checked, tokens_a_batch=_TOKENS_A_BATCH)
+        counts = [sum(int(batch["attention_mask"].sum()) for batch in part) for part in (fitted, held)]
+        if counts[0] < 4 * target.config.hidden_size or not held:
+            raise DataError(
+                f"{sum(counts):,} tokens in {sum(len(b['input_ids']) for b in checked)} sequences are too few to fit layers "
+                f"of size {target.config.hidden_size}: give at least {5 * target.config.hidden_size:,} in two sequences, "
+                "better ten times that"
+            )
         before = damage(target, teacher, held)
         if before.total < 1e-7:  # the original's own table: there is nothing to fit
             return FitReport(before, before, (), time.perf_counter() - started, *counts, text)
         with rewriting_attention(target), tempfile.TemporaryDirectory(prefix="posswap-") as folder:
-            target.eval()
-            bar = tqdm(total=len(architecture.layers(target.base_model)) * (reconstruct + 1), desc="fit", unit="step")
-            bar.disable = bar.disable or not progress
             fitting = _Pass(target, teacher, architecture, fitted, held, Path(folder), seed)
-            layers = [fitting.fit_layer(index, reconstruct, learning_rate, bar) for index in range(len(fitting.layers[0]))]
-            bar.close()
+            count = len(fitting.layers[0])
+            quiet = {} if progress else {"disable": True}  # None or False would overrule TQDM_DISABLE
+            with tqdm(total=count * (reconstruct + 1), desc="fit", unit="step", **quiet) as bar:
+                layers = [fitting.fit_layer(index, reconstruct, learning_rate, bar) for index in range(count)]
             after = damage(target, teacher, held)
+            if not reconstruct and not any(fit.kept for fit in layers):
+                raise PosswapError(
+                    f"{target.base_model.position_scheme} positions have no closed form here, or it makes no layer better: "
+                    "give reconstruct a number of steps"
+                )
             if not after.total < before.total:
                 raise PosswapError(
                     f"the fit made it worse on text not seen: {after.measure} {before.total:.4f} -> {after.total:.4f}, and "
@@ -175,21 +180,26 @@ def fit(
 
 
 def _check(
-    target: PreTrainedModel, architecture: Architecture, given: PreTrainedModel | None, reconstruct: int
+    target: PreTrainedModel,
+    architecture: Architecture,
+    given: PreTrainedModel | None,
+    reconstruct: int,
+    learning_rate: float,
 ) -> PreTrainedModel:
     """Return the original to fit to, or raise saying why there is none."""
     if not isinstance(reconstruct, int) or isinstance(reconstruct, bool) or reconstruct < 0:
         raise PosswapError(f"reconstruct={reconstruct!r} must be a number of steps, 0 or more")
+    if not isinstance(learning_rate, (int, float)) or isinstance(learning_rate, bool) or not 0 < learning_rate < float("inf"):
+        raise PosswapError(f"learning_rate={learning_rate!r} must be a number above 0")
     if torch.is_inference_mode_enabled():
         raise PosswapError("a fit needs gradients and cannot run inside torch.inference_mode(): call it outside")
     if not isinstance(target, SwappedModel):
         raise PosswapError(f"this {type(target).__name__} is not swapped: call posswap.swap(model, scheme) first, then fit")
-    for name, parameter in target.named_parameters():
-        if not torch.isfinite(parameter).all():
-            raise PosswapError(
-                f"{name} holds NaN or infinite numbers: the checkpoint is broken, or training has diverged; load it again"
-            )
-    if not plain_projections(target, architecture):
+    if vars(target).get("_posswap_part"):
+        raise PosswapError("this is the inner part of a swapped model: fit the whole model, which can restore what was fitted")
+    _check_weights(target)
+    own = [name for attention in architecture.self_attentions(target.base_model) for name, _ in attention.named_parameters()]
+    if not plain_projections(target, architecture) or any("base_layer." in n or "parametrizations." in n for n in own):
         raise UnsupportedModelError(
             "the projections of attention are wrapped by adapters, parametrized or shared: fit before that"
         )
@@ -203,8 +213,13 @@ def _check(
             raise PosswapError(
                 "this model's attention has changed since it was swapped (trained, cast or loaded): fit right after the swap"
             )
+        if any("forward" in vars(module) for module in target.modules()):
+            raise UnsupportedModelError(
+                "no original can be made from a model that accelerate has dispatched (or another patcher changed): fit before "
+                "that, or load the original checkpoint and pass it as original_model="
+            )
         # In half precision a layer is widened while it is fitted; the original must not be widened with it.
-        wide = next(target.parameters()).dtype in (torch.float32, torch.float64)
+        wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in target.parameters())
         return original(target, share_weights=wide)
     other, family = find_target(given, dispatched=True)
     sizes = [(c.vocab_size, c.hidden_size, c.num_hidden_layers, c.num_attention_heads) for c in (target.config, other.config)]
@@ -213,7 +228,18 @@ def _check(
             f"original_model is a {family.model_type} with (vocabulary, hidden size, layers, heads) {sizes[1]}, the swapped "
             f"one a {architecture.model_type} with {sizes[0]}: pass the checkpoint that it was swapped from"
         )
-    return other.eval()
+    _check_weights(other)
+    return other
+
+
+def _check_weights(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UnsupportedModelError(f"{name} is offloaded or not loaded (meta device): load all of the model, then fit")
+        if not torch.isfinite(parameter).all():
+            raise PosswapError(
+                f"{name} holds NaN or infinite numbers: the checkpoint is broken, or training has diverged; load it again"
+            )
 
 
 class _Reached(Exception):

@@ -104,6 +104,15 @@ def write_attention_weights(attentions: list[nn.Module], weights: list[dict[str,
             parameters[name].copy_(value)
 
 
+def can_write_attention_weights(attentions: list[nn.Module], weights: list[dict[str, torch.Tensor]] | None) -> bool:
+    """Whether there is a parameter of the same shape for each of these copies."""
+    for attention, values in zip(attentions, weights or (), strict=weights is not None):
+        parameters = _own(attention, positions=True)
+        if any(name not in parameters or parameters[name].shape != value.shape for name, value in values.items()):
+            return False
+    return True
+
+
 def _own(attention: nn.Module, positions: bool) -> dict[str, nn.Parameter]:
     named = {name.replace("base_layer.", ""): p for name, p in attention.named_parameters()}  # PEFT's name for what it wraps
     return {name: p for name, p in named.items() if positions or not name.startswith("positions.")}

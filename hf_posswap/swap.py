@@ -28,6 +28,7 @@ from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.schemes import SCHEMES, Learned, Scheme, parse_scheme
 from hf_posswap.surgery import (
     Snapshot,
+    can_write_attention_weights,
     copy_attention_weights,
     geometry_of,
     install,
@@ -168,6 +169,11 @@ def restore(model: PreTrainedModel) -> PreTrainedModel:
                 "model that was swapped. Load the original checkpoint, or restore the whole model"
             )
         raise PosswapError(f"this {type(target).__name__} is not swapped: there is nothing to restore")
+    if not can_write_attention_weights(architecture.self_attentions(target.base_model), record.original.attention_weights):
+        raise PosswapError(
+            "the projections of attention have been pruned, parametrized or replaced since the fit, and their old weights "
+            "have no place: undo that first"
+        )
     config = target.config
     # Fields that were set since (a resized vocabulary, labels, an attention implementation) are the user's: they stay.
     # Not theirs is what save_pretrained writes down.
@@ -217,7 +223,7 @@ def rewriting_attention(model: PreTrainedModel) -> Iterator[None]:
     """
     target, architecture = find_target(model, dispatched=True)
     attentions = architecture.self_attentions(target.base_model)
-    before = copy_attention_weights(attentions, positions=True)
+    fresh, before = is_unchanged(target), copy_attention_weights(attentions, positions=True)
     try:
         yield
     except BaseException:
@@ -229,7 +235,8 @@ def rewriting_attention(model: PreTrainedModel) -> Iterator[None]:
             record.original.attention_weights = [
                 {name: value for name, value in weights.items() if not name.startswith("positions.")} for weights in before
             ]
-        record.fingerprint = _fingerprint(target, architecture)
+        if fresh:  # what was trained before it was fitted still counts as trained
+            record.fingerprint = _fingerprint(target, architecture)
 
 
 def is_unchanged(model: PreTrainedModel) -> bool:

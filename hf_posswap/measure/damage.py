@@ -8,7 +8,8 @@ numbers of real checkpoints from drowning the rest: sum |h - t|^2 / sum |t - mea
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -37,16 +38,25 @@ def damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[
 
     Without a head the total is that of mean-pooled states, as sentence models use them; with one, that of all predictions.
     """
-    modes = {one: one.training for one in (model, original)}
+    modes = {module: module.training for one in (model, original) for module in one.modules()}
+    try:
+        return _damage(model.eval(), original.eval(), batches)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]]) -> Damage:
     head = model.get_output_embeddings() is not None and original.get_output_embeddings() is not None
     positions, lengths = defaultdict(lambda: [0.0, 0]), defaultdict(lambda: [0.0, 0])
     errors, spreads = None, None
     for batch in _few_tokens(batches, _TOKENS_A_BATCH // 4 if head else _TOKENS_A_BATCH):
         states, predictions = [], []
-        for one in (original.eval(), model.eval()):
+        for one in (original, model):
             given = {key: value.to(one.device) for key, value in batch.items()}
-            outputs = (one if head else one.base_model)(**given, output_hidden_states=True, use_cache=False)
-            states.append([layer.float().cpu() for layer in outputs.hidden_states[1:]])
+            with _layer_states(one) as seen:
+                outputs = (one if head else one.base_model)(**given, use_cache=False)
+            states.append([layer.float().cpu() for layer in seen])
             if head:
                 logits = outputs.logits if "logits" in outputs else outputs.prediction_logits
                 predictions.append(logits.float().cpu())
@@ -72,8 +82,6 @@ def damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[
         found = torch.tensor([(s - t).pow(2).sum() for t, s in zip(*flat, strict=True)])
         spread = torch.tensor([(t - t.mean(0)).pow(2).sum() for t in flat[0]])
         errors, spreads = (found, spread) if errors is None else (errors + found, spreads + spread)
-    for one, mode in modes.items():
-        one.train(mode)
     cost, count = (sum(entry[i] for entry in lengths.values()) for i in (0, 1))
     return Damage(
         measure="KL" if head else "1 - cosine",
@@ -107,6 +115,26 @@ def order_sensitivity(model: PreTrainedModel, blocks: torch.Tensor, *, seed: int
         )
         total += functional.kl_div(got, target, reduction="sum", log_target=True).item()
     return total / len(blocks)
+
+
+@contextmanager
+def _layer_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """Collect the states after each layer, those after the last as the base model gives them, of one forward.
+
+    As `output_hidden_states` does, whose hooks would stay on the model, and cannot be pickled.
+    """
+    base, seen = model.base_model, []
+    architecture = ARCHITECTURES[model.config.model_type.removeprefix("posswap-")]
+
+    def see(module, args, output):
+        seen.append(output if isinstance(output, torch.Tensor) else output[0])
+
+    hooks = [module.register_forward_hook(see) for module in (*architecture.layers(base)[:-1], base)]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _ranges(length: int):

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from hf_posswap.closed_form import balance, by_distance, fit_kernel, missing_scores, second_moment, write_kernel
+from hf_posswap.closed_form import balance, fit_kernel, kernel_moments, missing_scores, second_moment, write_kernel
 from hf_posswap.errors import PosswapError, UnknownSchemeError
 from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number
 
@@ -122,26 +122,19 @@ class RotaryPositions(AttentionPositions):
             self._solve_kernel(observe, query_key, scaling)
 
     def _solve_kernel(self, observe, query_key, scaling) -> None:
-        missing, weights, sums, count = [], [], [0.0, 0.0], 0
+        equations, sums, count = [0.0, 0.0], [0.0, 0.0], 0
         for evidence in observe():
             length = evidence.query.shape[-2]
             position_ids = torch.arange(length, device=evidence.query.device)[None]
             shared = self.prepare(position_ids, position_ids, length, None)
             scores = self.rotate(evidence.query, shared) @ self.rotate(evidence.key, shared).transpose(-1, -2)
-            weight, residual = missing_scores(evidence, scores, scaling)
-            missing.append(by_distance(weight * residual)), weights.append(by_distance(weight))
+            frequencies, factor = self.frequencies(torch.device("cpu"), length)
+            found = kernel_moments(*missing_scores(evidence, scores, scaling), frequencies)
             tokens = [evidence.tokens(states) for states in (evidence.query, evidence.key)]
-            sums, count = (
-                [total + states.sum(1) for total, states in zip(sums, tokens, strict=True)],
-                count + tokens[0].shape[1],
-            )
-        longest = max(summed.shape[-1] for summed in weights)
-        missing, weights = (
-            sum(torch.nn.functional.pad(one, [(longest - one.shape[-1]) // 2] * 2) for one in summed)
-            for summed in (missing, weights)
-        )
-        frequencies, factor = self.frequencies(missing.device, longest // 2 + 1)
-        change = fit_kernel(missing / weights.clamp_min(1e-30), weights, frequencies) / factor**2
+            equations = [total + part for total, part in zip(equations, found, strict=True)]
+            sums = [total + states.sum(1) for total, states in zip(sums, tokens, strict=True)]
+            count += tokens[0].shape[1]
+        change = fit_kernel(*equations) / factor**2
         write_kernel(query_key, *(total / count for total in sums), change, self.planes())
 
 

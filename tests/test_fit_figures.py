@@ -1,0 +1,286 @@
+"""What a fit is measured and told with: damage, the report, text that is at hand, memory, and the command line."""
+
+import tempfile
+
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity, kl_div
+from transformers import (
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForTokenClassification,
+    BertModel,
+    GPT2DoubleHeadsModel,
+    GPT2Model,
+)
+
+import hf_posswap as posswap
+from hf_posswap import cli, fitting
+from hf_posswap.calibration import check_batches, split_batches, written_text
+from hf_posswap.fitting import fit
+from hf_posswap.measure.damage import damage, order_sensitivity
+
+
+def text(rows: int = 40, length: int = 20, seed: int = 0) -> torch.Tensor:
+    """Random tokens, none of them special."""
+    return torch.randint(2, 98, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(side: str = "right", rows: int = 40) -> dict[str, torch.Tensor]:
+    """Tokens with a mask; every third row is padded by a quarter."""
+    mask = torch.ones(rows, 20, dtype=torch.long)
+    mask[::3, slice(5) if side == "left" else slice(-5, None)] = 0
+    return {"input_ids": text(rows) * mask, "attention_mask": mask}
+
+
+def quick(model, batches=None, **options):
+    """A fit with few steps, no bar."""
+    settings = {"reconstruct": 10, "learning_rate": 3e-3, "progress": False, **options}
+    return fit(model, text() if batches is None else batches, **settings)
+
+
+@pytest.fixture(params=[("bert", None), ("bert", BertModel), ("gpt2", None), ("gpt2", GPT2Model)], ids=str)
+def pair(request, make_model):
+    """A model that nothing has been done to, and one whose attention is another."""
+    family, head = request.param
+    models = [make_model(family, head=head) for _ in range(2)]
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    return models
+
+
+def test_damage_of_nothing_is_zero(pair):
+    """A model against itself: zero in total, by layer, position and length."""
+    found = damage(pair[0], pair[0], [padded()])
+    parts = [found.total, *found.by_layer, *found.by_position.values(), *found.by_length.values()]
+    assert len(parts) > 7 and max(map(abs, parts)) < 2e-6
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_damage_is_a_naive_loop(pair, side):
+    """Row by row and token by token, for both measures; modes of single modules stay."""
+    batches = [padded(side), {"input_ids": text(5, 12)}]
+    pair[1].train().base_model.get_input_embeddings().eval()
+    modes = [[module.training for module in one.modules()] for one in pair]
+    found = damage(pair[1], pair[0], batches)
+    assert modes == [[module.training for module in one.modules()] for one in pair]
+    head = pair[0].get_output_embeddings() is not None
+    single, lengths, layers = {}, {}, [[], []]
+    for one in pair:
+        one.eval()
+    for batch in batches:
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        with torch.no_grad():
+            outs = [one(**batch, output_hidden_states=True) for one in pair]
+        for row in range(len(mask)):
+            kept = mask[row].nonzero()[:, 0].tolist()
+            states = [torch.stack([layer[row][kept] for layer in out.hidden_states[1:]]) for out in outs]
+            for side_states, one in zip(layers, states, strict=True):
+                side_states.append(torch.nn.functional.layer_norm(one, one.shape[-1:]))
+            if head:
+                logs = [out.logits[row].log_softmax(-1) for out in outs]
+                costs = [kl_div(logs[1][t], logs[0][t], log_target=True, reduction="sum") for t in kept]
+                lengths.setdefault(len(kept), []).extend(costs)
+            else:
+                costs = [1 - cosine_similarity(states[0][-1, t], states[1][-1, t], dim=0) for t in range(len(kept))]
+                lengths.setdefault(len(kept), []).append(1 - cosine_similarity(*(one[-1].mean(0) for one in states), dim=0))
+            for place, cost in enumerate(costs):
+                name = "0" if place == 0 else "1-7" if place < 8 else "8-31"
+                single.setdefault(name, []).append(cost)
+    assert found.measure == ("KL" if head else "1 - cosine")
+    everything = [value for values in lengths.values() for value in values]
+    assert found.total == pytest.approx(torch.stack(everything).mean().item(), rel=1e-4, abs=1e-6) and found.total > 1e-3
+    for got, wanted in ((found.by_position, single), (found.by_length, lengths)):
+        assert got.keys() == wanted.keys()
+        for name, values in wanted.items():
+            assert got[name] == pytest.approx(torch.stack(values).mean().item(), rel=1e-3, abs=1e-6)
+    joined = [torch.cat(one, dim=1) for one in layers]
+    for index, got in enumerate(found.by_layer):
+        target, other = joined[0][index], joined[1][index]
+        error = (other - target).pow(2).sum() / (target - target.mean(0)).pow(2).sum()
+        assert got == pytest.approx(error.item(), rel=0.05)  # the spread is taken about each batch's own mean
+
+
+def test_damage_grows_with_noise(make_model, family):
+    """More noise, more damage, in every layer."""
+    plain, found = make_model(family), []
+    for size in (0.01, 0.1, 0.5):
+        noisy = make_model(family)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in noisy.base_model.parameters():
+                parameter.add_(size * torch.randn(parameter.shape, generator=generator))
+        found.append(damage(noisy, plain, [padded()]))
+    assert found[0].total < found[1].total < found[2].total
+    assert all(a < b < c for a, b, c in zip(*(one.by_layer for one in found), strict=True))
+
+
+def test_damage_does_not_see_where_padding_is(make_swapped):
+    """For models that compare places alone, padding on the left costs what padding on the right does."""
+    models = [make_swapped("bert", "relative:clip=4", seed=seed) for seed in (0, 1)]
+    with torch.no_grad():
+        for model in models:
+            model.bert.embeddings.position_embeddings.first.copy_(model.bert.embeddings.position_embeddings.mean)
+    ids, mask = text(6), padded("right", 6)["attention_mask"]
+    right = damage(*models, [{"input_ids": ids, "attention_mask": mask}])
+    moved = torch.stack([row.roll(20 - int(one.sum())) for row, one in zip(ids, mask, strict=True)])
+    left = damage(*models, [{"input_ids": moved, "attention_mask": padded("left", 6)["attention_mask"]}])
+    assert right.total > 0.01 and left.total == pytest.approx(right.total, rel=1e-4)
+    assert left.by_position == pytest.approx(right.by_position, rel=1e-4)
+    assert left.by_length == pytest.approx(right.by_length, rel=1e-4)
+
+
+def test_order_sensitivity(make_model):
+    """Without positions an encoder is a bag of words; with them it is not, nor is a causal model."""
+    model = make_model("bert", head=BertModel)
+    assert order_sensitivity(model, text(8)) > 1e-3
+    posswap.swap(model, "none")
+    assert abs(order_sensitivity(model, text(8))) < 1e-5
+    assert order_sensitivity(make_model("gpt2"), text(8)) > 1e-3
+
+
+def test_own_text(make_model, monkeypatch):
+    """Without batches a causal model writes, an encoder gets random tokens; without a head, or a way to write, an error."""
+    for name in ("written_text", "random_tokens"):
+        function = getattr(fitting, name)
+        monkeypatch.setattr(fitting, name, lambda model, _f=function, **o: _f(model, tokens=2500, **o))
+    reports = []
+    for family in ("gpt2", "bert-decoder", "bert"):
+        model = posswap.swap(make_model(family), "relative:clip=4")
+        state = torch.get_rng_state()
+        reports.append(fit(model, reconstruct=10, learning_rate=3e-3, progress=False))
+        assert torch.equal(torch.get_rng_state(), state)
+    assert [report.text for report in reports] == ["written by the model"] * 2 + ["random tokens"]
+    assert set(reports[0].after.by_length) == {32} and set(reports[2].after.by_length) == {16, 32}
+    for family, head in (("gpt2", GPT2Model), ("bert-decoder", BertForMaskedLM)):
+        with pytest.raises(posswap.PosswapError, match="pass batches"):
+            fit(posswap.swap(make_model(family, head=head), "relative:clip=4"), progress=False)
+    longer = posswap.swap(make_model("gpt2"), "rotary")
+    report = fit(longer, original_model=make_model("gpt2", n_positions=40), reconstruct=20, progress=False)
+    assert set(report.after.by_length) == {32}
+    model = make_model("gpt2")
+    plain, settings = written_text(model, tokens=200), model.generation_config
+    settings.num_beams, settings.max_new_tokens, settings.repetition_penalty = 3, 4, 9.0
+    assert plain.shape == (6, 32) and torch.equal(written_text(model, tokens=200), plain)
+    assert model.generation_config is settings
+    assert not torch.equal(written_text(model, tokens=200, seed=1), plain)
+
+
+KINDS = {
+    "pretraining": ("bert", {"head": BertForPreTraining}, "KL"),
+    "token classes": ("bert", {"head": BertForTokenClassification}, "1 - cosine"),
+    "headless": ("gpt2", {"head": GPT2Model}, "1 - cosine"),
+    "two heads": ("gpt2", {"head": GPT2DoubleHeadsModel}, "KL"),
+    "cross-attention": ("bert-decoder", {"add_cross_attention": True}, "KL"),
+    "scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "KL"),
+    "upcast": ("gpt2", {"reorder_and_upcast_attn": True}, "KL"),
+    "dropout": ("gpt2", {"attn_pdrop": 0.5, "resid_pdrop": 0.5}, "KL"),
+}
+
+
+@pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary"])
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds(make_model, name, scheme):
+    """Heads and settings of all kinds, in training mode with checkpointed activations."""
+    family, options, measure = KINDS[name]
+    model = posswap.swap(make_model(family, "eager", **options), scheme).train()
+    model.base_model.gradient_checkpointing = True
+    ids = text()
+    given = {"input_ids": ids, "token_type_ids": (ids > 50).long()} if family == "bert" else ids
+    report = quick(model, given, reconstruct=20)
+    assert report.after.measure == measure and report.after.total < report.before.total
+
+
+@pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary"])
+def test_what_stands_under_padding_does_not_matter(make_model, family, scheme, monkeypatch):
+    """Neither as queries nor as keys do masked tokens leave a trace in a fit, nor in the closed form that it starts from."""
+    models, mask = [posswap.swap(make_model(family).double(), scheme) for _ in range(2)], padded(rows=60)["attention_mask"]
+    before, evidence, inner = models[0](text()).logits, [], fitting._Pass._evidence
+
+    def watched(self, index):
+        for one in inner(self, index):
+            evidence.append(one.tokens(one.query).sum(1))
+            yield one
+
+    monkeypatch.setattr(fitting._Pass, "_evidence", watched)
+    for model, filling in zip(models, (0, 7), strict=True):
+        quick(model, {"input_ids": torch.where(mask.bool(), text(60), filling), "attention_mask": mask})
+    found = [model(text()).logits for model in models]
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+    half = len(evidence) // 2
+    assert half >= 4 and not torch.equal(found[0], before)
+    torch.testing.assert_close(evidence[:half], evidence[half:], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("rows", [[40], [1] * 40, [2] * 20, [7, 33], [39, 1]], ids=str)
+def test_a_tenth_is_held_out(make_model, rows):
+    """However sequences come in batches, every tenth of a length is held out, and none is lost."""
+    parts = [*text().split(rows), text(3, 9), text(1, 5)]
+    fitted, held = split_batches(check_batches(parts, make_model("bert"), 32), tokens_a_batch=100)
+    ids = [[row.tolist() for one in part for row in one["input_ids"]] for part in (fitted, held)]
+    assert sorted(ids[0] + ids[1]) == sorted(row.tolist() for part in parts for row in part)
+    assert [row for row in ids[1] if len(row) == 20] == text()[9::10].tolist()
+    assert [len(row) for row in ids[1]].count(9) == 1 and max(one["input_ids"].numel() for one in fitted) <= 100
+
+
+def test_report(make_model, capsys):
+    """Figures are of held-out text, lengths without padding; all of it is printed; no bar if none is wanted."""
+    model = posswap.swap(make_model("gpt2"), "relative:clip=4")
+    report = quick(model, [padded(), text(10, 12)])
+    assert capsys.readouterr() == ("", "")
+    assert (report.tokens, report.tokens_held_out) == (36 * 20 - 12 * 5 + 108, 20 + 15 + 20 * 2 - 5 * 1 + 12 + 5 - 5)
+    assert set(report.after.by_length) <= {12, 15, 20} and len(report.layers) == 2 and report.text == "given"
+    for layer in report.layers:
+        assert layer.solved is not None and layer.kept == (layer.solved < layer.before) and layer.after < layer.before
+    printed = str(report)
+    for one in (report.before, report.after):
+        for value in (one.total, *one.by_layer, *one.by_length.values(), *one.by_position.values()):
+            assert f"{value:.4f}" in printed
+    assert all(f"{value:.4f}" in printed for layer in report.layers for value in (layer.before, layer.solved, layer.after))
+    assert "given" in printed and f"{report.tokens:,}" in printed
+
+
+def test_memory(make_model, monkeypatch, tmp_path):
+    """Two files of hidden states for each batch, and gradients of one layer at a time."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    model, seen = posswap.swap(make_model("gpt2"), "relative:clip=4"), []
+    inner, compare = fitting._Pass.fit_layer, fitting._Pass._compare
+
+    def watched(self, *args):
+        done = inner(self, *args)
+        seen.append((len(list(self.folder.iterdir())), 2 * len(self.batches)))
+        return done
+
+    def watched_compare(self, *args):
+        assert sum(any(p.grad is not None for p in layer.parameters()) for layer in self.layers[0]) <= 1
+        assert all(parameter.grad is None for parameter in self.models[1].h.parameters())
+        return compare(self, *args)
+
+    monkeypatch.setattr(fitting._Pass, "fit_layer", watched)
+    monkeypatch.setattr(fitting._Pass, "_compare", watched_compare)
+    quick(model, list(text().split(10)))
+    assert seen == [(10, 10), (10, 10)] or seen == [(seen[0][1],) * 2] * 2
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_command_line(make_model, family, bert_tokenizer, gpt2_tokenizer, tmp_path, monkeypatch, capsys):
+    """`swap --fit`: a BERT on a text, a GPT-2 on its own writing; the report is printed and the fitted model saved."""
+    words = [word for word in bert_tokenizer.get_vocab() if word[0] != "["]
+    text_file = tmp_path / "text.txt"
+    text_file.write_text("\n".join(" ".join(words[(i * j) % len(words)] for j in range(40)) for i in range(1, 60)))
+    model = make_model(family, head=BertModel if family == "bert" else None)
+    model.save_pretrained(tmp_path / "model")
+    (bert_tokenizer if family == "bert" else gpt2_tokenizer).save_pretrained(tmp_path / "model")
+    arguments = ["swap", tmp_path / "model", "--scheme", "relative:clip=4", "--output", tmp_path / "out", "--reconstruct", "3"]
+    arguments += ["--fit", text_file if family == "bert" else "auto", "--fit-tokens", "1500"]
+    monkeypatch.setattr("sys.argv", ["hf-posswap", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    said = capsys.readouterr()
+    assert stop.value.code == 0, said.err
+    assert "error before" in said.out and "fitted on 1," in said.out and "learned -> relative:clip=4" in said.out
+    saved = cli._load(str(tmp_path / "out"))
+    assert all(bool(parameter.any()) for name, parameter in saved.named_parameters() if "key_table" in name)

@@ -1,0 +1,385 @@
+"""Fitting a swapped model to its original: what it wins, what it leaves alone, and that a failure leaves no trace."""
+
+import copy
+import pickle
+import tempfile
+
+import accelerate
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn.utils import prune
+from transformers import (
+    BatchEncoding,
+)
+
+import hf_posswap as posswap
+from hf_posswap import fitting
+from hf_posswap.fitting import fit
+from hf_posswap.measure.damage import damage
+from hf_posswap.swap import original
+
+CASES = [
+    ("none", "float32", None),
+    ("sinusoidal:project=false", "bfloat16", "left"),
+    ("relative:clip=4", "float32", None),
+    ("relative:clip=4", "float32", "left"),
+    ("relative:share_heads=true,values=false", "float32", "right"),
+    ("relative:clip=4", "bfloat16", "right"),
+    ("rotary", "float32", "left"),
+    ("rotary:fraction=0.5,layout=half", "float32", None),
+    ("rotary", "bfloat16", "right"),
+]
+
+
+def text(rows: int = 40, length: int = 20, seed: int = 0) -> torch.Tensor:
+    """Random tokens, none of them special."""
+    return torch.randint(2, 98, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def batch(side: str | None = None, **options) -> dict[str, torch.Tensor]:
+    """Tokens with a mask; every third row is padded by a quarter."""
+    ids = text(**options)
+    mask = torch.ones_like(ids)
+    if side is not None:
+        quarter = ids.shape[1] // 4
+        mask[::3, slice(quarter) if side == "left" else slice(-quarter, None)] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def quick(model, batches=None, **options):
+    """A fit with few steps, no bar."""
+    return fit(
+        model,
+        text() if batches is None else batches,
+        **{"reconstruct": 10, "learning_rate": 3e-3, "progress": False, **options},
+    )
+
+
+def picture(model) -> dict:
+    """Everything that a fit must leave alone, or put back."""
+    return {
+        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+        "parameters": {name: (id(p), p.dtype, p.requires_grad, p.grad is None) for name, p in model.named_parameters()},
+        "modules": {name: (type(module), module.training, "forward" in vars(module)) for name, module in model.named_modules()},
+        "hooks": {name: [*one._forward_pre_hooks, *one._forward_hooks] for name, one in model.named_modules()},
+        "config": model.config.to_dict(),
+    }
+
+
+def changed(model, before: dict) -> set[str]:
+    """Names of weights that differ; everything else must be the same."""
+    after = picture(model)
+    for part in ("parameters", "modules", "hooks", "config"):
+        assert after[part] == before[part], part
+    assert after["weights"].keys() == before["weights"].keys()
+    return {name for name, value in after["weights"].items() if not torch.equal(value, before["weights"][name])}
+
+
+def attention_names(model) -> set[str]:
+    """Names of the weights that a fit may change."""
+    own = {id(p) for a in model.architecture.self_attentions(model.base_model) for p in a.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in own}
+
+
+@pytest.mark.parametrize(("scheme", "dtype", "side"), CASES)
+def test_contract(make_model, family, scheme, dtype, side, tmp_path):
+    """Less damage on other text; only attention changes; a saved model is the same; restore is exact, also after two fits."""
+    model = make_model(family, "sdpa").to(getattr(torch, dtype))
+    plain, wanted = picture(model), model(**batch(side)).logits
+    posswap.swap(model, scheme)
+    model.train().get_input_embeddings().weight.requires_grad_(False)
+    model.base_model.get_input_embeddings().eval()
+    attention = next(iter(model.architecture.self_attentions(model.base_model)))
+    next(attention.parameters()).requires_grad_(False)
+    before, other = picture(model), [batch(side, seed=1)]
+    start = damage(model, original(model), other)
+    report = quick(model, batch(side, rows=60))
+    assert damage(model, original(model), other).total < start.total and report.after.total < report.before.total
+    assert changed(model, before) == attention_names(model)
+    model.eval()
+    torch.testing.assert_close(original(model)(**batch(side)).logits, wanted, rtol=0, atol=0)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert torch.equal(loaded(**batch(side)).logits, model(**batch(side)).logits)
+    if family == "gpt2":  # the others have nothing left to win on random tokens
+        quick(model, batch(side, seed=2), learning_rate=1e-3)
+    posswap.restore(model)
+    model.requires_grad_(True)
+    assert changed(model, plain) == set() and torch.equal(model(**batch(side)).logits, wanted)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary"])
+def test_a_swap_after_a_fit_starts_from_the_original(make_model, family, scheme):
+    """Nothing of a fit is left in the next swap; one that fails leaves the fit as it is."""
+    model, alone = make_model(family), posswap.swap(make_model(family), scheme)
+    plain = picture(model)
+    quick(posswap.swap(model, "rotary"))
+    before = picture(model)
+    with pytest.raises(posswap.PosswapError):
+        posswap.swap(model, scheme, max_positions=3)
+    assert changed(model, before) == set()
+    posswap.swap(model, scheme)
+    assert torch.equal(model(text()).logits, alone(text()).logits)
+    quick(model)
+    quick(alone)
+    assert torch.equal(model(text()).logits, alone(text()).logits)
+    posswap.restore(model)
+    assert changed(model, plain) == set()
+
+
+def test_training_before_a_fit_is_not_forgotten(make_model):
+    """Trained since its swap, a model needs its original from outside, and still refuses another swap afterwards."""
+    model = posswap.swap(make_model("gpt2"), "relative:clip=4")
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_attn.weight.add_(0.01)
+    with pytest.raises(posswap.PosswapError, match="has changed since it was swapped"):
+        quick(model)
+    quick(model, original_model=make_model("gpt2"))
+    with pytest.raises(posswap.PosswapError, match="changed since it was swapped"):
+        posswap.swap(model, "rotary")
+
+
+def test_copies_of_fitted_models(make_model):
+    """A fitted model can still be pickled and copied; each copy restores to the original."""
+    model = make_model("gpt2")
+    wanted = model(text()).logits
+    quick(posswap.swap(model, "rotary"))
+    fitted = model(text()).logits
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(text()).logits, fitted)
+        assert torch.equal(posswap.restore(twin)(text()).logits, wanted)
+    assert torch.equal(model(text()).logits, fitted)
+
+
+def test_restore_of_pruned_projections(make_model):
+    """Where old weights have no place any more, restore says so and changes nothing."""
+    model = posswap.swap(make_model("bert"), "relative:clip=4")
+    quick(model)
+    projection = model.bert.encoder.layer[1].attention.self.value
+    prune.l1_unstructured(projection, "weight", 0.1)
+    before = picture(model)
+    with pytest.raises(posswap.PosswapError, match="undo that first"):
+        posswap.restore(model)
+    assert changed(model, before) == set()
+    prune.remove(projection, "weight")
+    posswap.restore(model)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_restore_under_adapters(make_model, family):
+    """Adapters around fitted projections: restore finds the weights inside. A fit of wrapped projections is refused."""
+    model = make_model(family)
+    plain = {name: value.clone() for name, value in model.state_dict().items()}
+    quick(posswap.swap(model, "rotary"))
+    options = {"r": 2, "fan_in_fan_out": family == "gpt2"}
+    adapted = get_peft_model(model, LoraConfig(target_modules=["query" if family == "bert" else "c_attn"], **options))
+    with pytest.raises(posswap.PosswapError, match="adapters"):
+        quick(adapted)
+    posswap.restore(adapted)
+    after = {name.replace("base_layer.", ""): value for name, value in model.state_dict().items() if "lora" not in name}
+    assert after.keys() == plain.keys() and all(torch.equal(after[name], value) for name, value in plain.items())
+    partly = posswap.swap(make_model(family), "relative:clip=4")
+    with pytest.raises(posswap.PosswapError, match="adapters"):
+        quick(get_peft_model(partly, LoraConfig(target_modules=["value" if family == "bert" else "attn.c_proj"], **options)))
+
+
+@pytest.mark.parametrize("family", ["bert-decoder", "gpt2"])
+@pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary"])
+def test_cache_after_a_fit(make_model, family, scheme):
+    """Token by token with a cache is the whole at once."""
+    model = posswap.swap(make_model(family, "sdpa"), scheme)
+    quick(model)
+    ids, cache, parts = text(2, 12), None, []
+    with torch.no_grad():
+        for step in ids.split(1, dim=1):
+            out = model(step, past_key_values=cache, use_cache=True)
+            cache, parts = out.past_key_values, [*parts, out.logits]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_inputs_seed_and_random_state(make_model):
+    """Tensors, lists, generators, dicts and encodings of one text give one fit; no global generator moves."""
+    ids = text()
+    forms = [ids, [ids], iter([ids.int()]), {"input_ids": ids}, [BatchEncoding({"input_ids": ids})]]
+    forms += [BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids).float()})]
+    models = [posswap.swap(make_model("gpt2"), "relative:clip=4") for _ in range(len(forms) + 1)]
+    state = torch.get_rng_state()
+    for model, form in zip(models, [*forms, ids], strict=True):
+        quick(model, form, seed=int(model is models[-1]))
+    assert torch.equal(torch.get_rng_state(), state)
+    logits = [model(ids).logits for model in models]
+    # 36 rows are one step: only smaller batches come in an order.
+    assert all(torch.equal(one, logits[0]) for one in logits)
+    model, other = (posswap.swap(make_model("gpt2"), "relative:clip=4") for _ in range(2))
+    quick(model, [ids[:10], ids[10:20], ids[20:]]), quick(other, [ids[:10], ids[10:20], ids[20:]], seed=1)
+    assert not torch.equal(model(ids).logits, other(ids).logits)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_original(make_model, family, share):
+    """The original as a second model: exact before and after a fit, with shared weights or none."""
+    model = make_model(family)
+    wanted = model(text()).logits
+    posswap.swap(model, "rotary")
+    attention = attention_names(model)
+    for _ in range(2):
+        twin = original(model, share_weights=share)
+        ours = {name: id(p) for name, p in model.named_parameters() if name not in attention and "position" not in name}
+        theirs = {name: id(p) for name, p in twin.named_parameters()}
+        assert len(ours) > 10 and all((theirs[name] == one) == share for name, one in ours.items() if name in theirs)
+        assert not {id(p) for n, p in model.named_parameters() if n in attention} & set(theirs.values())
+        assert torch.equal(twin(text()).logits, wanted) and not any(module.training for module in twin.modules())
+        assert share or not any(parameter.requires_grad for parameter in twin.parameters())
+        quick(model)
+
+
+# -- failures ------------------------------------------------------------------------------------------------------------
+
+BAD_TEXT = {
+    "beyond the vocabulary": (lambda: text() + 50, "another model's tokenizer"),
+    "negative": (lambda: text() - 50, "another model's tokenizer"),
+    "floats": (lambda: text().float(), "must be integers"),
+    "one row": (lambda: text()[0], "shape"),
+    "no tokens": (lambda: text()[:, :0], "shape"),
+    "too long": (lambda: text(20, 33), "positions for 32.*cut the batches"),
+    "empty": (list, "no batches"),
+    "string": (lambda: "the cat sat", "token ids"),
+    "strings": (lambda: ["the cat sat"], "tensors"),
+    "number": (lambda: 5, "iterable"),
+    "keys": (lambda: {"input_ids": text(), "labels": text()}, "keys.*labels.*give input_ids"),
+    "no ids": (lambda: {"attention_mask": text()}, "give input_ids"),
+    "lists": (lambda: {"attention_mask": text(), "input_ids": text().tolist()}, "tensors"),
+    "mask of another shape": (lambda: {"input_ids": text(), "attention_mask": text()[:, 1:]}, "one shape"),
+    "additive mask": (lambda: {"input_ids": text(), "attention_mask": -1e4 * (text() > 50)}, "0 where there is padding"),
+    "masked row": (
+        lambda: {"input_ids": text(), "attention_mask": text() * 0},
+        "leave that row",
+    ),
+    "types": (lambda: {"input_ids": text(), "token_type_ids": text()}, "token_type_ids must be integers from 0 to 1"),
+    "float types": (lambda: {"input_ids": text(), "token_type_ids": text() * 0.0}, "token_type_ids must be integers"),
+    "too few": (lambda: text(3), "too few"),
+    "one sequence": (lambda: [text(1, 32)], "too few"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TEXT)
+def test_bad_text(make_model, name):
+    """What is no text of this model is named, and nothing changes."""
+    make, says = BAD_TEXT[name]
+    model, teacher = posswap.swap(make_model("bert"), "relative:clip=4").train(), make_model("bert").train()
+    before = picture(model), picture(teacher)
+    for given in (None, teacher):
+        with pytest.raises(posswap.PosswapError, match=says):
+            quick(model, make(), original_model=given)
+    assert changed(model, before[0]) == changed(teacher, before[1]) == set()
+
+
+def spoil(model):
+    """A NaN in the last layer."""
+    with torch.no_grad():
+        next(reversed(list(model.parameters())))[0] = float("nan")
+    return model
+
+
+def dispatched(model, device_map=None):
+    """As accelerate lays it out, here all on the CPU."""
+    return accelerate.dispatch_model(model, device_map or {"": "cpu"}, main_device="cpu", force_hooks=True)
+
+
+BAD_CALLS = {
+    "no rate": (None, {"learning_rate": 0.0}, "a number above 0"),
+    "rate of nan": (None, {"learning_rate": float("nan")}, "a number above 0"),
+    "not swapped": (posswap.restore, {}, "call posswap.swap"),
+    "negative": (None, {"reconstruct": -1}, "0 or more"),
+    "bool": (None, {"reconstruct": True}, "0 or more"),
+    "float": (None, {"reconstruct": 1.5}, "0 or more"),
+    "nan": (spoil, {}, "NaN"),
+    "nan in the original": (None, {"original_model": lambda make: spoil(make("gpt2"))}, "NaN"),
+    "family": (None, {"original_model": lambda make: make("bert")}, "is a bert .*checkpoint that it was swapped from"),
+    "size": (None, {"original_model": lambda make: make("gpt2", n_layer=1)}, "pass the checkpoint"),
+    "part": (lambda model: model.transformer, {"original_model": lambda make: make("gpt2").transformer}, "the whole model"),
+    "cast": (lambda model: model.bfloat16(), {}, "fit right after the swap"),
+    "nothing to fit": (lambda model: posswap.swap(model, "learned"), {}, "nothing to fit"),
+    "no closed form": (lambda model: posswap.swap(model, "none"), {"reconstruct": 0}, "give reconstruct a number"),
+    "worse": (None, {"learning_rate": 1e3}, "made it worse.*undone.*more text"),
+    "dispatched": (dispatched, {}, "original_model="),
+    "another thing": (lambda model: torch.nn.Linear(2, 2), {}, "a transformers model"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+@pytest.mark.filterwarnings("ignore:.*dispatch")
+def test_bad_calls(make_model, name, tmp_path, monkeypatch):
+    """What cannot be fitted says what to do, and nothing changes or stays behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    prepare, options, says = BAD_CALLS[name]
+    model = posswap.swap(make_model("gpt2"), "rotary")
+    target = prepare(model) if prepare else model
+    options = {key: value(make_model) if callable(value) else value for key, value in options.items()}
+    before = picture(model)
+    with pytest.raises(posswap.PosswapError, match=says):
+        quick(target, **options)
+    after = {name for name in changed(model, before) if not before["weights"][name].isnan().any()}
+    assert after == set() and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("call", [1, 9, 20])
+def test_an_interrupt_undoes_everything(make_model, call, dtype, tmp_path, monkeypatch):
+    """Wherever it comes; the next fit then works as if nothing had been."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    make = getattr(fitting._Pass, "_compare")  # noqa: B009
+    model = posswap.swap(make_model("bert").to(getattr(torch, dtype)), "relative:clip=4")
+    before, calls = picture(model), []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return make(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(fitting._Pass, "_compare", interrupted)
+        quick(model)
+    assert len(calls) == call and changed(model, before) == set() and list(tmp_path.iterdir()) == []
+    quick(model)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_inside_inference_mode(make_model):
+    """Steps need gradients; inside no_grad they are had all the same."""
+    model = posswap.swap(make_model("gpt2"), "rotary")
+    with torch.inference_mode(), pytest.raises(posswap.PosswapError, match="outside"):
+        quick(model)
+    with torch.no_grad():
+        quick(model)
+
+
+def test_loaded_from_a_swapped_checkpoint(make_model, tmp_path):
+    """Its original must be given, in whatever mode, and stays in it; the fit is that of the swapped model itself."""
+    model, teacher = posswap.swap(make_model("gpt2"), "rotary"), make_model("gpt2").train()
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="eager")
+    before = picture(loaded), picture(teacher)
+    with pytest.raises(posswap.PosswapError, match="Load the original checkpoint and pass it as original_model="):
+        quick(loaded)
+    assert changed(loaded, before[0]) == set()
+    quick(loaded, original_model=teacher), quick(model)
+    assert changed(teacher, before[1]) == set() and torch.equal(loaded(text()).logits, model(text()).logits)
+
+
+# -- placement --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "device_map", [{"": "cpu"}, {"transformer.wte": "cpu", "transformer": "cpu", "lm_head": "cpu"}], ids=len
+)
+@pytest.mark.filterwarnings("ignore:.*dispatch")
+def test_dispatched_models(make_model, device_map):
+    """With accelerate's hooks a fit gives what it gives without; the original must be given."""
+    model, plain = (posswap.swap(make_model("gpt2", "sdpa"), "relative:clip=4") for _ in range(2))
+    quick(dispatched(model, device_map), original_model=dispatched(make_model("gpt2", "sdpa"))), quick(plain)
+    assert torch.equal(model(text()).logits, plain(text()).logits)
