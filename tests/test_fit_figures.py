@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import hf_posswap as posswap
-from hf_posswap import cli, fitting
+from hf_posswap import cli, fitting, layerwise
 from hf_posswap.calibration import check_batches, split_batches, written_text
 from hf_posswap.fitting import fit
 from hf_posswap.measure.damage import damage, order_sensitivity
@@ -197,14 +197,14 @@ def test_kinds(make_model, name, scheme):
 def test_what_stands_under_padding_does_not_matter(make_model, family, scheme, monkeypatch):
     """Neither as queries nor as keys do masked tokens leave a trace in a fit, nor in the closed form that it starts from."""
     models, mask = [posswap.swap(make_model(family).double(), scheme) for _ in range(2)], padded(rows=60)["attention_mask"]
-    before, evidence, inner = models[0](text()).logits, [], fitting._Pass._evidence
+    before, evidence, inner = models[0](text()).logits, [], layerwise.Walk._evidence
 
     def watched(self, index):
         for one in inner(self, index):
             evidence.append(one.tokens(one.query).sum(1))
             yield one
 
-    monkeypatch.setattr(fitting._Pass, "_evidence", watched)
+    monkeypatch.setattr(layerwise.Walk, "_evidence", watched)
     for model, filling in zip(models, (0, 7), strict=True):
         quick(model, {"input_ids": torch.where(mask.bool(), text(60), filling), "attention_mask": mask})
     found = [model(text()).logits for model in models]
@@ -246,7 +246,7 @@ def test_memory(make_model, monkeypatch, tmp_path):
     """Two files of hidden states for each batch, and gradients of one layer at a time."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model, seen = posswap.swap(make_model("gpt2"), "relative:clip=4"), []
-    inner, compare = fitting._Pass.fit_layer, fitting._Pass._compare
+    inner, compare = layerwise.Walk.fit_layer, layerwise.Walk._compare
 
     def watched(self, *args):
         done = inner(self, *args)
@@ -258,8 +258,8 @@ def test_memory(make_model, monkeypatch, tmp_path):
         assert all(parameter.grad is None for parameter in self.models[1].h.parameters())
         return compare(self, *args)
 
-    monkeypatch.setattr(fitting._Pass, "fit_layer", watched)
-    monkeypatch.setattr(fitting._Pass, "_compare", watched_compare)
+    monkeypatch.setattr(layerwise.Walk, "fit_layer", watched)
+    monkeypatch.setattr(layerwise.Walk, "_compare", watched_compare)
     quick(model, list(text().split(10)))
     assert seen == [(10, 10), (10, 10)] or seen == [(seen[0][1],) * 2] * 2
     assert all(parameter.grad is None for parameter in model.parameters())

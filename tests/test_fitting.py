@@ -14,7 +14,6 @@ from transformers import (
 )
 
 import hf_posswap as posswap
-from hf_posswap import fitting
 from hf_posswap.fitting import fit
 from hf_posswap.measure.damage import damage
 from hf_posswap.swap import original
@@ -331,7 +330,7 @@ def test_bad_calls(make_model, name, tmp_path, monkeypatch):
 def test_an_interrupt_undoes_everything(make_model, call, dtype, tmp_path, monkeypatch):
     """Wherever it comes; the next fit then works as if nothing had been."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    make = getattr(fitting._Pass, "_compare")  # noqa: B009
+    make = getattr(layerwise.Walk, "_compare")  # noqa: B009
     model = posswap.swap(make_model("bert").to(getattr(torch, dtype)), "relative:clip=4")
     before, calls = picture(model), []
 
@@ -342,7 +341,7 @@ def test_an_interrupt_undoes_everything(make_model, call, dtype, tmp_path, monke
         return make(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(fitting._Pass, "_compare", interrupted)
+        patch.setattr(layerwise.Walk, "_compare", interrupted)
         quick(model)
     assert len(calls) == call and changed(model, before) == set() and list(tmp_path.iterdir()) == []
     quick(model)
