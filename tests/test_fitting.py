@@ -14,6 +14,7 @@ from transformers import (
 )
 
 import hf_posswap as posswap
+from hf_posswap import layerwise
 from hf_posswap.fitting import fit
 from hf_posswap.measure.damage import damage
 from hf_posswap.swap import original
