@@ -6,6 +6,7 @@ that nothing has changed when something goes wrong.
 
 import tempfile
 import time
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,13 +52,12 @@ class FitReport:
             for key in keys:
                 found.add_row(f"  {name} {key}", f"{before[key]:.4f}", f"{after[key]:.4f}")
         layers = Table(box=None, pad_edge=False)
-        for title in ("layer", "error before", "closed form", "after", "states before", "states after"):
+        for title in ("layer", "error before", "closed form", "after steps", "states before", "states after"):
             layers.add_column(title, justify="right")
         for fit, states in zip(self.layers, zip(self.before.by_layer, self.after.by_layer, strict=True), strict=True):
             solved = "" if fit.solved is None else f"{fit.solved:.4f}" + ("" if fit.kept else " (not kept)")
-            layers.add_row(
-                str(fit.layer), f"{fit.before:.4f}", solved, f"{fit.after:.4f}", *(f"{value:.4f}" for value in states)
-            )
+            after = f"{fit.after:.4f}" + ("" if fit.reconstructed else " (no steps)")
+            layers.add_row(str(fit.layer), f"{fit.before:.4f}", solved, after, *(f"{value:.4f}" for value in states))
         console = Console(width=100, highlight=False, color_system=None)
         with console.capture() as capture:
             console.print(found, "", layers)
@@ -96,7 +96,8 @@ def fit(
 
     Raises:
         PosswapError: The model is not swapped, was trained since, or its original is gone; batches do not belong to it or are
-            too few; or the fit made it worse. The model is as it was before the call, also after an interrupt.
+            too few. The model is as it was before the call, also after an interrupt. A fit that makes it no better is
+            undone, with a warning, and the report's `after` is its `before`.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from hf_posswap import swap
@@ -145,14 +146,22 @@ def fit(
                     "give reconstruct a number of steps"
                 )
             if not after.total < before.total:
-                raise PosswapError(
-                    f"the fit made it worse on text not seen: {after.measure} {before.total:.4f} -> {after.total:.4f}, and "
-                    f"was undone. {counts[0]:,} tokens are few for it: give more text, or fewer reconstruct steps"
-                )
+                raise _NotBetter
+    except _NotBetter:
+        warnings.warn(
+            f"the fit was undone: on text not seen, {after.measure} went from {before.total:.4f} to {after.total:.4f}. Either "
+            f"there is nothing left to win, or {counts[0]:,} tokens are too few: give more text, or a lower learning_rate",
+            stacklevel=2,
+        )
+        after = before
     finally:
         for module, training in modes.items():
             module.training = training
     return FitReport(before, after, tuple(layers), time.perf_counter() - started, *counts, text)
+
+
+class _NotBetter(Exception):
+    """Makes a fit that did not help undo itself."""
 
 
 def _check(

@@ -4,7 +4,8 @@ Both models read the same text. Layer after layer, the swapped one is handed its
 included, and its self-attention is fitted so that the layer's output comes near what the original's layer gives:
 
 1. the scheme's closed form (`closed_form`): basis and kernel of rotary, vectors of relative; kept where it helps;
-2. reconstruction: a few steps of Adam on the weights of self-attention and of its positions, on the layer's own error.
+2. reconstruction: a few steps of Adam on the weights of self-attention and of its positions, on the layer's own error; kept
+   where they help on text that they did not see.
 
 So no more than one layer is ever trained, and an error is corrected by the next layer that can. The approach is that of
 layer-wise reconstruction in quantization (Nagel et al. 2020, https://arxiv.org/abs/2004.10568, section 4; Li et al. 2021,
@@ -38,11 +39,18 @@ class LayerFit:
     before: float
     solved: float | None  # after the closed form; None where the scheme has none
     kept: bool  # whether the closed form was better than what was there
+    reconstructed: bool  # whether the steps after it were
     after: float
 
 
 class _Reached(Exception):
     """Ends a forward where what it was wanted for has been seen."""
+
+
+@torch.no_grad()
+def _write(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, parameter in module.named_parameters():
+        parameter.copy_(values[name])
 
 
 class Walk:
@@ -70,7 +78,7 @@ class Walk:
 
     def fit_layer(self, index: int, steps: int, learning_rate: float, bar: tqdm) -> LayerFit:
         """Fit one layer, then move all hidden states past it."""
-        layer, attention = self.layers[0][index], self.attentions[0][index]
+        layer, attention, reconstructed = self.layers[0][index], self.attentions[0][index], False
         with torch.no_grad():
             for i in range(len(self.batches)):
                 self._write("next", 1, i, self._run(1, index, i))
@@ -82,8 +90,16 @@ class Walk:
             before = self._error(index, self.held)
             solved, kept = self._solve(index, attention)
             bar.update()
-            if steps:
-                self._reconstruct(index, attention, steps, learning_rate, bar)
+            reached = solved if kept else before
+            found = {name: parameter.clone() for name, parameter in attention.named_parameters()}
+            # Where little is left to win, the usual rate only adds noise: then a tenth of it, and then none.
+            for rate in (learning_rate, learning_rate / 10) if steps else ():
+                bar.total += 0 if rate == learning_rate else steps
+                self._reconstruct(index, attention, steps, rate, bar)
+                reconstructed = self._error(index, self.held) < reached
+                if reconstructed:
+                    break
+                _write(attention, found)
         finally:
             for parameter, dtype, wanted in zip(layer.parameters(), dtypes, asked, strict=True):
                 parameter.data = parameter.data.to(dtype)
@@ -94,7 +110,7 @@ class Walk:
             for i in range(len(self.batches)):
                 self._write("states", 0, i, self._run(0, index, i))
                 self._path("next", 1, i).replace(self._path("states", 1, i))
-        return LayerFit(index, before, solved, kept, after)
+        return LayerFit(index, before, solved, kept, reconstructed, after)
 
     @torch.no_grad()
     def _solve(self, index: int, attention: nn.Module) -> tuple[float | None, bool]:
@@ -111,8 +127,7 @@ class Walk:
         solved = self._error(index, self.held)
         if solved < start:
             return solved, True
-        for name, parameter in attention.named_parameters():
-            parameter.copy_(before[name])
+        _write(attention, before)
         return solved, False
 
     def _evidence(self, index: int) -> Iterator[Evidence]:

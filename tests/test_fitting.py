@@ -302,9 +302,7 @@ BAD_CALLS = {
     "size": (None, {"original_model": lambda make: make("gpt2", n_layer=1)}, "pass the checkpoint"),
     "part": (lambda model: model.transformer, {"original_model": lambda make: make("gpt2").transformer}, "the whole model"),
     "cast": (lambda model: model.bfloat16(), {}, "fit right after the swap"),
-    "nothing to fit": (lambda model: posswap.swap(model, "learned"), {}, "nothing to fit"),
     "no closed form": (lambda model: posswap.swap(model, "none"), {"reconstruct": 0}, "give reconstruct a number"),
-    "worse": (None, {"learning_rate": 1e3}, "made it worse.*undone.*more text"),
     "dispatched": (dispatched, {}, "original_model="),
     "another thing": (lambda model: torch.nn.Linear(2, 2), {}, "a transformers model"),
 }
@@ -324,6 +322,42 @@ def test_bad_calls(make_model, name, tmp_path, monkeypatch):
         quick(target, **options)
     after = {name for name in changed(model, before) if not before["weights"][name].isnan().any()}
     assert after == set() and list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_help_is_undone(make_model, monkeypatch):
+    """Steps that make a layer worse are not kept, and a fit that helps no layer changes nothing and says so."""
+    monkeypatch.setattr("hf_posswap.schemes.rotary.RotaryPositions.solve", lambda *_: None)
+    model = posswap.swap(make_model("gpt2"), "rotary")
+    before = picture(model)
+    with pytest.warns(UserWarning, match="was undone.*more text"):
+        report = quick(model, learning_rate=1e3)
+    assert changed(model, before) == set() and posswap.describe(model).can_restore
+    assert report.after == report.before and not any(layer.reconstructed or layer.kept for layer in report.layers)
+    assert "(no steps)" in str(report)
+    report = quick(model)
+    assert report.after.total < report.before.total and all(layer.reconstructed for layer in report.layers)
+
+
+def test_a_smaller_rate_is_tried(make_model, monkeypatch):
+    """Where the given rate makes a layer worse, a tenth of it is tried before the layer is left as it was."""
+    rates, inner = [], layerwise.Walk._reconstruct
+
+    def watched(self, index, attention, steps, rate, bar):
+        rates.append(rate)
+        return inner(self, index, attention, steps, 1e3 if len(rates) == 1 else rate, bar)
+
+    monkeypatch.setattr(layerwise.Walk, "_reconstruct", watched)
+    report = quick(posswap.swap(make_model("gpt2"), "rotary"))
+    assert rates == pytest.approx([3e-3, 3e-4, 3e-3]) and all(layer.reconstructed for layer in report.layers)
+
+
+def test_nothing_to_fit(make_model):
+    """The original's own table needs no fit: the report says so, nothing changes."""
+    model = posswap.swap(make_model("gpt2"), "learned")
+    before = picture(model)
+    report = quick(model)
+    assert report.before == report.after and report.before.total < 1e-7 and report.layers == ()
+    assert changed(model, before) == set()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
