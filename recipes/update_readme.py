@@ -3,7 +3,8 @@
     python recipes/update_readme.py                                    # after the registries changed
     python recipes/update_readme.py runs/three-seeds/results.json      # after a new comparison; copies it to results/
 
-The fit tables come from recipes/results/fit/*/results.json, written by recipes/fit_quality.py; the speed tables from
+The fit tables come from recipes/results/fit/*/results.json, written by recipes/fit_quality.py, those of healing are
+recipes/results/heal/*/results.md, written by recipes/heal.py; the speed tables come from
 recipes/results/attention/*/results.json, written by recipes/benchmark_attention.py.
 
 The tests compare the README with what this prints, so the page cannot drift.
@@ -107,6 +108,7 @@ def render(readme: str, results: dict) -> str:
     blocks = (
         ("matrix", matrix()),
         ("fit", fit_tables(RESULTS.parent / "fit")),
+        ("heal", "\n\n".join(path.read_text().strip() for path in sorted((RESULTS.parent / "heal").glob("*/results.md")))),
         ("results", results_tables(results)),
         ("speed", speed_tables(RESULTS.parent / "attention")),
     )
