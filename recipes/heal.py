@@ -1,20 +1,18 @@
 """Win back what a swap cost: distil the swapped model from its original on text without labels, and count the tokens.
 
     python recipes/heal.py --output runs/heal                                  # stdlib-gpt2: 2 schemes, 3 starts, 1 seed
-    python recipes/heal.py --scheme rotary --start swap --start annealed --seed 0 --seed 1 --output runs/anneal
     python recipes/heal.py --model minilm --data my.txt --max-steps 300 --output runs/minilm
     accelerate launch recipes/heal.py --model gpt2 --data wikitext:wikitext-2-raw-v1 --output runs/gpt2     # on GPUs
     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 -- recipes/heal.py --start fit --output runs/heal   # on two CPUs
 
 The `--` matters: without it torchrun takes --start for an abbreviation of its own --start-method.
 
-Starts: `cold` drops the table, `swap` is the warm start, `fit` fits layer by layer after it, `annealed` lets the old table
-fade out while the new scheme fades in, over the first half of the steps.
+Starts: `cold` drops the table, `swap` is the warm start, `fit` fits layer by layer after it.
 
 How it measures: damage to held-out text (KL to the original's predictions, or 1 - cosine of an encoder's pooled states) and
 perplexity, at 0 tokens and at about ten steps, each a constant factor after the one before. `tokens to 90 %` is where damage
 first falls to a tenth of what the cold swap of that scheme costs, the same mark for every start; between two measured points
-the logarithm of damage is a straight line. The annealed model is always measured as it would be if the fading ended there.
+the logarithm of damage is a straight line.
 
 Writes results.json, results.md and recovery.png into --output, and every finished row at once: --resume does the rest.
 """
@@ -36,7 +34,6 @@ import torch
 import typer
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from anneal import Annealing
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogFormatter
@@ -56,7 +53,7 @@ from hf_posswap.schemes import parse_scheme
 from hf_posswap.text import token_blocks
 from hf_posswap.training import TrainingConfig, TrainingRun, train
 
-STARTS = {"cold": ":", "swap": "--", "fit": "-", "annealed": "-."}  # and how their lines look
+STARTS = {"cold": ":", "swap": "--", "fit": "-"}  # and how their lines look
 SHARES = (90, 95, 99)  # per cent of the cold swap's damage
 MEASUREMENTS = 10  # after the one at 0 tokens
 FORMAT = 1
@@ -183,29 +180,12 @@ class _Bench:
         )
         curve = [{"tokens": 0, **self._measure(model, original)}] if main else []
         looks = measured_steps(config.max_steps)
-        half = math.ceil(config.max_steps / 2)
-        annealing = Annealing(model, original) if start == "annealed" else None
-
-        def fade(step: int) -> None:
-            if step >= half:
-                annealing.finish()
-            else:
-                annealing.strength.value = step / half
 
         def look(model: PreTrainedModel, run: TrainingRun) -> None:
             step = len(run.losses)
             if main and step in looks:
-                if annealing is None:
-                    figures = self._measure(model, original)
-                else:
-                    with annealing.at(1.0):
-                        figures = self._measure(model, original)
-                curve.append({"tokens": run.tokens, **figures})
-            if annealing is not None:
-                fade(step + 1)
+                curve.append({"tokens": run.tokens, **self._measure(model, original)})
 
-        if annealing is not None:
-            fade(1)
         _, run = train(
             model,
             self.rows,

@@ -1,4 +1,4 @@
-"""The healing recipe: rows and their files, resuming, tokens to a mark, annealing at both ends, and two processes."""
+"""The healing recipe: rows and their files, resuming, tokens to a mark, and two processes."""
 
 import importlib
 import json
@@ -10,10 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.testing import assert_close
 from transformers import BertModel
 
-import hf_posswap as posswap
 from hf_posswap.distillation import distillation_loss
 from hf_posswap.errors import PosswapError
 
@@ -73,11 +71,6 @@ def test_healing_end_to_end(recipe, config, folders, tmp_path, name):
         assert ("fit" in row) == (row["start"] == "fit")
         if row["start"] == "cold":
             assert row["curve"][0]["damage"] == pytest.approx(row["reference"]["damage"], rel=1e-4)
-    swapped, annealed = (
-        next(r for r in results["rows"] if r["scheme"] == "rotary" and r["start"] == start) for start in ("swap", "annealed")
-    )
-    # Measured at full strength, not as the original that the fading starts from.
-    assert annealed["curve"][0]["damage"] == pytest.approx(swapped["curve"][0]["damage"], rel=1e-4)
 
 
 def test_resume_runs_what_is_missing(recipe, config, tmp_path):
@@ -165,51 +158,10 @@ def test_distillation_loss(make_model, make_swapped, tokens):
     assert distillation_loss(model)(other, {"input_ids": tokens}).item() == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("scheme", ["rotary", "rotary:layout=half", "relative:clip=4", "sinusoidal", "none"])
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_annealing_is_exact_at_both_ends(recipe, make_model, position_parameters, tokens, family, scheme):
-    """The original at 0 whatever the new tables hold, something else halfway, the swapped model at 1, and then as it was."""
-    from anneal import Annealing
-
-    model = posswap.swap(make_model(family), scheme)
-    original = posswap.original(model)
-    parameters = position_parameters(model)
-    with torch.no_grad():
-        for parameter in parameters.values():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(4)))
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        source, target = original(tokens).logits, model(tokens).logits
-        annealing = Annealing(model, original)
-        assert_close(model(tokens).logits, source, atol=1e-4, rtol=1e-4)
-        with annealing.at(1.0):
-            assert torch.equal(model(tokens).logits, target)
-        with annealing.at(0.5):
-            halfway = model(tokens).logits
-        assert min((halfway - source).abs().max(), (halfway - target).abs().max()) > 1e-2
-        annealing.finish()
-        annealing.finish()
-        assert torch.equal(model(tokens).logits, target)
-    assert model.state_dict().keys() == state.keys() and all(torch.equal(model.state_dict()[k], v) for k, v in state.items())
-    # An optimizer that was made meanwhile goes on with the same parameters.
-    now = position_parameters(model)
-    assert now.keys() == parameters.keys() and all(now[name] is parameter for name, parameter in parameters.items())
-
-
-def test_annealing_refuses_what_cannot_fade(recipe, make_model):
-    """A rotary scaling with a factor on queries and keys is not the original at strength 0."""
-    from anneal import Annealing
-
-    scheme = posswap.Rotary(scaling={"rope_type": "yarn", "factor": 4.0})
-    model = posswap.swap(make_model("gpt2"), scheme)
-    with pytest.raises(PosswapError, match="another --start"):
-        Annealing(model, posswap.original(model))
-
-
 def test_two_processes_write_what_one_writes(recipe, config, folders, tmp_path):
     """Under torchrun only the main process measures and writes; rows have the same keys and start from the same damage."""
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    config = replace(config, model=str(folders / "bert"), schemes=("relative:clip=4",), starts=("fit", "annealed"))
+    config = replace(config, model=str(folders / "bert"), schemes=("relative:clip=4",), starts=("fit", "swap"))
     alone = recipe.heal(config, tmp_path / "alone", progress=False)
     options = []
     for name, value in asdict(config).items():
