@@ -101,6 +101,7 @@ def fit(
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from hf_posswap import swap
+    >>> _ = torch.manual_seed(0)
     >>> config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
     >>> model = swap(GPT2LMHeadModel(config), "rotary")
     >>> report = fit(model, torch.randint(99, (40, 64)), reconstruct=10, progress=False)
