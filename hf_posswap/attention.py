@@ -73,6 +73,12 @@ class Observation(NamedTuple):
     output: torch.Tensor  # (B, H, L, D)
 
 
+def visible(attention_mask: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """Return which keys a query may see, (B, 1, L, L) bool, from a (B, L) bool mask; padding sees nothing and is not seen."""
+    allowed = attention_mask[:, None, None, :] & attention_mask[:, None, :, None]
+    return allowed & torch.ones_like(allowed[0, 0]).tril() if causal else allowed
+
+
 def observe(
     attention: nn.Module, architecture: Architecture, hidden_states: torch.Tensor, allowed: torch.Tensor, shared_positions
 ) -> Observation:

@@ -293,8 +293,8 @@ def prepare_output(config: dict, output: Path, resume: bool) -> Path:
     return rows
 
 
-def provenance() -> dict:
-    """Return what a result file says of its making: command, commit, versions, hardware."""
+def provenance(program: str = "hf-posswap") -> dict:
+    """Return what a result file says of its making: command (the program and its arguments), commit, versions, hardware."""
     source = Path(hf_posswap.__file__).parent
     commit = None
     if (source.parent / ".git").exists() and shutil.which("git"):  # not an installed package, whatever lies around it
@@ -303,7 +303,7 @@ def provenance() -> dict:
     cpu = Path("/proc/cpuinfo")
     models = re.findall(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else []
     return {
-        "command": shlex.join(["hf-posswap", *sys.argv[1:]]),
+        "command": shlex.join([*program.split(), *sys.argv[1:]]),
         "commit": commit,
         "versions": {
             "hf_posswap": hf_posswap.__version__,

@@ -40,6 +40,8 @@ class FitReport:
     tokens: int  # fitted on
     tokens_held_out: int  # measured on
     text: str  # whose: "given", "written by the model", "random tokens"
+    longest: int  # sequence in it: what the fit did to longer inputs, nobody has looked at
+    trained_positions: int  # what the original reads
 
     def __str__(self) -> str:
         found = Table(box=None, pad_edge=False)
@@ -65,6 +67,11 @@ class FitReport:
                 f"fitted on {self.tokens:,} tokens, {self.text}, in {self.seconds:.0f} s; measured on "
                 f"{self.tokens_held_out:,} others"
             )
+            if self.longest < self.trained_positions:
+                console.print(
+                    f"no sequence was longer than {self.longest} tokens, and the original reads {self.trained_positions}: give "
+                    "longer ones too if the model shall read them"
+                )
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
@@ -132,8 +139,9 @@ def fit(
                 "better ten times that"
             )
         before = damage(target, teacher, held)
+        about = (*counts, text, max(batch["input_ids"].shape[1] for batch in checked), longest)
         if before.total < 1e-7:  # the original's own table: there is nothing to fit
-            return FitReport(before, before, (), time.perf_counter() - started, *counts, text)
+            return FitReport(before, before, (), time.perf_counter() - started, *about)
         with rewriting_attention(target), tempfile.TemporaryDirectory(prefix="posswap-") as folder:
             walk = Walk(target, teacher, architecture, fitted, held, Path(folder), seed)
             count = len(walk.layers[0])
@@ -158,7 +166,7 @@ def fit(
     finally:
         for module, training in modes.items():
             module.training = training
-    return FitReport(before, after, tuple(layers), time.perf_counter() - started, *counts, text)
+    return FitReport(before, after, tuple(layers), time.perf_counter() - started, *about)
 
 
 class _NotBetter(Exception):

@@ -23,7 +23,7 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from hf_posswap.architectures import Architecture
-from hf_posswap.attention import Observation, observe
+from hf_posswap.attention import Observation, observe, visible
 from hf_posswap.calibration import Batch
 from hf_posswap.closed_form import Evidence
 
@@ -88,7 +88,7 @@ class Walk:
             for parameter in layer.parameters():  # steps of a thousandth are lost in half precision
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
             before = self._error(index, self.held)
-            solved, kept = self._solve(index, attention)
+            solved, kept = self._solve(index, attention, before)
             bar.update()
             reached = solved if kept else before
             found = {name: parameter.clone() for name, parameter in attention.named_parameters()}
@@ -113,35 +113,33 @@ class Walk:
         return LayerFit(index, before, solved, kept, reconstructed, after)
 
     @torch.no_grad()
-    def _solve(self, index: int, attention: nn.Module) -> tuple[float | None, bool]:
-        """Try the scheme's closed form; keep it if the layer's error on held-out text is smaller."""
+    def _solve(self, index: int, attention: nn.Module, error: float) -> tuple[float | None, bool]:
+        """Try the scheme's closed form; keep it if it makes the layer's `error` on held-out text smaller."""
         positions = getattr(attention, "positions", None)
         before = {name: parameter.clone() for name, parameter in attention.named_parameters()}
         if positions is None:
             return None, False
         query_key = self.architecture.query_key(attention)
-        start = self._error(index, self.held)
         positions.solve(lambda: self._evidence(index), query_key, attention.scaling)
         if all(torch.equal(parameter, before[name]) for name, parameter in attention.named_parameters()):
             return None, False
         solved = self._error(index, self.held)
-        if solved < start:
+        if solved < error:
             return solved, True
         _write(attention, before)
         return solved, False
 
     def _evidence(self, index: int) -> Iterator[Evidence]:
         for i in self.solved_on:
-            mask = self.batches[i]["attention_mask"]
-            length = mask.shape[1]
             ours, theirs = (self._observe(side, index, i) for side in (0, 1))
-            device = ours.query.device
-            allowed = (mask[:, None, None, :] & mask[:, None, :, None]).to(device)
-            if self.architecture.is_causal(self.models[0].config):
-                allowed = allowed & torch.ones(length, length, dtype=torch.bool, device=device).tril()
+            allowed = self._visible(0, i, ours.query.device)
             yield Evidence(
                 ours.query, ours.key, ours.value, theirs.probabilities.to(ours.query), theirs.output.to(ours.query), allowed
             )
+
+    def _visible(self, side: int, i: int, device: torch.device) -> torch.Tensor:
+        mask = self.batches[i]["attention_mask"].to(device)
+        return visible(mask, causal=self.architecture.is_causal(self.models[side].config))
 
     def _reconstruct(self, index: int, attention: nn.Module, steps: int, learning_rate: float, bar: tqdm) -> None:
         """Adam on the layer's error, on one batch of one length a step; warm-up, then down to nothing."""
@@ -187,7 +185,10 @@ class Walk:
         return (sum(error.item() for error, _ in found)) / max(sum(spread.item() for _, spread in found), 1e-30)
 
     def _call(self, side: int, i: int) -> tuple[torch.Tensor, tuple, dict]:
-        """Run a model up to its first layer and return what that is handed: hidden states, other arguments, keywords."""
+        """Run a model up to its first layer and return what that is handed: hidden states, other arguments, keywords.
+
+        Again for every batch and layer: that costs little, and the masks of all batches would not fit into memory.
+        """
         seen = []
 
         def stop(layer, args, kwargs):
@@ -230,10 +231,7 @@ class Walk:
         finally:
             hook.remove()
         hidden_states, shared = seen[0]
-        mask = self.batches[i]["attention_mask"].to(hidden_states.device)
-        allowed = mask[:, None, None, :].expand(-1, 1, mask.shape[1], -1)
-        if self.architecture.is_causal(self.models[side].config):
-            allowed = allowed & torch.ones_like(allowed[0, 0]).tril()
+        allowed = self._visible(side, i, hidden_states.device)
         return observe(self.attentions[side][index], self.architecture, hidden_states, allowed, shared)
 
     # -- hidden states on disk -------------------------------------------------------------------------------------

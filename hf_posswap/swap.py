@@ -62,9 +62,9 @@ def swap(
         warm_start: Start as close to the original as its weights allow: project sinusoids onto the old table, keep the
             table's mean vector and row 0, give rotary a balanced basis in encoders. False drops the table cold.
 
-    What a warm start loses, `posswap.fit` wins most of back on any text, in a minute or two. A second swap starts from the
-    original again, not from the first swap. Weights that an optimizer holds stay the same objects, but new parameters
-    appear: make the optimizer after the swap.
+    What a warm start loses, `posswap.fit` wins most of back, in minutes. A second swap starts from the original again, not
+    from the first swap. Weights that an optimizer holds stay the same objects, but new parameters appear: make the
+    optimizer after the swap.
 
     Raises:
         PosswapError: Something does not fit; the message says what, and the model is as it was before the call.
@@ -208,8 +208,7 @@ def original(model: PreTrainedModel, *, share_weights: bool = False) -> PreTrain
     (Learned(extend=None), Rotary(theta=10000, fraction=1.0, layout='interleaved', scaling=None))
     """
     target, architecture = find_target(model)
-    kept = [p for attention in architecture.self_attentions(target.base_model) for p in attention.parameters()]
-    own = {id(p) for p in kept}
+    own = {id(p) for attention in architecture.self_attentions(target.base_model) for p in attention.parameters()}
     shared = {id(p): p for p in target.parameters() if share_weights and id(p) not in own}
     twin = copy.deepcopy(target, shared)  # what deepcopy finds in its memo, it does not copy
     restore(twin)

@@ -18,7 +18,6 @@ is the A/A control: differences as small as its distance from 1 mean nothing. Pe
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -236,8 +235,7 @@ def benchmark(config: BenchmarkConfig, output: Path, *, retry: bool = False, pro
     except KeyboardInterrupt:
         interrupted = True
     bar.close()
-    origin = provenance()
-    origin["command"] = shlex.join(["python", "recipes/benchmark_attention.py", *sys.argv[1:]])
+    origin = provenance("python recipes/benchmark_attention.py")
     origin["hardware"] |= {"threads": list(config.threads), "cores": os.cpu_count()}
     found = [records[key(case)] for case in cases if key(case) in records]
     results = {

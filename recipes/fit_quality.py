@@ -10,8 +10,6 @@ tokens in random order, `random` tokens drawn uniformly, `written` by a causal m
 
 import csv
 import json
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -115,18 +113,22 @@ class Bench:
 def main(
     output: Annotated[Path, typer.Option(help="Folder for results.json and results.md.")],
     model: Annotated[str, typer.Option(help="A model folder or Hub id; minilm and stdlib-gpt2 are built in.")] = "minilm",
-    scheme: Annotated[list[str], typer.Option(help="Repeatable.")] = ["sinusoidal", "relative", "rotary"],  # noqa: B006
-    text: Annotated[list[str], typer.Option(help=f"What to fit on, repeatable: {', '.join(TEXTS)}.")] = ["given"],  # noqa: B006
+    scheme: Annotated[list[str] | None, typer.Option(help="Repeatable. Default: sinusoidal, relative, rotary.")] = None,
+    text: Annotated[
+        list[str] | None, typer.Option(help=f"What to fit on, repeatable: {', '.join(TEXTS)}. Default: given.")
+    ] = None,
     data: Annotated[str | None, typer.Option(help="Text to fit on: file, folder or Hub dataset; default: embedded.")] = None,
     evaluation: Annotated[str | None, typer.Option(help="Text to measure on; default: the held-out part of --data.")] = None,
     pairs: Annotated[Path | None, typer.Option(help="A csv of sentence1, sentence2 and label, for Spearman's rho.")] = None,
-    reconstruct: Annotated[list[int], typer.Option(help="Steps for each layer, repeatable.")] = [100],  # noqa: B006
+    reconstruct: Annotated[list[int] | None, typer.Option(help="Steps for each layer, repeatable. Default: 100.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to fit on.")] = 65_536,
     evaluation_tokens: Annotated[int, typer.Option(help="Tokens to measure on, at each length.")] = 32_768,
-    seed: Annotated[list[int], typer.Option(help="Repeatable.")] = [0, 1, 2],  # noqa: B006
+    seed: Annotated[list[int] | None, typer.Option(help="Repeatable. Default: 0, 1, 2.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Keep the rows of an interrupted run.")] = False,
 ):
     """Fit every scheme with every seed, and write what that reached."""
+    scheme, text = scheme or ["sinusoidal", "relative", "rotary"], text or ["given"]
+    reconstruct, seed = reconstruct or [100], seed or [0, 1, 2]
     unknown = sorted(set(text) - set(TEXTS))
     if unknown:
         raise DataError(f"--text {unknown[0]!r} is not one of {', '.join(TEXTS)}")
@@ -144,7 +146,7 @@ def main(
     if done["config"] != config:
         raise PosswapError(f"{file} was made with other options: resume with the same, or choose another --output")
     rows = done.get("rows", [])
-    about = provenance() | {"command": shlex.join(["python", "recipes/fit_quality.py", *sys.argv[1:]])}
+    about = provenance("python recipes/fit_quality.py")
     original = bench.measure(bench.original)
     jobs = [(s, t, n) for s in scheme for t in text for n in reconstruct]
     for name, kind, steps in tqdm(jobs, desc="fit quality"):

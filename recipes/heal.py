@@ -22,8 +22,6 @@ import json
 import logging
 import math
 import os
-import shlex
-import sys
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -111,8 +109,7 @@ def heal(config: HealConfig, output: Path, *, resume: bool = False, progress: bo
                 write_json(folder / f"{number}.json", row)
     if not accelerator.is_main_process:
         return None
-    origin = provenance()
-    origin["command"] = shlex.join(["python", "recipes/heal.py", *sys.argv[1:]])
+    origin = provenance("python recipes/heal.py")
     origin["hardware"] |= {"processes": accelerator.num_processes}
     rows = [json.loads((folder / f"{number}.json").read_text()) for number in range(len(config.rows()))]
     results = {"format": FORMAT, **origin, "config": asdict(config), **bench.facts(), "rows": with_tokens(rows)}

@@ -51,6 +51,14 @@ def pair(request, make_model):
     return models
 
 
+def test_report_says_how_long_the_text_was(make_model):
+    """A fit on short sequences alone says that longer ones were not looked at; one on the longest does not."""
+    for length, said in ((20, True), (32, False)):
+        report = quick(posswap.swap(make_model("bert"), "relative:clip=4"), text(60, length), reconstruct=2)
+        assert (report.longest, report.trained_positions) == (length, 32)
+        assert ("no sequence was longer than 20 tokens, and the original reads 32" in str(report)) == said
+
+
 def test_damage_of_nothing_is_zero(pair):
     """A model against itself: zero in total, by layer, position and length."""
     found = damage(pair[0], pair[0], [padded()])

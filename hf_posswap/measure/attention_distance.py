@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import ARCHITECTURES
-from hf_posswap.attention import observe
+from hf_posswap.attention import observe, visible
 
 
 @torch.no_grad()
@@ -34,9 +34,7 @@ def attention_by_distance(
         def hook(attention, args, kwargs):
             hidden_states = args[0] if args else kwargs["hidden_states"]
             here = mask.to(hidden_states.device)
-            allowed = (here[:, None, None, :] & here[:, None, :, None]).expand(-1, 1, -1, -1)
-            if causal:
-                allowed = allowed & torch.ones_like(allowed[0, 0]).tril()
+            allowed = visible(here, causal=causal)
             seen = observe(attention, architecture, hidden_states, allowed, kwargs.get("shared_positions"))
             probabilities = (seen.probabilities * here[:, None, :, None]).double().sum(0)  # (H, L, L)
             steps = torch.arange(here.shape[1], device=here.device)
