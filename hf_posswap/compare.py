@@ -8,31 +8,24 @@ at one, two and four times its trained length and by KL to the original, and tun
 
 import copy
 import json
-import platform
-import re
-import shlex
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, stdev
 
 import torch
-import transformers
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-import hf_posswap
 from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.assets import EMBEDDED_MODELS, model_source
 from hf_posswap.calibration import text_batches
 from hf_posswap.distillation import distillation_loss
-from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
+from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.fitting import fit
 from hf_posswap.measure.damage import kl_divergence, perplexity, pooled_cosine, pooled_states
 from hf_posswap.measure.word_order import word_order_examples, word_order_preference, word_order_probe
+from hf_posswap.results import prepare_output, provenance, write_json
 from hf_posswap.schemes import parse_scheme
 from hf_posswap.swap import swap
 from hf_posswap.text import Split, read_documents, stdlib_documents, stdlib_prose, token_blocks
@@ -274,57 +267,5 @@ def _kept(config: CompareConfig) -> str:
     return next((s for s in config.schemes if s.startswith("rotary")), config.schemes[0])
 
 
-def prepare_output(config: dict, output: Path, resume: bool) -> Path:
-    """Make the folder, or check that a resumed one was begun with the same configuration; return the folder of rows."""
-    wanted = json.loads(json.dumps(config))  # lists, not tuples, come back from JSON
-    file, rows = output / "config.json", output / "rows"
-    if output.exists() and not output.is_dir():
-        raise CheckpointError(f"{output} is a file: give a folder")
-    # A run that stopped before its first row left nothing worth keeping.
-    started = rows.exists() and any(rows.glob("*.json"))
-    foreign = output.exists() and {path.name for path in output.iterdir()} - {file.name, rows.name}
-    if started or foreign:
-        if not resume:
-            raise CheckpointError(f"{output} exists and is not empty: choose another --output, or pass --resume")
-        if not file.exists() or json.loads(file.read_text()) != wanted:
-            raise CheckpointError(f"{output} was begun with another configuration, see {file}: resume with the same options")
-    rows.mkdir(parents=True, exist_ok=True)
-    write_json(file, wanted)
-    return rows
-
-
-def provenance(program: str = "hf-posswap") -> dict:
-    """Return what a result file says of its making: command (the program and its arguments), commit, versions, hardware."""
-    source = Path(hf_posswap.__file__).parent
-    commit = None
-    if (source.parent / ".git").exists() and shutil.which("git"):  # not an installed package, whatever lies around it
-        command = ["git", "describe", "--always", "--dirty"]
-        commit = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False).stdout.strip() or None
-    cpu = Path("/proc/cpuinfo")
-    models = re.findall(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else []
-    return {
-        "command": shlex.join([*program.split(), *sys.argv[1:]]),
-        "commit": commit,
-        "versions": {
-            "hf_posswap": hf_posswap.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "hardware": {
-            "cpu": models[0] if models else platform.machine(),
-            "threads": torch.get_num_threads(),
-            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        },
-    }
-
-
 def _slug(text: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in text.rstrip("/").rpartition("/")[2] or text)
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Write a file as a whole: a process that is killed leaves the old one or the new one."""
-    aside = path.with_name(path.name + ".writing")  # a killed run leaves no half-written file under the real name
-    aside.write_text(json.dumps(content, indent=2) + "\n")
-    aside.replace(path)

@@ -37,8 +37,8 @@ from rich.markdown import Markdown
 from tqdm import tqdm
 
 import hf_posswap
-from hf_posswap.compare import provenance, write_json
 from hf_posswap.errors import CheckpointError, PosswapError
+from hf_posswap.results import provenance, write_json
 
 WORKER = Path(__file__).with_name("attention_worker.py")
 FORMAT = 1

@@ -25,10 +25,10 @@ import hf_posswap as posswap
 from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.assets import model_source
 from hf_posswap.calibration import random_tokens, text_batches, written_text
-from hf_posswap.compare import provenance, write_json
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.measure import kl_divergence, perplexity, pooled_cosine, pooled_states
 from hf_posswap.report import fit_table
+from hf_posswap.results import provenance, write_json
 from hf_posswap.text import read_documents, stdlib_documents, stdlib_prose, token_blocks
 
 TEXTS = ("given", "embedded", "shuffled", "random", "written")

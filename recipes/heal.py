@@ -42,11 +42,12 @@ from transformers.utils import logging as transformers_logging
 
 import hf_posswap as posswap
 from hf_posswap.calibration import text_batches
-from hf_posswap.compare import documents, load_checkpoint, prepare_output, provenance, write_json
+from hf_posswap.compare import documents, load_checkpoint
 from hf_posswap.distillation import distillation_loss
 from hf_posswap.errors import PosswapError
 from hf_posswap.measure.damage import damage, perplexity
 from hf_posswap.plots import COLOURS
+from hf_posswap.results import prepare_output, provenance, write_json
 from hf_posswap.schemes import parse_scheme
 from hf_posswap.text import token_blocks
 from hf_posswap.training import TrainingConfig, TrainingRun, train
