@@ -11,9 +11,12 @@ from pathlib import Path
 
 import torch
 import transformers
+from filelock import FileLock, Timeout
 
 import hf_posswap
 from hf_posswap.errors import CheckpointError
+
+LOCK = ".lock"
 
 
 def prepare_output(config: dict, output: Path, resume: bool) -> Path:
@@ -24,15 +27,25 @@ def prepare_output(config: dict, output: Path, resume: bool) -> Path:
         raise CheckpointError(f"{output} is a file: give a folder")
     # A run that stopped before its first row left nothing worth keeping.
     started = rows.exists() and any(rows.glob("*.json"))
-    foreign = output.exists() and {path.name for path in output.iterdir()} - {file.name, rows.name}
+    foreign = output.exists() and {path.name for path in output.iterdir()} - {file.name, rows.name, LOCK}
     if started or foreign:
         if not resume:
             raise CheckpointError(f"{output} exists and is not empty: choose another --output, or pass --resume")
         if not file.exists() or json.loads(file.read_text()) != wanted:
             raise CheckpointError(f"{output} was begun with another configuration, see {file}: resume with the same options")
-    rows.mkdir(parents=True, exist_ok=True)
     write_json(file, wanted)
     return rows
+
+
+def lock(output: Path) -> FileLock:
+    """Return the held lock of an output folder: two runs that write into one folder would spoil each other's results."""
+    output.mkdir(parents=True, exist_ok=True)
+    held = FileLock(output / LOCK, timeout=0)
+    try:
+        held.acquire()
+    except Timeout:
+        raise CheckpointError(f"{output} is in use by another run: wait for it, or choose another --output") from None
+    return held
 
 
 def provenance(program: str = "hf-posswap") -> dict:
@@ -63,6 +76,7 @@ def provenance(program: str = "hf-posswap") -> dict:
 
 def write_json(path: Path, content: dict) -> None:
     """Write a file as a whole: a process that is killed leaves the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(path.name + ".writing")  # a killed run leaves no half-written file under the real name
     aside.write_text(json.dumps(content, indent=2) + "\n")
     aside.replace(path)

@@ -1,0 +1,281 @@
+"""What all recipes share: one configuration that is a command line and a YAML file too, a swapped model, one result file.
+
+A recipe is a question. It says which options it has (a frozen dataclass, a child of `RecipeConfig`), and how one run answers it
+for one scheme and one seed (a function of that configuration):
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config(RecipeConfig):
+        depth: Annotated[int, "Where the key is hidden."] = 3
+
+    def run(config: Config, folder: Path, resume: bool) -> dict: ...
+
+    if __name__ == "__main__":
+        main(Config, run)
+
+Every field is then an option, `--config FILE.yaml` sets any of them (the command line wins), and config.json and result.json in
+the output folder say what was run and what came out. Comparing schemes and seeds is the job of recipes/compare.py.
+"""
+
+import inspect
+import logging
+import os
+import resource
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+
+import torch
+import typer
+import yaml
+from accelerate import PartialState
+from accelerate.utils import set_seed
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.assets import model_source
+from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
+from hf_posswap.fitting import fit
+from hf_posswap.results import lock, prepare_output, provenance, write_json
+from hf_posswap.schemes import parse_scheme
+from hf_posswap.swap import original, swap
+from hf_posswap.training import TrainingConfig, TrainingRun
+
+ORIGINAL = "original"  # the scheme of a model that is left as it is
+STARTS = ("cold", "swap", "fit", "scratch")
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeConfig(TrainingConfig):
+    """One run of a recipe: a model, a scheme, a budget. Runs that are compared differ in scheme, start and seed alone."""
+
+    model: Annotated[str, "A model folder or Hub id; minilm and stdlib-gpt2 are built in."] = "minilm"
+    scheme: Annotated[str, "name or name:option=value,...; original leaves the model as it is."] = ORIGINAL
+    start: Annotated[
+        Literal[STARTS],
+        "cold drops the table, swap starts warm, fit fits to the original before training, scratch draws all weights anew.",
+    ] = "swap"
+    max_positions: Annotated[int | None, "The longest input of the swapped model. Default: what the recipe needs."] = None
+    fit_tokens: Annotated[int, "Tokens of training text that the start `fit` reads."] = 65_536
+    fit_steps: Annotated[int, "Steps of that fit for each layer."] = 100
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.scheme != ORIGINAL:
+            parse_scheme(self.scheme)
+        if self.start not in STARTS:
+            raise PosswapError(f"start={self.start!r} is not known; known are {', '.join(STARTS)}")
+        for name in ("fit_tokens", "fit_steps"):
+            if getattr(self, name) < 1:
+                raise PosswapError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a checkpoint; one without a padding token pads with its end of text."""
+    source = model_source(name)
+    family, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    if not 10 < len(tokenizer) <= family.vocab_size:  # for a folder without one, transformers makes one up
+        raise PosswapError(
+            f"{name}: the tokenizer has {len(tokenizer)} tokens and the model {family.vocab_size}: they do not belong together"
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(
+    config: RecipeConfig, auto_class: type, *, max_positions: int | None = None, fit_batches: Callable[[], list] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None, progress: bool = True, **options,
+) -> PreTrainedModel:  # fmt: skip
+    """Load the checkpoint into a class of transformers' Auto family, and give it the positions that the run asks for.
+
+    Seeded, so that a head the checkpoint lacks starts the same for every scheme. `max_positions` is what the recipe needs
+    where the user said nothing; `fit_batches()` gives the text for the start `fit` (`text_batches`). The main process alone
+    fits; the other ones get its weights when training begins.
+    """
+    set_seed(config.seed)
+    source = model_source(config.model)
+    family = AutoConfig.from_pretrained(source, **options)
+    if family.model_type not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{config.model} is a {family.model_type!r} model; recipes start from an unswapped checkpoint of: "
+            f"{', '.join(sorted(ARCHITECTURES))}"
+        )
+    if tokenizer is not None and family.pad_token_id is None:
+        family.pad_token_id = tokenizer.pad_token_id
+    model = auto_class.from_config(family) if config.start == "scratch" else auto_class.from_pretrained(source, config=family)
+    longest = config.max_positions or max_positions
+    if config.scheme == ORIGINAL:
+        if longest and longest > family.max_position_embeddings:
+            raise PosswapError(
+                f"the original reads {family.max_position_embeddings} tokens, not {longest}: ask for learned:extend=tile or "
+                "learned:extend=interpolate, or for fewer"
+            )
+    else:
+        swap(model, config.scheme, max_positions=longest, warm_start=config.start in ("swap", "fit"))
+        if config.start == "fit":
+            if fit_batches is None:
+                raise PosswapError("this recipe has no text to fit on: take another --start")
+            if PartialState().is_main_process:
+                model.to(PartialState().device)
+                original(model).to(PartialState().device)
+                fit(model, fit_batches(), reconstruct=config.fit_steps, seed=config.seed, progress=progress)
+    return model.to(PartialState().device).eval()
+
+
+def cost(model: PreTrainedModel, run: TrainingRun | None = None) -> dict:
+    """Return what a run cost: parameters, tokens, tokens a second, and the peak of memory on this process's device."""
+    device = PartialState().device
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    spent = {"parameters": model.num_parameters(), "peak_memory_bytes": peak, "processes": PartialState().num_processes}
+    if run is not None:
+        spent |= {"tokens": run.tokens, "seconds": run.seconds, "tokens_per_second": run.tokens_per_second}
+    return spent
+
+
+def main(config_class: type[RecipeConfig], run: Callable[[RecipeConfig, Path, bool], dict]) -> None:
+    """Run a recipe from the command line; what users did wrong is told in one paragraph, without a traceback.
+
+    `run(config, folder, resume)` works in `folder` and returns {"figures": {name: number}, "cost": {...}} and what else the
+    result file shall hold; it is called on all processes, and the main one writes.
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    held, module = [], inspect.getmodule(run)
+    program = Path(module.__file__).stem
+
+    def command(**given):
+        output, resume, file = (given.pop(name) for name in ("output", "resume", "config"))
+        config = read_config(config_class, file, {name: value for name, value in given.items() if value is not None})
+        if PartialState().is_main_process:
+            if output.is_file():
+                raise CheckpointError(f"{output} is a file: give a folder")
+            held.append(lock(output))
+            prepare_output(asdict(config), output, resume)
+        PartialState().wait_for_everyone()
+        answer = run(config, output, resume)
+        if PartialState().is_main_process:
+            about = {"format": FORMAT, "recipe": program, **provenance(f"python recipes/{program}.py")}
+            write_json(output / "result.json", {**about, "config": asdict(config), **answer})
+            _show(answer["figures"], output / "result.json")
+
+    command.__doc__ = module.__doc__
+    command.__signature__ = inspect.Signature(_parameters(config_class, Path("runs") / program.replace("_", "-")))
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(command)
+    try:
+        app()
+    except (PosswapError, OSError) as error:
+        Console(stderr=True).print(f"{program}: {error}", style="red", highlight=False, markup=False)
+        raise SystemExit(2) from None
+    finally:
+        for one in held:
+            one.release()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def read_config(config_class: type[RecipeConfig], file: Path | None, given: dict) -> RecipeConfig:
+    """Return a configuration from a YAML file, with what was given on the command line over it; unknown keys are errors."""
+    hints = get_type_hints(config_class)
+    values = {}
+    if file is not None:
+        values = yaml.safe_load(file.read_text()) or {}
+        if not isinstance(values, dict):
+            raise PosswapError(f"{file} must hold `option: value` lines, not {type(values).__name__}")
+        if unknown := sorted(set(values) - set(hints), key=str):
+            raise PosswapError(f"{file}: unknown option {unknown[0]!r}; known are {', '.join(sorted(hints))}")
+        for name, value in values.items():
+            if isinstance(value, str) and _number_type(hints[name]) and _is_number(value):
+                value = float(value)  # YAML 1.1 reads 1e-4 as text
+            if not _fits(value, hints[name]):
+                raise PosswapError(f"{file}: {name} must be {_name(hints[name])}, not {value!r}")
+            values[name] = tuple(value) if isinstance(value, list) else value
+    values |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return config_class(**values)
+
+
+def _parameters(config_class: type[RecipeConfig], output: Path) -> list[inspect.Parameter]:
+    """Return one command-line option for each field, and those that are not part of what is compared."""
+    hints = get_type_hints(config_class, include_extras=True)
+    options = {
+        "output": (Path, output, "Folder for config.json, result.json and checkpoints."),
+        "resume": (bool, False, "Go on with an interrupted run."),
+        "config": (Path | None, None, "A YAML file of options; the command line wins."),
+    }
+    parameters = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[kind, typer.Option(f"--{name}", help=text)],
+        )
+        for name, (kind, default, text) in options.items()
+    ]
+    for field in fields(config_class):
+        kind, *texts = get_args(hints[field.name]) if get_origin(hints[field.name]) is Annotated else (hints[field.name],)
+        if get_origin(kind) is tuple:
+            kind = list[get_args(kind)[0]]
+        shown = ", ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+        text = " ".join(texts) + ("" if shown is None or shown == "" else f" [default: {shown}]")
+        name = f"--{field.name.replace('_', '-')}"
+        # None: not given, so that the file's value or the dataclass's default holds.
+        declared = typer.Option(f"{name}/--no-{name[2:]}" if kind is bool else name, help=text.strip(), show_default=False)
+        parameters.append(
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, declared]
+            )
+        )
+    return parameters
+
+
+def _number_type(kind) -> bool:
+    return float in (kind, *get_args(kind))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _fits(value, kind) -> bool:
+    """Whether a value from a YAML file is of a field's type: the handful of types that options have."""
+    origin = get_origin(kind)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, one) for one in get_args(kind))
+    if origin is Literal:
+        return value in get_args(kind)
+    if origin is tuple:
+        return isinstance(value, list) and all(_fits(one, get_args(kind)[0]) for one in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, type(None) if kind is type(None) else kind)
+
+
+def _name(kind) -> str:
+    return " or ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else getattr(kind, "__name__", str(kind))
+
+
+def _show(figures: dict[str, float], file: Path) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, value in figures.items():
+        table.add_row(name, f"{value:.4g}")
+    console = Console()
+    console.print(table)
+    console.print(f"wrote {file}", highlight=False, soft_wrap=True)

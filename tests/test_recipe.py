@@ -1,0 +1,169 @@
+"""The skeleton of recipes: options from a dataclass, YAML under the command line, one result file, no folder spoilt."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+import hf_posswap as posswap
+from hf_posswap.recipe import RecipeConfig, cost, load_model, load_tokenizer, read_config
+from hf_posswap.results import lock
+
+ROOT = Path(__file__).parent.parent
+RECIPE = '''
+"""How deep?
+
+    python recipes/depth.py
+"""
+from dataclasses import dataclass
+from typing import Annotated
+from hf_posswap.recipe import RecipeConfig, main
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RecipeConfig):
+    depth: Annotated[int, "Where the key is."] = 3
+    lengths: Annotated[tuple[int, ...], "Of the texts."] = (128, 256)
+
+
+def run(config, folder, resume):
+    return {"figures": {"depth": config.depth, "longest": max(config.lengths)}, "cost": {}}
+
+
+if __name__ == "__main__":
+    main(Config, run)
+'''
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RecipeConfig):
+    depth: Annotated[int, "Where the key is."] = 3
+    lengths: Annotated[tuple[int, ...], "Of the texts."] = (128, 256)
+
+
+def _file(tmp_path, text):
+    path = tmp_path / "options.yaml"
+    path.write_text(text)
+    return path
+
+
+def _recipe(tmp_path, *options):
+    script = tmp_path / "depth.py"
+    script.write_text(RECIPE)
+    done = subprocess.run(
+        [sys.executable, str(script), *options], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_command_line_over_file_over_defaults(tmp_path):
+    """What is given last wins; lists become tuples; the exponents that YAML reads as text become numbers."""
+    file = _file(tmp_path, "depth: 5\nlengths: [1, 2]\nlearning_rate: 1e-4\nscheme: rotary\n")
+    config = read_config(Config, file, {"depth": 7})
+    assert (config.depth, config.lengths, config.learning_rate, config.scheme) == (7, (1, 2), 1e-4, "rotary")
+    assert config.batch_size == RecipeConfig.batch_size
+    assert read_config(Config, None, {"lengths": [3]}).lengths == (3,)
+    assert read_config(Config, _file(tmp_path, ""), {}) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("depht: 5", "unknown option 'depht'; known are .*depth"),
+        ("depth: five", "depth must be int, not 'five'"),
+        ("depth: true", "depth must be int, not True"),
+        ("lengths: 4", "lengths must be"),
+        ("start: warm", "start must be .*cold.*not 'warm'"),
+        ("dropout: 1", "dropout must be bool"),
+        ("[1, 2]", "must hold `option: value` lines, not list"),
+        ("scheme: rotery", "rotery"),
+        ("fit_steps: 0", "fit_steps=0 must be at least 1"),
+    ],
+)
+def test_bad_files(tmp_path, text, says):
+    """A key or a value that no option takes is an error that names it."""
+    with pytest.raises(posswap.PosswapError, match=says):
+        read_config(Config, _file(tmp_path, text), {})
+
+
+def test_bad_start():
+    """In Python, too."""
+    with pytest.raises(posswap.PosswapError, match="known are cold, swap, fit, scratch"):
+        Config(start="warm")
+
+
+def test_a_run_from_the_command_line(tmp_path):
+    """Options, help, result file; a finished folder is not overwritten, another configuration is not resumed."""
+    code, out = _recipe(tmp_path, "--help")
+    assert code == 0 and "Where the key is. [default: 3]" in " ".join(out.split()) and "--learning-rate" in out
+    output = tmp_path / "out"
+    code, out = _recipe(tmp_path, "--depth", "4", "--lengths", "7", "--lengths", "8", "--output", str(output))
+    assert code == 0, out
+    result = json.loads((output / "result.json").read_text())
+    assert result["figures"] == {"depth": 4, "longest": 8} and result["recipe"] == "depth"
+    assert result["config"] == json.loads(json.dumps(asdict(Config(depth=4, lengths=(7, 8)))))
+    assert result["command"].startswith("python recipes/depth.py --depth 4") and result["versions"]["torch"]
+    code, out = _recipe(tmp_path, "--output", str(output))
+    assert code == 2 and "not empty" in out and "Traceback" not in out
+    code, out = _recipe(tmp_path, "--output", str(output), "--resume")
+    assert code == 2 and "another configuration" in " ".join(out.split())
+
+
+def test_a_folder_in_use(tmp_path):
+    """Two runs cannot write into one folder; the lock of a process that is gone does not count."""
+    with lock(tmp_path / "out"):
+        code, out = _recipe(tmp_path, "--output", str(tmp_path / "out"))
+        assert code == 2 and "in use by another run" in " ".join(out.split())
+    code, out = _recipe(tmp_path, "--output", str(tmp_path / "out"))
+    assert code == 0, out
+
+
+@pytest.fixture
+def checkpoint(make_model, tmp_path):
+    """A tiny saved BERT without a head."""
+    make_model("bert").save_pretrained(tmp_path / "bert")
+    return str(tmp_path / "bert")
+
+
+def test_models_by_start(checkpoint):
+    """Every start differs, seeds draw the head and scratch weights, and the original is left as it is."""
+
+    def build(**options):
+        config = RecipeConfig(model=checkpoint, **options)
+        batches = [torch.randint(2, 90, (40, 16), generator=torch.Generator().manual_seed(0))]
+        fit = {"fit_batches": lambda: batches, "progress": False}
+        return load_model(config, AutoModelForSequenceClassification, num_labels=3, **fit)
+
+    plain = build()
+    assert not hasattr(plain.config, "posswap") and plain.config.num_labels == 3 and not plain.training
+    ids = torch.randint(2, 90, (2, 9), generator=torch.Generator().manual_seed(1))
+    seen = {}
+    for start in ("cold", "swap", "fit", "scratch"):
+        model = build(scheme="rotary", start=start, fit_steps=2)
+        assert torch.equal(model.classifier.weight, plain.classifier.weight) is (start != "scratch")
+        seen[start] = model.bert(ids).last_hidden_state
+    for one in seen:
+        for other in seen:
+            assert (one == other) is torch.allclose(seen[one], seen[other], atol=1e-4), (one, other)
+    assert torch.equal(build(seed=1).bert(ids).last_hidden_state, plain.bert(ids).last_hidden_state)
+    assert not torch.equal(build(seed=1).classifier.weight, plain.classifier.weight)
+    assert build(scheme="rotary", max_positions=99).config.max_position_embeddings == 99
+    with pytest.raises(posswap.PosswapError, match="learned:extend=tile"):
+        build(max_positions=999)
+    assert cost(plain)["parameters"] == plain.num_parameters() and cost(plain)["peak_memory_bytes"] > 1e7
+
+
+def test_wrong_checkpoints(checkpoint, tmp_path):
+    """A folder without a tokenizer, and an already swapped one."""
+    with pytest.raises(posswap.PosswapError, match="do not belong together"):
+        load_tokenizer(checkpoint)
+    swapped = load_model(RecipeConfig(model=checkpoint, scheme="rotary"), AutoModelForSequenceClassification)
+    swapped.save_pretrained(tmp_path / "swapped")
+    with pytest.raises(posswap.UnsupportedModelError, match="unswapped"):
+        load_model(RecipeConfig(model=str(tmp_path / "swapped")), AutoModelForSequenceClassification)
