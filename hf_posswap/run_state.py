@@ -91,14 +91,9 @@ class Checkpoints:
         progress = json.loads((newest / "progress.json").read_text())
         theirs, ours = progress["config"], json.loads(json.dumps(asdict(run.config)))
         exact = {*run.config.budget(), "seed", "gradient_accumulation_steps"}
-        differences = [
-            f"{name} {theirs.get(name)} and {ours[name]}" for name in sorted(exact) if theirs.get(name) != ours[name]
-        ]
-        for name, before, now in (
-            ("processes", progress["processes"], run.processes),
-            ("examples", progress["examples"], examples),
-        ):
-            differences += [f"{name} {before} and {now}"] if before != now else []
+        pairs = {name: (theirs.get(name), ours[name]) for name in sorted(exact)}
+        pairs |= {"processes": (progress["processes"], run.processes), "examples": (progress["examples"], examples)}
+        differences = [f"{name} {before} and {now}" for name, (before, now) in pairs.items() if before != now]
         if differences:
             raise CheckpointError(
                 f"{newest} was made by another run than this one ({'; '.join(differences)}): resume with the same, or start in "

@@ -58,7 +58,7 @@ def train(
     With `output`, the first SIGTERM or Ctrl-C lets the step finish, saves a checkpoint and raises `Interrupted`; several
     processes agree on that step within about a second. With `checkpoint_every` there are more checkpoints, written aside and
     renamed, so a killed run leaves no half-written one. `resume=True` goes on from the newest, on one process bit for bit,
-    and refuses another number of processes. A run that `auto_find_batch_size` starts again calls `after_step` from step 1 again.
+    and refuses another number of processes. Where `auto_find_batch_size` starts again, so does `after_step`.
 
     Under FSDP the returned model holds this process's shards, and `after_step` must be called for its measurements on all.
 
@@ -104,22 +104,22 @@ class _Loop:
         optimizer = torch.optim.AdamW(_parameter_groups(self.model, config), lr=config.learning_rate, betas=(0.9, 0.95))
         warmup_steps = math.ceil(config.warmup_ratio * config.max_steps)
         scheduler = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, config.max_steps)
-        model = self.model
+        model, patched = self.model, "forward" in vars(self.model)
         try:
             model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
             if resume:
                 checkpoints.load(run, len(self.dataset))
             if config.report_to:
-                settings = {
-                    name: value if isinstance(value, int | float) else str(value) for name, value in asdict(config).items()
-                }
-                accelerator.init_trackers("training", settings)
+                plain = {name: v if isinstance(v, int | float) else str(v) for name, v in asdict(config).items()}
+                accelerator.init_trackers("training", plain)
             self._take_steps(accelerator, model, optimizer, scheduler, run, checkpoints)
         finally:
             for tracker in accelerator.trackers:  # not end_training(), which would also disconnect the processes
                 tracker.finish()
             # keep_fp32_wrapper=False: leave no autocast wrapper, nor a compiled one, on a model that goes back to the user.
             trained = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
+            if not patched:
+                vars(trained).pop("forward", None)  # the class's own, which accelerate puts back on the instance
             accelerator.free_memory()
             if turned_on:
                 self.model.gradient_checkpointing_disable()
