@@ -98,9 +98,10 @@ class _Loop:
         set_seed(config.seed, device_specific=True)  # processes see other examples and must not drop the same units of them
         run = TrainingRun(config, accelerator.num_processes, accumulation_steps)
         checkpoints = self.output and Checkpoints(accelerator, self.output, resume=resume)
-        turned_on = config.gradient_checkpointing and not self.model.is_gradient_checkpointing
+        was_on = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
+        turned_on = config.gradient_checkpointing and not was_on
         if turned_on:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            _set_gradient_checkpointing(self.model, "enable")
         optimizer = torch.optim.AdamW(_parameter_groups(self.model, config), lr=config.learning_rate, betas=(0.9, 0.95))
         warmup_steps = math.ceil(config.warmup_ratio * config.max_steps)
         scheduler = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, config.max_steps)
@@ -122,7 +123,8 @@ class _Loop:
                 vars(trained).pop("forward", None)  # the class's own, which accelerate puts back on the instance
             accelerator.free_memory()
             if turned_on:
-                self.model.gradient_checkpointing_disable()
+                _set_gradient_checkpointing(self.model, "disable")
+                self.model.disable_input_require_grads()  # which came with it
         return trained.eval(), run
 
     def _take_steps(self, accelerator, model, optimizer, scheduler, run: TrainingRun, checkpoints: Checkpoints | None) -> None:
@@ -228,6 +230,11 @@ def _with_fitting_batches(loop: _Loop, *, resume: bool) -> tuple[torch.nn.Module
         model.zero_grad(set_to_none=True)
         model.load_state_dict(start)
         clear_device_cache(garbage_collection=True)
+
+
+def _set_gradient_checkpointing(model: torch.nn.Module, what: str) -> None:
+    name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
+    getattr(model, f"{name}_{what}")()  # the first is transformers' name since 5.23, where the second one warns
 
 
 def _in_groups(batches: Iterable[dict], size: int) -> Iterator[list[dict]]:
