@@ -52,7 +52,8 @@ def load(name: str | None, length: int, scheme: str) -> PreTrainedModel:
     if name:
         model = AutoModelForCausalLM.from_pretrained(name)
     else:
-        model = GPT2LMHeadModel(GPT2Config(n_embd=256, n_layer=4, n_head=4, n_positions=length, vocab_size=4096))
+        sizes = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": length, "vocab_size": 4096}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
     return posswap.swap(model, scheme)
 
 
