@@ -61,7 +61,8 @@ def train(
     renamed, so a killed run leaves no half-written one. `resume=True` goes on from the newest, on one process bit for bit,
     and refuses another number of processes. Where `auto_find_batch_size` starts again, so does `after_step`.
 
-    Under FSDP the returned model holds this process's shards, and `after_step` must be called for its measurements on all.
+    Under FSDP the model that comes back, or that `after_step` gets, holds this process's shards: what gathers them, such as
+    `Accelerator.get_state_dict`, must run on all processes.
 
     Raises:
         PosswapError: What cannot be trained, a loss that is no number, or fewer processes than were asked for.
@@ -90,7 +91,7 @@ class _Loop:
         self.compute_loss, self.collate, self.after_step = compute_loss, collate, after_step
         self.output, self.progress, self.description = output, progress, description
         grouped = config.train_sampling_strategy == "group_by_length"
-        lengths = [len(row["input_ids"]) for row in dataset] if grouped else None
+        lengths = [len(dataset[place]["input_ids"]) for place in range(len(dataset))] if grouped else None
         self.order = BatchOrder(len(dataset), config.batch_size, config.seed, lengths)
 
     def run(self, accumulation_steps: int, *, resume: bool) -> tuple[torch.nn.Module, TrainingRun]:
@@ -170,15 +171,17 @@ class _Loop:
         terms = torch.stack([count_terms(batch, shifted=shifted) for batch in batches])
         tokens = torch.stack([count_tokens(batch) for batch in batches])
         all_terms, all_tokens = accelerator.reduce(torch.stack([terms.sum(), tokens.sum()]), "sum")
-        # accelerate averages over accumulation steps and processes; what is wanted is the mean over terms.
-        scale = len(batches) * accelerator.num_processes / all_terms.clamp(min=1)
+        # accelerate averages over accumulation steps and processes; what is wanted is the mean over terms. The division comes
+        # last: for an undivided batch it is exactly one.
+        averaged_over = len(batches) * accelerator.num_processes
+        weights = terms * averaged_over / all_terms.clamp(min=1)
         step_loss, norm = 0.0, None
-        for batch, count in zip(batches, terms, strict=True):
+        for batch, weight in zip(batches, weights, strict=True):
             batch.pop("num_tokens", None)
             with accelerator.accumulate(model):
                 loss = self.compute_loss(model, batch) if self.compute_loss else _own_loss(model, batch)
                 # A part without a label has a mean over nothing, NaN, and takes no part.
-                loss = torch.where(count > 0, loss * (count * scale), 0.0)
+                loss = torch.where(weight > 0, loss * weight, 0.0)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), self.config.max_grad_norm)
@@ -190,7 +193,7 @@ class _Loop:
             norm = norm.full_tensor()
         norm = torch.as_tensor(-1.0 if norm is None else norm, device=step_loss.device).float()  # DeepSpeed may not tell
         rate = min(scheduler.get_last_lr())  # that of the tables is a multiple
-        return step_loss / (len(batches) * accelerator.num_processes), norm, all_tokens, rate
+        return step_loss / averaged_over, norm, all_tokens, rate
 
 
 def _with_fitting_batches(loop: _Loop, *, resume: bool) -> tuple[torch.nn.Module, TrainingRun]:
