@@ -127,7 +127,9 @@ def read_task(config: TableConfig) -> Task:
     }
     for split, part in rows.items():
         if len(set(part.labels)) < 2 and (not names or split == "train"):
-            raise DataError(f"column {label!r} is {part.labels[0]} in all of the {split} part of {source}: nothing to tell apart")
+            raise DataError(
+                f"column {label!r} is {part.labels[0]} in all of the {split} part of {source}: nothing to tell apart"
+            )
     return Task(source, rows["train"], rows["validation"], rows.get("test"), names)
 
 
