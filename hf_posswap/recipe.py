@@ -149,6 +149,7 @@ def main(config_class: type[RecipeConfig], run: Callable[[RecipeConfig, Path, bo
     result file shall hold; it is called on all processes, and the main one writes.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("accelerate").setLevel(logging.ERROR)

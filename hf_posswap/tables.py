@@ -127,9 +127,7 @@ def read_task(config: TableConfig) -> Task:
     }
     for split, part in rows.items():
         if len(set(part.labels)) < 2 and (not names or split == "train"):
-            raise DataError(
-                f"column {label!r} is {part.labels[0]} in all of the {split} part of {source}: nothing to tell apart"
-            )
+            raise DataError(f"column {label!r} is the same in all rows of the {split} part of {source}: nothing to tell apart")
     return Task(source, rows["train"], rows["validation"], rows.get("test"), names)
 
 
@@ -290,7 +288,7 @@ def _number_labels(
     else:
         kinds = {isinstance(value, str) for value in train}
         different = sorted({str(value) for value in train}) if len(kinds) > 1 else sorted(set(train))
-        if len(different) > max(2, len(train) // 2):
+        if len(different) > max(10, len(train) // 2):
             raise DataError(
                 f"column {column!r} of {source} holds {len(different)} different labels in {len(train)} rows: give another "
                 "label_column, or task=regression for numbers"

@@ -10,7 +10,7 @@ from scipy import stats
 from sklearn import metrics as theirs
 
 from hf_posswap import PosswapError
-from hf_posswap.measure.metrics import METRICS, F1, Accuracy, Matthews, Pearson, Spearman, compute_metrics, metric_names
+from hf_posswap.measure.metrics import F1, METRICS, Accuracy, Matthews, Pearson, Spearman, compute_metrics, metric_names
 
 
 def _labels(count, classes, seed):
