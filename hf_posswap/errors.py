@@ -26,3 +26,7 @@ class CheckpointError(PosswapError):
 
 class DataError(PosswapError):
     """Text or labels that a recipe cannot use."""
+
+
+class Interrupted(PosswapError):
+    """Training was asked to stop, by SIGTERM or Ctrl-C: it has saved a checkpoint, and the message says how to go on."""

@@ -4,68 +4,32 @@ A recipe supplies a model, a data set and, where the model does not compute it, 
 `batch_size` whatever the number of processes, so two processes take the steps that one would take.
 """
 
-import json
+import logging
 import math
 import os
-import shutil
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, skip_first_batches
-from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, set_seed
+from accelerate.utils import set_seed
+from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
-from transformers import get_cosine_schedule_with_warmup
+from transformers import get_scheduler
 
-from hf_posswap.errors import PosswapError
+from hf_posswap.batching import IGNORED, BatchOrder, MicroBatches, count_terms, count_tokens, predicts_next
+from hf_posswap.budget import TrainingConfig, TrainingRun
+from hf_posswap.errors import Interrupted, PosswapError
+from hf_posswap.launching import start_accelerator
+from hf_posswap.run_log import RunLog
+from hf_posswap.run_state import Checkpoints, StopRequest, accumulation_steps_of, remove_checkpoints
 from hf_posswap.schemes import AttentionPositions
 
+__all__ = ["TrainingConfig", "TrainingRun", "train"]
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
-    """How long and how fast; everything that must be equal for two runs to be comparable."""
-
-    max_steps: int = 100
-    batch_size: int = 16  # sequences a step, over all processes
-    learning_rate: float = 3e-4
-    # Position tables of attention layers start at zero in a trained network and have far to go: they learn this much faster.
-    table_learning_rate_factor: float = 10.0
-    warmup_ratio: float = 0.1
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    gradient_accumulation_steps: int = 1
-    dropout: bool = True  # False: short tuning of a trained model, where noise costs more than it teaches
-    mixed_precision: str | None = None  # None: whatever `accelerate launch` or `accelerate config` says
-    seed: int = 0
-    checkpoint_every: int = 0  # steps; 0: only the end result is kept
-    checkpoints_kept: int = 2
-
-    def __post_init__(self):
-        if self.max_steps < 1 or self.batch_size < 1 or self.gradient_accumulation_steps < 1:
-            raise PosswapError(f"max_steps, batch_size and gradient_accumulation_steps must be 1 or more: {self}")
-        if self.batch_size % self.gradient_accumulation_steps:
-            raise PosswapError(
-                f"batch_size {self.batch_size} does not divide into {self.gradient_accumulation_steps} "
-                "gradient_accumulation_steps"
-            )
-
-
-@dataclass
-class TrainingRun:
-    """What a run did: the budget it spent and the loss at every step."""
-
-    config: TrainingConfig
-    processes: int
-    tokens: int = 0
-    seconds: float = 0.0
-    losses: list[float] = field(default_factory=list)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else math.nan
+Loss = Callable[[torch.nn.Module, dict], torch.Tensor]
+AfterStep = Callable[[torch.nn.Module, TrainingRun], None]
 
 
 def train(
@@ -73,9 +37,9 @@ def train(
     dataset: Dataset,
     config: TrainingConfig,
     *,
-    compute_loss: Callable[[torch.nn.Module, dict], torch.Tensor] | None = None,
+    compute_loss: Loss | None = None,
     collate: Callable[[list[dict]], dict] | None = None,
-    after_step: Callable[[torch.nn.Module, TrainingRun], None] | None = None,
+    after_step: AfterStep | None = None,
     output: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
@@ -84,99 +48,225 @@ def train(
     """Train `model` on `dataset` for `config.max_steps` steps and return it, unwrapped, with what the run did.
 
     `dataset` holds dicts of tensors, of one length or with a `collate` that pads them. `compute_loss(model, batch)` returns
-    a scalar; without it the model's own `model(**batch).loss` is used. `after_step(model, run)` is called on all processes
-    after each optimizer step, with the unwrapped model: to measure it, in evaluation mode if need be, or to change what
-    is not trained; its time is not counted. With `output` and `checkpoint_every`, checkpoints are written aside and renamed,
-    so a killed run leaves no half-written one; `resume=True` goes on from the newest.
+    a scalar; without it the model's own `model(**batch).loss` is used. Either is a mean over the batch's labelled tokens
+    (labels of shape (B, L) that are not -100), or its examples (other labels), or its tokens (no labels), and parts of a
+    batch, on several processes or accumulated, are weighted by that number: padding may be as uneven as it likes.
+
+    `after_step(model, run)` is called on all processes after each optimizer step, with the unwrapped model: to measure it,
+    in evaluation mode if need be, or to change what is not trained; its time is not counted.
+
+    With `output`, the first SIGTERM or Ctrl-C lets the step finish, saves a checkpoint and raises `Interrupted`; several
+    processes agree on that step within about a second. With `checkpoint_every` there are more checkpoints, written aside and
+    renamed, so a killed run leaves no half-written one. `resume=True` goes on from the newest, on one process bit for bit,
+    and refuses another number of processes. Where `auto_find_batch_size` starts again, so does `after_step`.
+
+    Under FSDP the returned model holds this process's shards, and `after_step` must be called for its measurements on all.
+
+    Raises:
+        PosswapError: What cannot be trained, a loss that is no number, or fewer processes than were asked for.
+        CheckpointError: A checkpoint that cannot be written, or is of another run.
+        Interrupted: A signal has asked for it.
     """
-    if resume and output is None:
-        raise PosswapError("resume=True needs output=, the folder of the run to go on with")
+    if output is None and (resume or config.report_to):
+        wanted = "resume=True" if resume else f"report_to={config.report_to}"
+        raise PosswapError(f"{wanted} needs output=, the folder of the run")
     if len(dataset) < config.batch_size:
         raise PosswapError(f"{len(dataset)} examples do not fill one batch of {config.batch_size}")
-    accelerator = Accelerator(
-        mixed_precision=config.mixed_precision,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=config.gradient_accumulation_steps, sync_with_dataloader=False
-        ),
-        # split_batches: the global batch stays batch_size. A seedable sampler makes resuming exact in every epoch.
-        dataloader_config=DataLoaderConfiguration(
-            split_batches=True, use_seedable_sampler=True, data_seed=config.seed, non_blocking=True
-        ),
-    )
-    # `accelerate launch --cpu --num_processes 2` starts one process without a word, and `--multi_gpu` without GPUs
-    # starts two that do not know of each other: never train silently on less than was asked for.
-    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
-        raise PosswapError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']} but accelerate connected {accelerator.num_processes} process; "
-            "on CPUs start with: ACCELERATE_USE_CPU=true torchrun --nproc-per-node N ..."
-        )
-    set_seed(config.seed)
-    micro_batch = config.batch_size // config.gradient_accumulation_steps
-    # A generator of its own: without, every start of an epoch draws from the global one, and a resumed run, which starts
-    # its epoch once more, would see other dropout than the run it goes on with.
-    generator = torch.Generator().manual_seed(config.seed)
-    loader = DataLoader(dataset, batch_size=micro_batch, shuffle=True, drop_last=True, collate_fn=collate, generator=generator)
-    optimizer = torch.optim.AdamW(_parameter_groups(model, config), lr=config.learning_rate, betas=(0.9, 0.95))
-    warmup_steps = math.ceil(config.warmup_ratio * config.max_steps)
-    scheduler = get_cosine_schedule_with_warmup(optimizer, warmup_steps, config.max_steps)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    accelerator.register_for_checkpointing(scheduler)
-    run = TrainingRun(config, accelerator.num_processes)
-    if resume:
-        _load_checkpoint(accelerator, Path(output), run)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise PosswapError("every parameter of the model is frozen: there is nothing to train (requires_grad)")
+    _check_labels(dataset)
+    loop = _Loop(model, dataset, config, compute_loss, collate, after_step, output and Path(output), progress, description)
+    if not config.auto_find_batch_size:
+        return loop.run(config.gradient_accumulation_steps, resume=resume)
+    return _with_fitting_batches(loop, resume=resume)
 
-    model.train(config.dropout)
-    bar = tqdm(
-        total=config.max_steps,
-        initial=len(run.losses),
-        desc=description,
-        unit="step",
-        leave=False,
-        disable=None if progress and accelerator.is_main_process else True,  # None: where it is not seen, it is not drawn
-    )
-    started, spent = time.perf_counter(), run.seconds
-    micro_loss = 0.0
-    while len(run.losses) < config.max_steps:
-        epoch, skipped = divmod(len(run.losses) * config.gradient_accumulation_steps, len(loader))
-        batches = skip_first_batches(loader, skipped) if skipped else loader
-        batches.set_epoch(epoch)  # on the loader that is iterated: each carries its own count and shuffles by it
-        for batch in batches:
+
+class _Loop:
+    """What one call of `train` was given. `run` may be called again after it failed for want of memory."""
+
+    def __init__(self, model, dataset, config, compute_loss, collate, after_step, output, progress, description):
+        self.model, self.dataset, self.config = model, dataset, config
+        self.compute_loss, self.collate, self.after_step = compute_loss, collate, after_step
+        self.output, self.progress, self.description = output, progress, description
+        grouped = config.train_sampling_strategy == "group_by_length"
+        lengths = [len(row["input_ids"]) for row in dataset] if grouped else None
+        self.order = BatchOrder(len(dataset), config.batch_size, config.seed, lengths)
+
+    def run(self, accumulation_steps: int, *, resume: bool) -> tuple[torch.nn.Module, TrainingRun]:
+        config = self.config
+        accelerator = start_accelerator(self.model, config, accumulation_steps, self.output)
+        set_seed(config.seed, device_specific=True)  # processes see other examples and must not drop the same units of them
+        run = TrainingRun(config, accelerator.num_processes, accumulation_steps)
+        checkpoints = self.output and Checkpoints(accelerator, self.output, resume=resume)
+        was_on = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
+        turned_on = config.gradient_checkpointing and not was_on
+        if turned_on:
+            _set_gradient_checkpointing(self.model, "enable")
+        optimizer = torch.optim.AdamW(_parameter_groups(self.model, config), lr=config.learning_rate, betas=(0.9, 0.95))
+        warmup_steps = math.ceil(config.warmup_ratio * config.max_steps)
+        scheduler = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, config.max_steps)
+        model, patched = self.model, "forward" in vars(self.model)
+        try:
+            model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+            if resume:
+                checkpoints.load(run, len(self.dataset))
+            if config.report_to:
+                plain = {name: v if isinstance(v, int | float) else str(v) for name, v in asdict(config).items()}
+                accelerator.init_trackers("training", plain)
+            self._take_steps(accelerator, model, optimizer, scheduler, run, checkpoints)
+        finally:
+            for tracker in accelerator.trackers:  # not end_training(), which would also disconnect the processes
+                tracker.finish()
+            # keep_fp32_wrapper=False: leave no autocast wrapper, nor a compiled one, on a model that goes back to the user.
+            trained = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
+            if not patched:
+                vars(trained).pop("forward", None)  # the class's own, which accelerate puts back on the instance
+            accelerator.free_memory()
+            if turned_on:
+                _set_gradient_checkpointing(self.model, "disable")
+                self.model.disable_input_require_grads()  # which came with it
+        return trained.eval(), run
+
+    def _take_steps(self, accelerator, model, optimizer, scheduler, run: TrainingRun, checkpoints: Checkpoints | None) -> None:
+        config, parts = self.config, run.gradient_accumulation_steps
+        shifted = predicts_next(self.model)
+        loader = accelerator.prepare(self._loader(parts, len(run.losses)))
+        bar = tqdm(
+            total=config.max_steps,
+            initial=len(run.losses),
+            desc=self.description,
+            unit="step",
+            leave=False,
+            disable=None if self.progress and accelerator.is_main_process else True,  # None: not drawn where it is not seen
+        )
+        model.train(config.dropout)
+        with bar, StopRequest(active=self.output is not None) as stop:
+            log = RunLog(accelerator, run, bar, stop, every_step=self.after_step is not None)
+            for batches in _in_groups(loader, parts):
+                log.add(*self._step(accelerator, model, optimizer, scheduler, batches, shifted))
+                last = log.steps == config.max_steps
+                save = bool(config.checkpoint_every) and checkpoints and log.steps % config.checkpoint_every == 0
+                if log.due or last or save:
+                    log.read()
+                if self.after_step is not None:
+                    with log.not_counted():
+                        self.after_step(accelerator.unwrap_model(model, keep_torch_compile=False), run)
+                        model.train(config.dropout)
+                if checkpoints and (save or log.stopping):
+                    checkpoints.save(run, len(self.dataset))
+                if log.stopping:
+                    raise Interrupted(
+                        f"stopped after step {len(run.losses)} of {config.max_steps}, as asked; the checkpoint is saved: go on "
+                        f"with resume=True (--resume) and the same output, {self.output}"
+                    )
+
+    def _loader(self, parts: int, first_step: int) -> DataLoader:
+        return DataLoader(
+            self.dataset,
+            batch_sampler=MicroBatches(self.order, parts, first_step, self.config.max_steps),
+            collate_fn=self.collate,
+            # One of its own: a loader draws a number whenever it starts, and a resumed run starts once more than the run
+            # that it goes on with. From the global generator that would change dropout.
+            generator=torch.Generator().manual_seed(self.config.seed),
+        )
+
+    def _step(self, accelerator, model, optimizer, scheduler, batches: list[dict], shifted: bool):
+        """Take one optimizer step; return this process's share of the loss, the gradients' norm, tokens, learning rate."""
+        terms = torch.stack([count_terms(batch, shifted=shifted) for batch in batches])
+        tokens = torch.stack([count_tokens(batch) for batch in batches])
+        all_terms, all_tokens = accelerator.reduce(torch.stack([terms.sum(), tokens.sum()]), "sum")
+        # accelerate averages over accumulation steps and processes; what is wanted is the mean over terms.
+        scale = len(batches) * accelerator.num_processes / all_terms.clamp(min=1)
+        step_loss, norm = 0.0, None
+        for batch, count in zip(batches, terms, strict=True):
+            batch.pop("num_tokens", None)
             with accelerator.accumulate(model):
-                loss = compute_loss(model, batch) if compute_loss else model(**batch).loss
+                loss = self.compute_loss(model, batch) if self.compute_loss else _own_loss(model, batch)
+                # A part without a label has a mean over nothing, NaN, and takes no part.
+                loss = torch.where(count > 0, loss * (count * scale), 0.0)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+                    norm = accelerator.clip_grad_norm_(model.parameters(), self.config.max_grad_norm)
                 optimizer.step()
+                scheduler.step()
                 optimizer.zero_grad()
-            micro_loss += accelerator.reduce(loss.detach(), "mean").item() / config.gradient_accumulation_steps
-            run.tokens += micro_batch * batch["input_ids"].shape[1]
-            if not accelerator.sync_gradients:
-                continue
-            scheduler.step()
-            if not math.isfinite(micro_loss):
-                raise PosswapError(
-                    f"the loss became {micro_loss} at step {len(run.losses) + 1}: lower learning_rate "
-                    f"({config.learning_rate:g}) or raise warmup_ratio; checkpoints before it are kept"
-                )
-            run.losses.append(micro_loss)
-            run.seconds = spent + time.perf_counter() - started
-            bar.set_postfix(loss=f"{micro_loss:.3f}", tokens_s=f"{run.tokens_per_second:.0f}")
-            bar.update()
-            micro_loss = 0.0
-            if after_step is not None:
-                looked = time.perf_counter()
-                after_step(accelerator.unwrap_model(model), run)
-                model.train(config.dropout)
-                started += time.perf_counter() - looked
-            if output and config.checkpoint_every and len(run.losses) % config.checkpoint_every == 0:
-                _save_checkpoint(accelerator, Path(output), run)
-            if len(run.losses) == config.max_steps:
-                break
-    bar.close()
-    # keep_fp32_wrapper=False: leave no autocast wrapper on a model that goes back to the user.
-    trained = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-    accelerator.free_memory()
-    return trained.eval(), run
+            step_loss = step_loss + loss.detach()
+        if hasattr(norm, "full_tensor"):  # FSDP2
+            norm = norm.full_tensor()
+        norm = torch.as_tensor(-1.0 if norm is None else norm, device=step_loss.device).float()  # DeepSpeed may not tell
+        rate = min(scheduler.get_last_lr())  # that of the tables is a multiple
+        return step_loss / (len(batches) * accelerator.num_processes), norm, all_tokens, rate
+
+
+def _with_fitting_batches(loop: _Loop, *, resume: bool) -> tuple[torch.nn.Module, TrainingRun]:
+    """Run; where memory does not suffice, undo everything and start again with parts of the batch at most half as large."""
+    config, model = loop.config, loop.model
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise PosswapError(
+            "auto_find_batch_size works on one process, since the others would wait for one that ran out of memory: find "
+            "gradient_accumulation_steps on one, then pass it"
+        )
+    parts = (resume and accumulation_steps_of(loop.output)) or config.gradient_accumulation_steps
+    start = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+    while True:
+        try:
+            return loop.run(parts, resume=resume)
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and not should_reduce_batch_size(error):
+                raise
+            if parts == config.batch_size:
+                raise PosswapError(f"memory does not suffice for a single sequence at a time: {error}") from error
+        # Out here, the error's traceback does not hold on to activations any more.
+        smaller = [d for d in range(2 * parts, config.batch_size + 1) if config.batch_size % d == 0]
+        parts = smaller[0] if smaller else config.batch_size
+        logging.getLogger(__name__).warning(
+            "memory does not suffice: starting again with %d gradient_accumulation_steps of %d sequences, the same batch of %d",
+            parts,
+            config.batch_size // parts,
+            config.batch_size,
+        )
+        if loop.output and not resume:
+            remove_checkpoints(loop.output)
+        model.zero_grad(set_to_none=True)
+        model.load_state_dict(start)
+        clear_device_cache(garbage_collection=True)
+
+
+def _set_gradient_checkpointing(model: torch.nn.Module, what: str) -> None:
+    name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
+    getattr(model, f"{name}_{what}")()  # the first is transformers' name since 5.23, where the second one warns
+
+
+def _in_groups(batches: Iterable[dict], size: int) -> Iterator[list[dict]]:
+    group = []
+    for batch in batches:
+        group.append(batch)
+        if len(group) == size:
+            yield group
+            group = []
+
+
+def _own_loss(model: torch.nn.Module, batch: dict) -> torch.Tensor:
+    loss = getattr(model(**batch), "loss", None)
+    if loss is None:
+        raise PosswapError("the model returned no loss: its batches need `labels`, or pass compute_loss")
+    return loss
+
+
+def _check_labels(dataset: Dataset) -> None:
+    """Raise when all labels are the same; reading stops at the first two that differ, so for most data sets at once."""
+    first = None
+    for row in (dataset[place] for place in range(len(dataset))):
+        if not isinstance(row, dict) or row.get("labels") is None:
+            return
+        labels = torch.as_tensor(row["labels"]).flatten()
+        for label in labels[labels != IGNORED].unique().tolist():
+            first = label if first is None else first
+            if label != first:
+                return
+    if len(dataset) > 1:
+        what = "no label in the training set counts, all are -100" if first is None else f"all labels are {first}"
+        raise PosswapError(f"there is nothing to learn: {what}")
 
 
 def _parameter_groups(model: torch.nn.Module, config: TrainingConfig) -> list[dict]:
@@ -192,31 +282,3 @@ def _parameter_groups(model: torch.nn.Module, config: TrainingConfig) -> list[di
         {"params": [p for p in trained if id(p) not in tables and p.dim() <= 1], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def _save_checkpoint(accelerator: Accelerator, output: Path, run: TrainingRun) -> None:
-    folder = output / "checkpoints" / f"step-{len(run.losses):08d}"
-    aside = folder.with_name(f"writing-{folder.name}")
-    accelerator.save_state(str(aside))
-    if accelerator.is_main_process:
-        (aside / "progress.json").write_text(json.dumps(asdict(run)))
-        if folder.exists():
-            shutil.rmtree(folder)
-        aside.rename(folder)
-        for old in sorted(folder.parent.glob("step-*"))[: -run.config.checkpoints_kept]:
-            shutil.rmtree(old)
-    accelerator.wait_for_everyone()
-
-
-def _load_checkpoint(accelerator: Accelerator, output: Path, run: TrainingRun) -> None:
-    folders = sorted((output / "checkpoints").glob("step-*"))
-    if not folders:
-        return
-    progress = json.loads((folders[-1] / "progress.json").read_text())
-    if progress["config"] != asdict(run.config) or progress["processes"] != run.processes:
-        raise PosswapError(
-            f"{folders[-1]} was made with {progress['config']} on {progress['processes']} processes, this run has "
-            f"{asdict(run.config)} on {run.processes}: resume with the same, or start in a new folder"
-        )
-    accelerator.load_state(str(folders[-1]))
-    run.tokens, run.seconds, run.losses = progress["tokens"], progress["seconds"], progress["losses"]

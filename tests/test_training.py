@@ -1,15 +1,25 @@
-"""The training loop: budgets, exact resuming, two processes against one, and stops that say why."""
+"""The training loop on one process: budgets, every option, exact resuming, and stops that say why."""
 
-import json
+import errno
+import logging
 import os
-import subprocess
-import sys
+import resource
+import signal
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from transformers import BertForSequenceClassification
 
+import hf_posswap as posswap
 from hf_posswap import PosswapError
+from hf_posswap.batching import collate_packed, pack, pad
+from hf_posswap.budget import NOT_BUDGET, SCHEDULES
+from hf_posswap.errors import Interrupted
 from hf_posswap.training import TrainingConfig, train
+
+RAGGED = [3, 16, 5, 9, 2, 15, 8, 12, 4, 4, 11, 6, 13, 7, 10, 3, 14, 5, 2, 14, 9, 6, 16, 8]
 
 
 def _rows(count=24, length=16):
@@ -83,8 +93,6 @@ def test_dropout_can_be_off(make_model):
 
 def test_tables_learn_faster(make_model):
     """Adam's first step moves every entry by its learning rate: tables by `table_learning_rate_factor` times as much."""
-    import hf_posswap as posswap
-
     for factor in (1.0, 50.0):
         model = posswap.swap(make_model("gpt2"), "relative:clip=4,values=false")
         before = model.transformer.h[0].attn.c_attn.weight.detach().clone()
@@ -121,8 +129,15 @@ def test_after_step_looks_and_changes_nothing(make_model):
     ("options", "says"),
     [
         ({"max_steps": 0}, "1 or more"),
+        ({"checkpoints_kept": 0}, "1 or more"),
         ({"batch_size": 6, "gradient_accumulation_steps": 4}, "does not divide"),
         ({"batch_size": 99}, "do not fill one batch"),
+        ({"lr_scheduler_type": "cosin"}, "cosine, linear"),
+        ({"train_sampling_strategy": "sorted"}, "group_by_length"),
+        ({"torch_compile": "nonsense"}, "inductor"),
+        ({"gradient_checkpointing": True, "dropout": False}, "training mode"),
+        ({"report_to": "tensorboard"}, "tuple"),
+        ({"report_to": ("tensorboard",)}, "needs output"),
     ],
 )
 def test_bad_budget(make_model, options, says):
@@ -131,41 +146,394 @@ def test_bad_budget(make_model, options, says):
         _run(make_model("gpt2"), TrainingConfig(**options))
 
 
-_SCRIPT = """
-import json, sys, torch
-from transformers import GPT2Config, GPT2LMHeadModel
-import hf_posswap as posswap
-from hf_posswap.training import TrainingConfig, train
-torch.manual_seed(0)
-config = GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=32, initializer_range=0.3,
-                    resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=1, eos_token_id=2)
-model = posswap.swap(GPT2LMHeadModel(config), "relative:clip=4")
-tokens = torch.randint(2, 98, (24, 16), generator=torch.Generator().manual_seed(1))
-rows = [{"input_ids": row, "labels": row} for row in tokens]
-model, run = train(model, rows, TrainingConfig(max_steps=5, batch_size=8, learning_rate=1e-3), progress=False)
-import accelerate
-if accelerate.PartialState().is_main_process:
-    open(sys.argv[1], "w").write(json.dumps([run.processes, run.losses]))
-"""
+def test_budget_is_what_makes_runs_comparable():
+    """How and where a run is carried out is no part of its budget; everything else is."""
+    base = TrainingConfig()
+    others = {
+        "seed": 1,
+        "gradient_accumulation_steps": 2,
+        "gradient_checkpointing": True,
+        "torch_compile": "inductor",
+        "auto_find_batch_size": True,
+        "report_to": ("wandb",),
+        "checkpoint_every": 5,
+        "checkpoints_kept": 1,
+    }
+    assert set(others) == NOT_BUDGET
+    for name, value in others.items():
+        assert TrainingConfig(**{name: value}).budget() == base.budget(), name
+    assert TrainingConfig(max_steps=5).budget() != base.budget()
+    assert TrainingConfig(train_sampling_strategy="group_by_length").budget() != base.budget()
 
 
-def test_two_processes_take_the_steps_of_one(tmp_path):
-    """The same global batch and the same losses with two processes as with one, on a swapped model, none unused."""
-    script, results = tmp_path / "job.py", []
-    script.write_text(_SCRIPT)
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    for count in (1, 2):
-        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-        out = tmp_path / f"{count}.json"
-        subprocess.run([*launch, str(script), str(out)], env=environment, check=True, capture_output=True, timeout=300)
-        results.append(json.loads(out.read_text()))
-    (one, alone), (two, together) = results
-    assert (one, two) == (1, 2)
-    assert together == pytest.approx(alone, abs=1e-4)
+def _ragged(classes=False, decoy=False):
+    generator = torch.Generator().manual_seed(1)
+    rows = [{"input_ids": torch.randint(2, 98, (length,), generator=generator)} for length in RAGGED]
+    if classes:
+        return [{**row, "labels": torch.tensor(place % 3)} for place, row in enumerate(rows)]
+    for row in rows:
+        row["labels"] = row["input_ids"].clone()
+        row["labels"][torch.rand(row["labels"].shape, generator=generator) < 0.5] = -100
+    return rows
 
 
-def test_a_lone_process_of_two_is_refused(make_model, monkeypatch):
-    """WORLD_SIZE=2 with one connected process is an error, not a silent single run."""
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_parts_count_by_their_labels(make_swapped, family):
+    """Accumulated parts with uneven padding, some without a single label, take the step of the whole batch."""
+    config = dict(max_steps=3, batch_size=8, learning_rate=1e-3)
+    runs = []
+    for parts in (1, 2, 8):
+        model = make_swapped(family, "relative:clip=4")
+        budget = TrainingConfig(**config, gradient_accumulation_steps=parts)
+        runs.append(train(model, _ragged(), budget, collate=pad, progress=False)[1])
+    whole = runs[0]
+    assert whole.tokens == sum(RAGGED)  # three steps of eight: every example once
+    for run in runs[1:]:
+        assert run.losses == pytest.approx(whole.losses, rel=1e-5) and run.tokens == whole.tokens
+
+
+def test_loss_is_the_mean_over_labels(make_model):
+    """The first loss is that of the model itself on the whole batch; of examples where labels are classes."""
+    for classes in (False, True):
+        head = {"head": BertForSequenceClassification, "num_labels": 3} if classes else {}
+        model, rows = make_model("bert", **head), _ragged(classes)
+        expected = model(**pad(rows)).loss.item()
+        budget = TrainingConfig(max_steps=1, batch_size=24, gradient_accumulation_steps=6)
+        assert train(model, rows, budget, collate=pad, progress=False)[1].losses == [pytest.approx(expected, rel=1e-5)]
+
+
+def test_lengths_are_grouped(make_model):
+    """`group_by_length` sees the same examples with less padding, in another order."""
+    runs, widths = [], []
+    for strategy in ("random", "group_by_length"):
+        seen = []
+
+        def collate(rows, seen=seen):
+            batch = pad(rows)
+            seen.append(batch["input_ids"].shape[1])
+            return batch
+
+        budget = TrainingConfig(max_steps=6, batch_size=4, train_sampling_strategy=strategy)
+        runs.append(train(make_model("bert"), _ragged(), budget, collate=collate, progress=False)[1])
+        widths.append(seen)
+    assert runs[0].tokens == runs[1].tokens == sum(RAGGED) and runs[0].losses != runs[1].losses
+    assert sum(widths[1]) < 0.8 * sum(widths[0]) and widths[1][0] == max(RAGGED)
+
+
+def test_packed_rows_train(make_swapped):
+    """A packed batch has the loss of the padded one, and its tokens."""
+    for family in ("bert", "gpt2"):
+        model, rows = make_swapped(family, "rotary"), _ragged()
+        _, padded = train(model, rows, TrainingConfig(max_steps=1, batch_size=24), collate=pad, progress=False)
+        model = make_swapped(family, "rotary")
+        packed = pack(rows, 32)
+        budget = TrainingConfig(max_steps=1, batch_size=len(packed))
+        _, run = train(model, packed, budget, collate=collate_packed(model), progress=False)
+        assert run.tokens == padded.tokens == sum(RAGGED)
+        if family == "bert":  # a causal model has no prediction for the first token, and some of those had labels here
+            assert run.losses == pytest.approx(padded.losses, rel=1e-5)
+
+
+def test_schedules(make_model):
+    """Every schedule runs; another one is another run."""
+    losses = set()
+    for name in SCHEDULES:
+        budget = TrainingConfig(max_steps=5, batch_size=24, learning_rate=1e-2, lr_scheduler_type=name, warmup_ratio=0.3)
+        losses.add(_run(make_model("gpt2"), budget)[1].losses[-1])
+    assert len(losses) >= len(SCHEDULES) - 1  # one period of cosine with restarts is cosine
+
+
+def test_clipping_decay_and_warmup_matter(make_model):
+    """Each changes what is learned."""
+    base = dict(max_steps=3, batch_size=24, learning_rate=1e-2)
+    changes = ({}, {"max_grad_norm": 1e-8}, {"weight_decay": 0.9}, {"warmup_ratio": 0.9}, {"seed": 1}, {"learning_rate": 1e-3})
+    losses = {_run(make_model("gpt2"), TrainingConfig(**{**base, **change}))[1].losses[-1] for change in changes}
+    assert len(losses) == len(changes)
+
+
+def test_gradient_checkpointing_computes_layers_twice(make_swapped):
+    """The same losses; each layer runs once more for the backward pass; the model is left as it was."""
+    counts, runs = [], []
+    for on in (False, True):
+        model = make_swapped("gpt2", "relative:clip=4")
+        calls = []
+        model.transformer.h[0].attn.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        runs.append(_run(model, TrainingConfig(max_steps=2, batch_size=8, gradient_checkpointing=on))[1])
+        counts.append(len(calls))
+        assert not model.transformer.h[0].gradient_checkpointing and not model.transformer.wte._forward_hooks
+    assert counts == [2, 4] and runs[0].losses == pytest.approx(runs[1].losses, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler looks at it
+def test_compiled_training(make_swapped):
+    """With a backend that needs no C++ compiler: the same losses, and a model that is not compiled afterwards."""
+    losses = []
+    for backend in (None, "eager"):
+        seen = set()
+        model, run = train(
+            make_swapped("gpt2", "rotary"),
+            _rows(),
+            TrainingConfig(max_steps=3, batch_size=8, torch_compile=backend),
+            compute_loss=lambda m, b, seen=seen: seen.add(type(m).__name__) or m(**b).loss,
+            progress=False,
+        )
+        losses.append(run.losses)
+        assert seen == {"OptimizedModule" if backend else type(model).__name__}
+        assert type(model).__name__ != "OptimizedModule" and posswap.describe(model).swapped
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_mixed_precision_leaves_a_plain_model(make_model):
+    """bfloat16 changes the losses a little and leaves float32 weights without a wrapper, ready to be swapped."""
+    losses = []
+    try:
+        for precision in (None, "bf16"):
+            AcceleratorState._reset_state()  # a process keeps the precision it began with
+            model, run = _run(make_model("gpt2"), TrainingConfig(max_steps=2, batch_size=8, mixed_precision=precision))
+            losses.append(run.losses)
+    finally:
+        AcceleratorState._reset_state()
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.05)
+    assert model.dtype == torch.float32 and "forward" not in vars(model)
+    posswap.swap(model, "rotary")
+
+
+class _Memory:
+    """Stands in for a GPU that holds only so many sequences, and fails after random numbers have been drawn."""
+
+    def __init__(self, most, from_call=0):
+        self.most, self.from_call, self.calls = most, from_call, 0
+
+    def __call__(self, model, batch):
+        self.calls += 1
+        loss = model(**batch).loss
+        if len(batch["input_ids"]) > self.most and self.calls > self.from_call:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return loss
+
+
+@pytest.mark.parametrize("from_call", [0, 3])
+def test_batch_size_search(make_model, tmp_path, caplog, from_call):
+    """Whenever memory runs out, the run is the one that was started with that accumulation: losses and weights bit for bit."""
+    config = dict(max_steps=5, batch_size=12, learning_rate=1e-2, checkpoint_every=1)
+    budget = TrainingConfig(**config, auto_find_batch_size=True)
+    with caplog.at_level(logging.WARNING, "hf_posswap"):
+        found, run = _run(
+            make_model("gpt2", resid_pdrop=0.2), budget, compute_loss=_Memory(3, from_call), output=tmp_path / "found"
+        )
+    told = TrainingConfig(**config, gradient_accumulation_steps=4)
+    expected, wanted = _run(make_model("gpt2", resid_pdrop=0.2), told, compute_loss=_Memory(3), output=tmp_path / "told")
+    assert run.gradient_accumulation_steps == 4 and "4 gradient_accumulation_steps of 3" in caplog.text
+    assert run.losses == wanted.losses and run.tokens == wanted.tokens
+    for ours, theirs in zip(found.state_dict().values(), expected.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+    resumed = _run(make_model("gpt2"), budget, compute_loss=_Memory(3), output=tmp_path / "found", resume=True)[1]
+    assert resumed.gradient_accumulation_steps == 4 and resumed.losses == run.losses
+
+
+def test_batch_size_search_ends(make_model, monkeypatch):
+    """A single sequence that does not fit is an error, other errors are not memory, and several processes are refused."""
+    config = TrainingConfig(max_steps=1, batch_size=6, auto_find_batch_size=True)
+    with pytest.raises(PosswapError, match="single sequence"):
+        _run(make_model("gpt2"), config, compute_loss=_Memory(0))
+
+    def wrong(model, batch):
+        raise RuntimeError("shapes do not fit")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        _run(make_model("gpt2"), config, compute_loss=wrong)
+    with pytest.raises(torch.OutOfMemoryError):
+        _run(make_model("gpt2"), TrainingConfig(max_steps=1, batch_size=6), compute_loss=_Memory(0))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(PosswapError, match="torchrun"):
-        _run(make_model("gpt2"), TrainingConfig(max_steps=1, batch_size=8))
+    with pytest.raises(PosswapError, match="one process"):
+        _run(make_model("gpt2"), config)
+
+
+def test_trackers(make_model, tmp_path, monkeypatch):
+    """tensorboard gets every step; unknown and missing trackers are errors, not silence."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    budget = TrainingConfig(max_steps=4, batch_size=8, report_to=("tensorboard",))
+    _, run = _run(make_model("gpt2"), budget, output=tmp_path)
+    (events,) = (tmp_path / "training").glob("events*")
+    seen = EventAccumulator(str(events)).Reload()
+    assert [(event.step, event.value) for event in seen.Scalars("loss")] == [
+        (step, pytest.approx(loss, rel=1e-6)) for step, loss in enumerate(run.losses, 1)
+    ]
+    assert {"learning_rate", "gradient_norm", "tokens_per_second"} <= set(seen.Tags()["scalars"])
+    with pytest.raises(PosswapError, match="not a tracker"):
+        _run(make_model("gpt2"), TrainingConfig(report_to=("tensorbord",)), output=tmp_path / "b")
+    monkeypatch.setattr("hf_posswap.launching.get_available_trackers", lambda: [])
+    with pytest.raises(PosswapError, match="pip install comet-ml"):
+        _run(make_model("gpt2"), TrainingConfig(report_to=("comet_ml",)), output=tmp_path / "b")
+
+
+# -- what cannot be learned ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_to_train(make_model):
+    """A frozen model, labels that are all alike, and a loss that reaches no weight are refused, a hopeless task never is."""
+    budget = TrainingConfig(max_steps=12, batch_size=8)
+    with pytest.raises(PosswapError, match="frozen"):
+        _run(make_model("gpt2").requires_grad_(False), budget)
+    head = {"head": BertForSequenceClassification, "num_labels": 3}
+    rows = _ragged(classes=True)
+    alike = [{**row, "labels": torch.tensor(2)} for row in rows]
+    with pytest.raises(PosswapError, match="all labels are 2"):
+        train(make_model("bert", **head), alike, budget, collate=pad, progress=False)
+    with pytest.raises(PosswapError, match="-100"):
+        ignored = [{**row, "labels": torch.full_like(row["input_ids"], -100)} for row in rows]
+        train(make_model("bert"), ignored, budget, collate=pad, progress=False)
+    with pytest.raises(PosswapError, match="zero since the first step"):
+        _run(make_model("gpt2"), budget, compute_loss=lambda m, b: m(**b).loss * 0 + 1)
+    with pytest.raises(PosswapError, match="labels"):
+        train(make_model("gpt2"), [{"input_ids": row["input_ids"]} for row in _rows()], budget, progress=False)
+    one_differs = [*alike[1:], rows[0]]
+    assert len(train(make_model("bert", **head), one_differs, budget, collate=pad, progress=False)[1].losses) == 12
+    # Against itself there is nothing to learn, and no mistake either.
+    assert _run(make_model("gpt2"), budget, compute_loss=lambda m, b: m(**b).loss * 0)[1].losses == [0.0] * 12
+
+
+# -- interruptions -------------------------------------------------------------------------------------------------------
+
+
+def _checkpoint_names(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+def test_nan_keeps_the_last_good_checkpoint(make_model, tmp_path, bad):
+    """Neither a loss nor a gradient that is no number reaches a checkpoint; the run goes on from the one before."""
+    config, calls = TrainingConfig(max_steps=9, batch_size=8, checkpoint_every=2), []
+
+    def breaks(model, batch):
+        calls.append(1)
+        loss = model(**batch).loss
+        if len(calls) == 6:
+            if bad == "loss":
+                return loss * float("nan")
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
+
+    with pytest.raises(PosswapError, match="at step 6.*learning_rate"):
+        _run(make_model("gpt2"), config, compute_loss=breaks, output=tmp_path)
+    assert _checkpoint_names(tmp_path) == ["step-00000002", "step-00000004"]
+    resumed, run = _run(make_model("gpt2"), config, output=tmp_path, resume=True)
+    assert run.losses == _run(make_model("gpt2"), config)[1].losses
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_save_and_stop(make_model, tmp_path, number):
+    """The step is finished, a checkpoint saved, handlers are put back; resumed, the run is the uninterrupted one."""
+    config, before = TrainingConfig(max_steps=6, batch_size=8, learning_rate=1e-2), signal.getsignal(number)
+
+    def stop(model, run):
+        if len(run.losses) == 4 - 1:
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # a launcher forwards what the terminal has sent already
+
+    with pytest.raises(Interrupted, match="--resume"):
+        _run(make_model("gpt2", resid_pdrop=0.1), config, output=tmp_path, after_step=stop)
+    assert signal.getsignal(number) is before
+    assert _checkpoint_names(tmp_path) == ["step-00000004"]
+    resumed, run = _run(make_model("gpt2", seed=9, resid_pdrop=0.1), config, output=tmp_path, resume=True)
+    expected, whole = _run(make_model("gpt2", resid_pdrop=0.1), config)
+    assert run.losses == whole.losses
+    for ours, theirs in zip(resumed.state_dict().values(), expected.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_second_ctrl_c_acts_as_usual(make_model, tmp_path, monkeypatch):
+    """It need not wait for the step; and without an output nothing is held back at all."""
+    monkeypatch.setattr("hf_posswap.run_state._ONE_PRESS", -1.0)
+
+    def stop(model, batch):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        return model(**batch).loss
+
+    for output in (tmp_path, None):
+        with pytest.raises(KeyboardInterrupt):
+            _run(make_model("gpt2"), TrainingConfig(max_steps=2, batch_size=8), compute_loss=stop, output=output)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_folder_with_checkpoints_is_not_begun_again(make_model, tmp_path):
+    """Two runs in one folder would be resumed as one; what killed runs left behind is cleared away."""
+    config = TrainingConfig(max_steps=2, batch_size=8, checkpoint_every=1)
+    for remnant in ("writing-step-00000009", "removing-step-00000001"):
+        (tmp_path / "checkpoints" / remnant).mkdir(parents=True)
+    _run(make_model("gpt2"), config, output=tmp_path)
+    assert _checkpoint_names(tmp_path) == ["step-00000001", "step-00000002"]
+    with pytest.raises(PosswapError, match="earlier run"):
+        _run(make_model("gpt2"), config, output=tmp_path)
+    assert len(_run(make_model("gpt2"), config, output=tmp_path, resume=True)[1].losses) == 2  # it was at its end
+
+
+def test_resume_may_change_how_but_not_what(make_model, tmp_path):
+    """Checkpoints may come more often in a resumed run; another seed or another data set is another run."""
+    config = dict(max_steps=4, batch_size=8)
+
+    def stop(model, run):
+        if len(run.losses) == 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        _run(make_model("gpt2"), TrainingConfig(**config, checkpoint_every=1), output=tmp_path, after_step=stop)
+    with pytest.raises(PosswapError, match="seed 0 and 1"):
+        _run(make_model("gpt2"), TrainingConfig(**config, seed=1), output=tmp_path, resume=True)
+    with pytest.raises(PosswapError, match="examples 24 and 20"):
+        train(make_model("gpt2"), _rows(20), TrainingConfig(**config), output=tmp_path, resume=True, progress=False)
+    again = TrainingConfig(**config, checkpoint_every=2, gradient_checkpointing=True)
+    assert len(_run(make_model("gpt2"), again, output=tmp_path, resume=True)[1].losses) == 4
+
+
+def test_a_full_disk(make_model, tmp_path, monkeypatch):
+    """The checkpoint before stays, what was half written goes, and the message says what to do."""
+    config, save = TrainingConfig(max_steps=6, batch_size=8, checkpoint_every=2), Accelerator.save_state
+
+    def full(self, folder, **options):
+        save(self, folder, **options)
+        if folder.endswith("4"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Accelerator, "save_state", full)
+    with pytest.raises(PosswapError, match="No space left.*make room"):
+        _run(make_model("gpt2"), config, output=tmp_path)
+    monkeypatch.undo()
+    assert _checkpoint_names(tmp_path) == ["step-00000002"]
+    assert (
+        _run(make_model("gpt2"), config, output=tmp_path, resume=True)[1].losses == _run(make_model("gpt2"), config)[1].losses
+    )
+
+
+def test_a_write_that_really_fails(make_model, tmp_path):
+    """As above, with files that the system refuses to let grow: whatever error the writers make of it."""
+    config, limits = TrainingConfig(max_steps=2, batch_size=8, checkpoint_every=1), resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def shrink(model, run):
+        if len(run.losses) == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+
+    try:
+        with pytest.raises(PosswapError, match="could not be written"):
+            _run(make_model("gpt2"), config, output=tmp_path, after_step=shrink)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert _checkpoint_names(tmp_path) == ["step-00000001"]
+
+
+def test_checkpoints_are_read_without_executing_anything(make_model, tmp_path, monkeypatch):
+    """Every torch file of a checkpoint is read with weights_only=True."""
+    config = TrainingConfig(max_steps=2, batch_size=8, checkpoint_every=1)
+    _run(make_model("gpt2"), config, output=tmp_path)
+    load, seen = torch.load, []
+
+    def watched(*arguments, **options):
+        seen.append(options.get("weights_only"))
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(torch, "load", watched)
+    _run(make_model("gpt2"), config, output=tmp_path, resume=True)
+    assert len(seen) == 3 and all(seen)  # optimizer, schedule, random states; weights are safetensors
+    assert (tmp_path / "checkpoints" / "step-00000002" / "model.safetensors").exists()

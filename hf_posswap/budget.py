@@ -1,0 +1,109 @@
+"""What a training run may spend, and what it has spent."""
+
+import math
+from dataclasses import asdict, dataclass, field
+
+from accelerate.utils import DynamoBackend
+
+from hf_posswap.errors import PosswapError
+
+# Those of transformers.get_scheduler that need nothing but a warm-up and an end.
+SCHEDULES = (
+    "cosine",
+    "linear",
+    "constant",
+    "constant_with_warmup",
+    "cosine_with_restarts",
+    "inverse_sqrt",
+    "polynomial",
+)
+SAMPLING_STRATEGIES = ("random", "group_by_length")
+
+# How a run is carried out, on which machine and how often: two runs that differ in these alone had the same budget.
+NOT_BUDGET = frozenset(
+    {
+        "seed",
+        "gradient_accumulation_steps",
+        "gradient_checkpointing",
+        "torch_compile",
+        "auto_find_batch_size",
+        "report_to",
+        "checkpoint_every",
+        "checkpoints_kept",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How long, how fast and by what means. Names are those of transformers' TrainingArguments where it has the same thing.
+
+    >>> TrainingConfig(torch_compile="inductor").budget() == TrainingConfig(seed=1).budget()
+    True
+    """
+
+    max_steps: int = 100
+    batch_size: int = 16  # sequences a step, over all processes and accumulation steps
+    learning_rate: float = 3e-4
+    # Position tables of attention layers start at zero in a trained network and have far to go: they learn this much faster.
+    table_learning_rate_factor: float = 10.0
+    lr_scheduler_type: str = "cosine"
+    warmup_ratio: float = 0.1
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    gradient_accumulation_steps: int = 1
+    # On one process: where memory does not suffice, start again with twice the accumulation steps; the batch stays what it is.
+    auto_find_batch_size: bool = False
+    gradient_checkpointing: bool = False  # compute activations twice and keep fewer
+    torch_compile: str | None = None  # the backend, such as "inductor"; None: what `accelerate launch` says
+    dropout: bool = True  # False: short tuning of a trained model, where noise costs more than it teaches
+    train_sampling_strategy: str = "random"  # "group_by_length": batches of about one length, for less padding
+    mixed_precision: str | None = None  # None: whatever `accelerate launch` or `accelerate config` says
+    seed: int = 0
+    report_to: tuple[str, ...] = ()  # trackers, such as "tensorboard"
+    checkpoint_every: int = 0  # steps; 0: only the end result is kept
+    checkpoints_kept: int = 2
+
+    def __post_init__(self):
+        if min(self.max_steps, self.batch_size, self.gradient_accumulation_steps, self.checkpoints_kept) < 1:
+            raise PosswapError(
+                f"max_steps, batch_size, gradient_accumulation_steps and checkpoints_kept must be 1 or more: {self}"
+            )
+        if self.batch_size % self.gradient_accumulation_steps:
+            raise PosswapError(
+                f"batch_size {self.batch_size} does not divide into {self.gradient_accumulation_steps} "
+                "gradient_accumulation_steps"
+            )
+        for name, known in (("lr_scheduler_type", SCHEDULES), ("train_sampling_strategy", SAMPLING_STRATEGIES)):
+            if getattr(self, name) not in known:
+                raise PosswapError(f"{name}={getattr(self, name)!r} is not known; known are {', '.join(known)}")
+        if self.torch_compile is not None and self.torch_compile.upper() not in DynamoBackend.list():
+            known = ", ".join(backend.lower() for backend in DynamoBackend.list())
+            raise PosswapError(f"torch_compile={self.torch_compile!r} is not a backend; accelerate knows {known}")
+        if self.gradient_checkpointing and not self.dropout:
+            raise PosswapError(
+                "gradient_checkpointing works in training mode only, and dropout=False trains in evaluation mode: set the "
+                "dropouts in the model's config to 0 and leave dropout=True"
+            )
+        if isinstance(self.report_to, str):
+            raise PosswapError(f"report_to takes a tuple of names: ({self.report_to!r},)")
+
+    def budget(self) -> dict:
+        """Return the fields that must be equal for two runs to be comparable: not how, where and how often it is spent."""
+        return {name: value for name, value in asdict(self).items() if name not in NOT_BUDGET}
+
+
+@dataclass
+class TrainingRun:
+    """What a run did: the budget it spent and the loss at every step."""
+
+    config: TrainingConfig
+    processes: int
+    gradient_accumulation_steps: int = 1  # what was used, where `auto_find_batch_size` had to raise it
+    tokens: int = 0  # without padding, over all processes
+    seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else math.nan

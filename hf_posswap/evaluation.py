@@ -1,0 +1,78 @@
+"""Measure a model on a labelled data set, on one process or many, with metrics in the form of Hugging Face's `evaluate`."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from hf_posswap.batching import IGNORED
+from hf_posswap.errors import PosswapError
+from hf_posswap.launching import check_processes
+
+
+class Metric(Protocol):
+    """What is used of an `evaluate.Metric`."""
+
+    def add_batch(self, *, predictions, references) -> None: ...
+
+    def compute(self) -> dict: ...
+
+
+def predicted_classes(model: torch.nn.Module, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the class with the highest logit and the label, for each example, or for each token: (B,) or (B, L)."""
+    return model(**batch).logits.argmax(-1), batch["labels"]
+
+
+@torch.no_grad()
+def evaluate_batches(
+    model: torch.nn.Module,
+    dataset: Dataset,
+    metric: Metric,
+    *,
+    collate: Callable[[list[dict]], dict] | None = None,
+    batch_size: int = 32,
+    predict: Callable[[torch.nn.Module, dict], tuple[torch.Tensor, torch.Tensor]] = predicted_classes,
+    progress: bool = True,
+    description: str = "evaluating",
+) -> dict:
+    """Return what `metric` says of `model` on `dataset`, on all processes; each example counts once, however many there are.
+
+    `predict(model, batch)` returns predictions and references, one row for each example. Those of tokens, (B, L), may differ
+    in length from batch to batch; tokens whose reference is -100 are left out and the rest come to the metric as one sequence.
+    The model is moved to this process's device and is put into evaluation mode meanwhile. `batch_size` is that of each process.
+
+    Raises:
+        PosswapError: An empty data set, or fewer processes than were asked for.
+    """
+    if not len(dataset):
+        raise PosswapError("there is nothing to evaluate: the data set is empty")
+    accelerator = Accelerator()
+    check_processes(accelerator)
+    loader = accelerator.prepare_data_loader(DataLoader(dataset, batch_size=batch_size, collate_fn=collate))
+    was_training = model.training
+    model.to(accelerator.device).eval()
+    try:
+        for batch in tqdm(
+            loader,
+            desc=description,
+            unit="batch",
+            leave=False,
+            disable=None if progress and accelerator.is_main_process else True,
+        ):
+            pair = tuple(tensor.contiguous() for tensor in predict(model, batch))
+            if pair[1].dim() > 1:  # processes see batches of different lengths
+                pair = accelerator.pad_across_processes(pair, dim=1, pad_index=IGNORED)
+            predictions, references = accelerator.gather_for_metrics(pair)  # without what fills up the last batch
+            if accelerator.is_main_process:
+                if references.dim() > 1:
+                    counted = references != IGNORED
+                    predictions, references = predictions[counted], references[counted]
+                metric.add_batch(predictions=predictions.cpu(), references=references.cpu())
+    finally:
+        model.train(was_training)
+    result = metric.compute() if accelerator.is_main_process else None
+    return broadcast_object_list([result])[0]

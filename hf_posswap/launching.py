@@ -1,0 +1,96 @@
+"""From a configuration and what `accelerate launch` says to a running Accelerator, or to a reason why not."""
+
+import os
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedType,
+    GradientAccumulationPlugin,
+    LoggerType,
+    TorchDynamoPlugin,
+)
+
+from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.budget import TrainingConfig
+from hf_posswap.errors import PosswapError
+
+ON_CPUS = "on CPUs start with: ACCELERATE_USE_CPU=true torchrun --nproc-per-node N ..."
+
+
+def start_accelerator(
+    model: torch.nn.Module, config: TrainingConfig, accumulation_steps: int, output: Path | None
+) -> Accelerator:
+    """Return the Accelerator of one training run.
+
+    Raises:
+        PosswapError: Fewer processes than were asked for, a batch that they cannot share, or a tracker that is not there.
+    """
+    check_trackers(config.report_to)
+    accelerator = Accelerator(
+        mixed_precision=config.mixed_precision,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation_steps, sync_with_dataloader=False),
+        # split_batches: the global batch stays batch_size.
+        dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
+        log_with=list(config.report_to) or None,
+        project_dir=output and str(output),
+    )
+    check_processes(accelerator)
+    micro_batch = config.batch_size // accumulation_steps
+    if micro_batch % accelerator.num_processes:
+        raise PosswapError(
+            f"batch_size {config.batch_size} in {accumulation_steps} accumulation steps is {micro_batch} sequences, which do "
+            f"not divide into {accelerator.num_processes} processes"
+        )
+    # Every Accelerator of a process shares one state, in which the compiler of the first would stay.
+    accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend=config.torch_compile)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # it does by itself what it reads here
+        accelerator.state.deepspeed_plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": micro_batch // accelerator.num_processes,
+            "gradient_accumulation_steps": accumulation_steps,
+            "gradient_clipping": config.max_grad_norm,
+        }
+    shards = getattr(accelerator.state, "fsdp_plugin", None)
+    if shards is not None and not shards.transformer_cls_names_to_wrap:
+        shards.transformer_cls_names_to_wrap = layer_class_names(model)
+    return accelerator
+
+
+def check_processes(accelerator: Accelerator) -> None:
+    """Never train silently on less than was asked for.
+
+    `accelerate launch --multi_gpu` without GPUs starts processes that do not know of each other. With `--cpu
+    --num_processes 2` it starts one process without a word; what gives it away is the address that the others would need.
+    """
+    asked = int(os.environ.get("WORLD_SIZE", 1))
+    if accelerator.num_processes != asked:
+        raise PosswapError(f"WORLD_SIZE is {asked} but accelerate connected {accelerator.num_processes} process; {ON_CPUS}")
+    launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
+    if accelerator.num_processes == 1 and launched and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+        raise PosswapError(
+            "accelerate launch was asked for more than one process and has started one, as it does without GPUs (if it was not "
+            f"asked, unset MASTER_ADDR); {ON_CPUS}"
+        )
+
+
+def check_trackers(names: tuple[str, ...]) -> None:
+    """Raise for a tracker that accelerate does not know, or would leave out without a word because it is not installed."""
+    known = sorted(set(LoggerType.list()) - {"all"})
+    for name in names:
+        if name not in known:
+            raise PosswapError(f"report_to={name!r} is not a tracker; known are {', '.join(known)}")
+        if name not in [str(tracker) for tracker in get_available_trackers()]:
+            raise PosswapError(f"the tracker {name!r} is not installed: pip install {name.replace('_', '-')}")
+
+
+def layer_class_names(model: torch.nn.Module) -> list[str] | None:
+    """Return the names of the classes of a model's layers, the units that FSDP shards; None for a family not known here.
+
+    transformers' own list also names BERT's embeddings, whose weights the head shares, and layers are the same after a swap.
+    """
+    config = getattr(model, "config", None)
+    architecture = ARCHITECTURES.get(getattr(config, "model_type", "").removeprefix("posswap-"))
+    return architecture and sorted({type(layer).__name__ for layer in architecture.layers(model.base_model)})

@@ -1,0 +1,107 @@
+"""What a run has to say while it runs: losses, the bar, trackers, and the two ways in which it can turn out to be useless.
+
+Numbers stay on the device until they are read, for all processes at once and about once a second, because every reading makes a
+GPU wait. Steps slower than that are read one by one. A checkpoint is only ever written after a reading.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from hf_posswap.budget import TrainingRun
+from hf_posswap.errors import PosswapError
+from hf_posswap.run_state import StopRequest
+
+_SECONDS_BETWEEN_READINGS = 1.0
+_MOST_STEPS_BETWEEN_READINGS = 50
+_STEPS_WITHOUT_GRADIENT = 10
+
+
+class RunLog:
+    """Collects each step's numbers in `run`; `stopping` says that a process was asked to stop, on all of them alike."""
+
+    def __init__(self, accelerator: Accelerator, run: TrainingRun, bar: tqdm, stop: StopRequest, *, every_step: bool):
+        self.accelerator, self.run, self.bar, self.stop, self.every_step = accelerator, run, bar, stop, every_step
+        self.stopping = False
+        self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]] = []
+        self._interval = 1
+        self._without_gradient = 0 if not run.losses else math.nan  # counted from the very first step, or not at all
+        self._started, self._read = time.perf_counter() - run.seconds, time.perf_counter()
+
+    @contextmanager
+    def not_counted(self) -> Iterator[None]:
+        """Leave what happens inside out of the run's seconds."""
+        before = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - before
+
+    def add(self, loss: torch.Tensor, gradient_norm: torch.Tensor, tokens: torch.Tensor, learning_rate: float) -> None:
+        """Take one step's numbers: this process's share of the loss, and what is the same on all of them."""
+        self._pending.append((loss, gradient_norm, tokens, learning_rate))
+
+    @property
+    def steps(self) -> int:
+        """Steps taken, read or not."""
+        return len(self.run.losses) + len(self._pending)
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to read. Several processes must agree, so a signal to one of them waits for the next reading."""
+        alone = self.run.processes == 1
+        return self.every_step or len(self._pending) >= self._interval or (alone and self.stop.received is not None)
+
+    def read(self) -> None:
+        """Fetch what is pending into `run`.
+
+        Raises:
+            PosswapError: A loss or gradient that is no number, or gradients that are zero from the first step on.
+        """
+        if not self._pending:
+            return
+        losses, norms, tokens, rates = zip(*self._pending, strict=True)
+        first, count = len(self.run.losses) + 1, len(losses)
+        # The slowest process sets the pace; what they agree on goes along with the losses.
+        word = [float(self.stop.received is not None), (time.perf_counter() - self._read) / count]
+        shares = torch.stack([loss.float() for loss in losses])
+        message = self.accelerator.reduce(torch.cat([shares, shares.new_tensor(word)]), "sum").tolist()
+        *values, stopping, seconds = message
+        norms, tokens = torch.stack(norms).tolist(), torch.stack(tokens).tolist()
+        self._pending.clear()
+        pace = _SECONDS_BETWEEN_READINGS * self.run.processes / max(seconds, 1e-9)
+        self._interval = max(1, min(_MOST_STEPS_BETWEEN_READINGS, int(pace)))
+        self.stopping = stopping > 0
+        for step, loss, norm, rate in zip(range(first, first + count), values, norms, rates, strict=True):
+            self._check(step, loss, norm)
+            known_norm = {"gradient_norm": norm} if norm >= 0 else {}
+            self.accelerator.log({"loss": loss, **known_norm, "learning_rate": rate}, step=step)
+        self.run.losses += values
+        self.run.tokens += sum(tokens)
+        self._read = time.perf_counter()
+        self.run.seconds = self._read - self._started
+        self.accelerator.log({"tokens_per_second": self.run.tokens_per_second, "tokens": self.run.tokens}, step=step)
+        self.bar.set_postfix(loss=f"{loss:.3f}", tokens_s=f"{self.run.tokens_per_second:.0f}", refresh=False)
+        self.bar.update(count)
+
+    def _check(self, step: int, loss: float, norm: float) -> None:
+        config = self.run.config
+        # Half-precision gradients may overflow: a scaler leaves such a step out and goes on with a smaller scale.
+        wrong = None if math.isfinite(loss) else f"the loss became {loss}"
+        if wrong is None and not math.isfinite(norm) and self.accelerator.scaler is None:
+            wrong = f"the gradients' norm became {norm}"
+        if wrong:
+            raise PosswapError(
+                f"{wrong} at step {step}: lower learning_rate ({config.learning_rate:g}) or raise warmup_ratio; "
+                "checkpoints before it are kept"
+            )
+        # A loss of exactly zero has nothing left to learn, which is no mistake.
+        self._without_gradient = self._without_gradient + 1 if norm == 0 and loss != 0 else math.nan
+        if self._without_gradient == _STEPS_WITHOUT_GRADIENT:
+            raise PosswapError(
+                f"nothing is learned: all gradients are exactly zero since the first step, while the loss is {loss:.4g}. Does "
+                "compute_loss detach the outputs, or is what it uses frozen?"
+            )

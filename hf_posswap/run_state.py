@@ -1,0 +1,130 @@
+"""What makes a run safe to stop at any moment: checkpoints that are whole or not there, and signals that wait for a step's end.
+
+accelerate writes the state, which is what makes this work under FSDP and DeepSpeed. Weights are safetensors; optimizer,
+schedule and random states are torch files, the user's own, and are read with `weights_only=True`: nothing in them is executed.
+Exceptions are sharded checkpoints of FSDP and those of DeepSpeed, whose own formats hold pickled metadata.
+"""
+
+import json
+import shutil
+import signal
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from hf_posswap.budget import TrainingRun
+from hf_posswap.errors import CheckpointError
+
+_ONE_PRESS = 1.0  # seconds: launchers forward to their processes what the terminal has sent to these already
+
+
+def checkpoint_folders(output: Path) -> list[Path]:
+    """Return the checkpoints of a run, oldest first."""
+    return sorted((output / "checkpoints").glob("step-*"))
+
+
+def remove_checkpoints(output: Path, *, keep: int = 0) -> None:
+    """Remove all but the newest `keep`."""
+    folders = checkpoint_folders(output)
+    for folder in folders[: len(folders) - keep]:
+        aside = folder.with_name(f"removing-{folder.name}")
+        folder.rename(aside)  # half a checkpoint must not look like one
+        shutil.rmtree(aside)
+
+
+def accumulation_steps_of(output: Path) -> int | None:
+    """Return the accumulation steps of the run that made the newest checkpoint; None where there is none."""
+    folders = checkpoint_folders(output)
+    return json.loads((folders[-1] / "progress.json").read_text())["gradient_accumulation_steps"] if folders else None
+
+
+class Checkpoints:
+    """The last few checkpoints of one run, in `output/checkpoints`; made, read and removed by all processes together."""
+
+    def __init__(self, accelerator: Accelerator, output: Path, *, resume: bool):
+        self.accelerator, self.output, self.folder = accelerator, output, output / "checkpoints"
+        if not resume and checkpoint_folders(output):
+            raise CheckpointError(
+                f"{self.folder} holds checkpoints of an earlier run: pass resume=True (--resume) to go on with it, or choose "
+                "another folder"
+            )
+        if accelerator.is_main_process:
+            for remnant in (*self.folder.glob("writing-*"), *self.folder.glob("removing-*")):
+                shutil.rmtree(remnant)
+        accelerator.wait_for_everyone()
+
+    def save(self, run: TrainingRun, examples: int) -> None:
+        """Write aside, rename, and remove those that are too many. A process killed in between leaves the ones before."""
+        folder = self.folder / f"step-{len(run.losses):08d}"
+        if folder.exists():  # resumed and stopped again before the next step
+            return
+        aside = folder.with_name(f"writing-{folder.name}")
+        failure = None
+        try:
+            self.accelerator.save_state(str(aside))
+            if self.accelerator.is_main_process:
+                (aside / "progress.json").write_text(json.dumps({**asdict(run), "examples": examples}))
+        except Exception as error:  # a full disk is an OSError, a RuntimeError of torch or an error of safetensors
+            failure = error
+        failures = torch.tensor(failure is not None, dtype=torch.int64, device=self.accelerator.device)
+        if self.accelerator.reduce(failures).item():
+            if self.accelerator.is_main_process:
+                shutil.rmtree(aside, ignore_errors=True)
+            raise CheckpointError(
+                f"{folder} could not be written ({failure or 'another process says why'}); checkpoints before it are whole: "
+                "make room, then go on with resume=True (--resume)"
+            ) from failure
+        if self.accelerator.is_main_process:
+            aside.rename(folder)
+            remove_checkpoints(self.output, keep=run.config.checkpoints_kept)
+        self.accelerator.wait_for_everyone()
+
+    def load(self, run: TrainingRun, examples: int) -> None:
+        """Go on from the newest checkpoint, if there is one; refuse that of another run."""
+        if not checkpoint_folders(self.output):
+            return
+        newest = checkpoint_folders(self.output)[-1]
+        progress = json.loads((newest / "progress.json").read_text())
+        theirs, ours = progress["config"], json.loads(json.dumps(asdict(run.config)))
+        exact = {*run.config.budget(), "seed", "gradient_accumulation_steps"}
+        pairs = {name: (theirs.get(name), ours[name]) for name in sorted(exact)}
+        pairs |= {"processes": (progress["processes"], run.processes), "examples": (progress["examples"], examples)}
+        differences = [f"{name} {before} and {now}" for name, (before, now) in pairs.items() if before != now]
+        if differences:
+            raise CheckpointError(
+                f"{newest} was made by another run than this one ({'; '.join(differences)}): resume with the same, or start in "
+                "a new folder"
+            )
+        self.accelerator.load_state(str(newest))
+        run.tokens, run.seconds, run.losses = progress["tokens"], progress["seconds"], progress["losses"]
+
+
+class StopRequest:
+    """Inside `with`, the first SIGTERM or Ctrl-C is only noted; the next one does what it did before."""
+
+    def __init__(self, *, active: bool):
+        # Python delivers signals to its main thread and lets no other one handle them.
+        self.active = active and threading.current_thread() is threading.main_thread()
+        self.received: float | None = None
+        self._before = {}
+
+    def __enter__(self) -> "StopRequest":
+        if self.active:
+            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number, frame) -> None:
+        now = time.monotonic()
+        if self.received is None:
+            self.received = now
+        elif now - self.received > _ONE_PRESS:
+            signal.signal(number, self._before[number])
+            signal.raise_signal(number)

@@ -1,0 +1,145 @@
+"""What test_distributed.py starts under torchrun: `distributed_job.py ddp|fsdp FOLDER`. Every process writes what it saw."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+import hf_posswap as posswap
+from hf_posswap.batching import pad
+from hf_posswap.evaluation import evaluate_batches
+from hf_posswap.training import TrainingConfig, train
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 99}
+DROPOUTS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+STEADY = TrainingConfig(max_steps=5, batch_size=8, learning_rate=1e-3)
+
+
+def bert(head=BertForMaskedLM, **changes):
+    torch.manual_seed(0)
+    return posswap.swap(head(BertConfig(**SIZES, **DROPOUTS, initializer_range=0.3, **changes)), "relative:clip=4")
+
+
+def gpt2():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 99, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32, "initializer_range": 0.3}
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return posswap.swap(GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=1, eos_token_id=2)), "relative:clip=4")
+
+
+def even_rows():
+    tokens = torch.randint(2, 98, (24, 16), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+def ragged_rows(count=24, classes=None):
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(2, 17, (count,), generator=generator).tolist()
+    rows = [{"input_ids": torch.randint(2, 98, (length,), generator=generator)} for length in lengths]
+    for place, row in enumerate(rows):
+        if classes:
+            row["labels"] = torch.tensor(place % classes)
+        else:  # some rows have many labels and some have none
+            dropped = torch.rand(row["input_ids"].shape, generator=generator) < (place % 4) / 3
+            row["labels"] = row["input_ids"].masked_fill(dropped, -100)
+    return rows
+
+
+class Counter:
+    """The least that evaluate_batches asks of a metric."""
+
+    def __init__(self):
+        self.pairs = []
+
+    def add_batch(self, *, predictions, references):
+        self.pairs += zip(predictions.tolist(), references.tolist(), strict=True)
+
+    def compute(self):
+        return {"count": len(self.pairs), "right": sum(p == r for p, r in self.pairs), "references": [r for _, r in self.pairs]}
+
+
+def ddp(folder: Path) -> dict:
+    seen = {}
+    model, run = train(gpt2(), even_rows(), STEADY, progress=False)
+    seen["even"] = run.losses
+    seen["processes"] = run.processes
+
+    parts = TrainingConfig(max_steps=5, batch_size=8, learning_rate=1e-3, gradient_accumulation_steps=2)
+    _, run = train(bert(), ragged_rows(), parts, collate=pad, progress=False)
+    seen["ragged"], seen["tokens"] = run.losses, run.tokens
+
+    def breaks(model, batch):
+        breaks.calls += 1
+        factor = float("nan") if breaks.calls == 4 and PartialState().is_last_process else 1.0
+        return model(**batch).loss * factor
+
+    breaks.calls = 0
+    config = TrainingConfig(max_steps=6, batch_size=8, checkpoint_every=2)
+    try:
+        train(gpt2(), even_rows(), config, compute_loss=breaks, output=folder / "nan", progress=False)
+    except posswap.PosswapError as error:
+        seen["nan"] = str(error)
+
+    def stop(model, run):  # only one process gets the signal
+        if len(run.losses) == 2 and PartialState().is_last_process:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        train(gpt2(), even_rows(), STEADY, output=folder / "stopped", after_step=stop, progress=False)
+    except posswap.PosswapError as error:
+        seen["stopped"] = str(error)
+    seen["resumed"] = train(gpt2(), even_rows(), STEADY, output=folder / "stopped", resume=True, progress=False)[1].losses
+
+    uneven = TrainingConfig(max_steps=1, batch_size=3)
+    try:
+        seen["uneven"] = len(train(gpt2(), even_rows(), uneven, progress=False)[1].losses)
+    except posswap.PosswapError as error:
+        seen["uneven"] = str(error)
+
+    classifier = bert(BertForSequenceClassification, num_labels=3).train()
+    rows = ragged_rows(203, classes=3)
+    seen["examples"] = evaluate_batches(classifier, rows, Counter(), collate=pad, batch_size=8, progress=False)
+    assert classifier.training
+    seen["labelled_tokens"] = evaluate_batches(bert(), ragged_rows(203), Counter(), collate=pad, batch_size=8, progress=False)
+    return seen
+
+
+def fsdp(folder: Path) -> dict:
+    """The real FSDP2 path of accelerate, which it would otherwise not take on CPUs: this override is for tests alone."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        state_dict_type="SHARDED_STATE_DICT",
+        cpu_ram_efficient_loading=False,
+    )
+    Accelerator(cpu=True, fsdp_plugin=plugin)
+    for state in (PartialState, AcceleratorState):  # the second copies from the first whenever it is made
+        state._shared_state["distributed_type"] = DistributedType.FSDP
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+    seen = {}
+    parts = TrainingConfig(max_steps=5, batch_size=8, learning_rate=1e-3, gradient_accumulation_steps=2, checkpoint_every=2)
+
+    def halves(model, run):
+        seen["share"] = sum(p.to_local().numel() for p in model.parameters()) / sum(p.numel() for p in model.parameters())
+
+    options = {"collate": pad, "progress": False, "output": folder / "fsdp"}
+    seen["ragged"] = train(bert(), ragged_rows(), parts, after_step=halves, **options)[1].losses
+    seen["wrapped"] = plugin.transformer_cls_names_to_wrap
+    last = folder / "fsdp" / "checkpoints" / "step-00000004"
+    assert last.exists()
+    seen["resumed"] = train(bert(), ragged_rows(), parts, resume=True, **options)[1].losses
+    return seen
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    mode, folder = sys.argv[1], Path(sys.argv[2])
+    found = {"ddp": ddp, "fsdp": fsdp}[mode](folder)
+    (folder / f"{mode}-{PartialState().process_index}.json").write_text(json.dumps(found))

@@ -1,0 +1,169 @@
+"""Two processes against one, on gloo: losses, checkpoints, signals and evaluation under DDP and FSDP2, and wrong launches."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
+
+import hf_posswap as posswap
+from hf_posswap import PosswapError
+from hf_posswap.launching import layer_class_names
+from hf_posswap.training import TrainingConfig, train
+
+ROOT = Path(__file__).parents[1]
+JOB = Path(__file__).with_name("distributed_job.py")
+CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
+
+
+def _start(command, **variables):
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "MASTER_"))}
+    environment = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def _launch(processes, mode, folder):
+    folder.mkdir()
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    done = _start([*launch, str(JOB), mode, str(folder)], ACCELERATE_USE_CPU="true")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads((folder / f"{mode}-{rank}.json").read_text()) for rank in range(processes)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the jobs write."""
+    return tmp_path_factory.mktemp("jobs")
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """What one process saw."""
+    return _launch(1, "ddp", folder / "one")[0]
+
+
+@pytest.fixture(scope="module")
+def together(folder):
+    """What each of two processes saw."""
+    return _launch(2, "ddp", folder / "two")
+
+
+def test_two_processes_take_the_steps_of_one(alone, together):
+    """The same global batch and the same losses, on swapped models, with labels and padding as uneven as can be."""
+    assert alone["processes"] == 1
+    for rank in together:
+        assert rank["processes"] == 2
+        assert rank["even"] == pytest.approx(alone["even"], abs=1e-4)
+        assert rank["ragged"] == pytest.approx(alone["ragged"], abs=1e-4) and rank["tokens"] == alone["tokens"]
+
+
+def test_two_processes_stop_together(folder, alone, together):
+    """NaN on one process stops both and keeps the checkpoint before; a signal to one saves both, and they go on exactly."""
+    for rank in (alone, *together):
+        assert "became nan at step 4" in rank["nan"]
+        assert "after step 3 of 5" in rank["stopped"] or "after step 2 of 5" in rank["stopped"]
+        assert rank["resumed"] == rank["even"]
+    assert together[0]["stopped"] == together[1]["stopped"]
+    for run in ("one", "two"):
+        assert [path.name for path in (folder / run / "nan" / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_a_batch_that_processes_cannot_share_is_refused(alone, together):
+    """Three sequences are one step for one process and an error for two."""
+    assert alone["uneven"] == 1 and "do not divide into 2 processes" in together[0]["uneven"].replace("not  ", "not ")
+
+
+def test_another_number_of_processes_is_refused(folder, together, make_model):
+    """Random states and shares of batches are those of two processes: one does not go on with them."""
+    config = TrainingConfig(max_steps=5, batch_size=8, learning_rate=1e-3)
+    rows = [{"input_ids": torch.tensor([2, place]), "labels": torch.tensor([2, place])} for place in range(24)]
+    with pytest.raises(PosswapError, match="processes 2 and 1"):
+        train(make_model("gpt2"), rows, config, output=folder / "two" / "stopped", resume=True, progress=False)
+
+
+def test_each_example_counts_once(alone, together):
+    """203 examples are 203 on two processes, whatever fills up the last batch, and come out the same on both."""
+    assert alone["examples"]["count"] == 203 and alone["examples"]["references"] == [place % 3 for place in range(203)]
+    for rank in together:
+        assert rank["examples"]["count"] == 203 and rank["examples"]["right"] == alone["examples"]["right"]
+        assert sorted(rank["examples"]["references"]) == sorted(alone["examples"]["references"])
+        for name in ("count", "right"):
+            assert rank["labelled_tokens"][name] == alone["labelled_tokens"][name] > 0
+
+
+def test_sharded_processes_take_the_steps_of_one(folder, alone):
+    """FSDP2: halves of the weights, the losses of one process, and exact resuming from a sharded checkpoint."""
+    for rank in _launch(2, "fsdp", folder / "fsdp"):
+        assert rank["wrapped"] == ["BertLayer"] and rank["share"] == pytest.approx(0.5, abs=0.05)
+        assert rank["ragged"] == pytest.approx(alone["ragged"], abs=1e-4)
+        assert rank["resumed"] == pytest.approx(rank["ragged"], abs=1e-6)
+
+
+SMALL = """
+import sys, torch
+from transformers import GPT2Config, GPT2LMHeadModel
+from hf_posswap.training import TrainingConfig, train
+model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=8))
+rows = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 4
+train(model, rows, TrainingConfig(max_steps=1, batch_size=2), progress=False)
+"""
+
+
+@pytest.mark.parametrize("options", [["--cpu", "--num_processes", "2"], ["--multi_gpu", "--num_processes", "2"]])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_fewer_processes_than_asked_for(tmp_path, options):
+    """accelerate starts one process, or two that do not know of each other: both are refused with the command that works."""
+    (tmp_path / "job.py").write_text(SMALL)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", *options]
+    common = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    done = _start([*launch, *common, str(tmp_path / "job.py")])
+    assert done.returncode != 0 and "torchrun --nproc-per-node" in done.stderr
+
+
+def test_a_lone_process_of_two_is_refused(make_model, monkeypatch):
+    """WORLD_SIZE=2 with one connected process is an error, not a silent single run."""
+    rows = [{"input_ids": torch.arange(9), "labels": torch.arange(9)}] * 8
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(PosswapError, match="torchrun"):
+        train(make_model("gpt2"), rows, TrainingConfig(max_steps=1, batch_size=8), progress=False)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_configurations(path):
+    """accelerate's own parser takes each file, knows every key, and finds the launch that the name promises."""
+    kinds = {
+        "cpu": DistributedType.NO,
+        "one_gpu": DistributedType.NO,
+        "multi_gpu": DistributedType.MULTI_GPU,
+        "multi_node": DistributedType.MULTI_GPU,
+        "fsdp2": DistributedType.FSDP,
+        "deepspeed_zero2": DistributedType.DEEPSPEED,
+        "deepspeed_zero3": DistributedType.DEEPSPEED,
+    }
+    assert {config.stem for config in CONFIGS} == set(kinds)
+    config = load_config_from_file(str(path))
+    assert config.distributed_type == kinds[path.stem]
+    assert config.use_cpu == (path.stem == "cpu")
+    written = yaml.safe_load(path.read_text())
+    assert set(written) <= set(vars(config))
+    if "deepspeed" in path.stem:
+        assert written["deepspeed_config"]["zero_stage"] == int(path.stem[-1])
+    if path.stem == "fsdp2":
+        assert written["fsdp_config"]["fsdp_version"] == 2
+        assert "fsdp_transformer_layer_cls_to_wrap" not in written["fsdp_config"]  # see the test below
+
+
+def test_layers_that_are_sharded(make_model, make_swapped):
+    """The names that FSDP is given are those of the layers, before and after a swap."""
+    for family, name in (("bert", "BertLayer"), ("gpt2", "GPT2Block")):
+        for model in (make_model(family), make_swapped(family, "rotary")):
+            assert layer_class_names(model) == [name]
+            assert sum(type(module).__name__ == name for module in model.modules()) == 2
+    assert layer_class_names(torch.nn.Linear(1, 1)) is None
+    assert posswap.ARCHITECTURES
