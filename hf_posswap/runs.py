@@ -1,0 +1,211 @@
+"""Finished runs of a recipe side by side: the same budget or no comparison, means with spread, one page to share.
+
+A run is a folder with the result.json of a recipe (`recipe.main`). Runs may differ in scheme, start and seed; anything else
+that differs was either asked for (`vary`) or makes the comparison unfair, and that is an error which names it.
+"""
+
+import base64
+import html
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+from markdown_it import MarkdownIt
+from matplotlib.figure import Figure
+
+from hf_posswap.errors import PosswapError
+from hf_posswap.plots import COLOURS, MARKERS
+from hf_posswap.results import write_json
+
+FREE = ("scheme", "start", "seed")
+# How a run is carried out, and not what it learns from how much: these may differ, and tables name the hardware.
+NOT_BUDGET = ("checkpoint_every", "checkpoints_kept", "mixed_precision")
+COST = {"tokens_per_second": ("tokens/s", 1.0, "{:,.0f}"), "peak_memory_bytes": ("peak MiB", 2**20, "{:,.0f}")}
+
+
+def load_runs(folders: Sequence[Path]) -> list[dict]:
+    """Return the results below some folders, in the order of their paths; each knows its `folder`."""
+    runs = []
+    for folder in folders:
+        found = sorted(Path(folder).rglob("result.json"))
+        if not found:
+            raise PosswapError(f"no result.json in {folder}: give folders that a recipe wrote and finished")
+        runs += [{**json.loads(path.read_text()), "folder": str(path.parent)} for path in found]
+    return list({run["folder"]: run for run in runs}.values())
+
+
+def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:
+    """Raise where runs cannot be compared: another recipe, another budget, a run twice, or seeds that only some have."""
+    first = runs[0]
+    for run in runs[1:]:
+        if run["recipe"] != first["recipe"]:
+            raise PosswapError(
+                f"{run['folder']} is a run of {run['recipe']}, {first['folder']} of {first['recipe']}: compare one recipe at "
+                "a time"
+            )
+    known = {name for run in runs for name in run["config"]}
+    if unknown := sorted(set(vary) - known):
+        raise PosswapError(f"{unknown[0]!r} is no option of {first['recipe']}; it has {', '.join(sorted(known))}")
+    for name in sorted(known - {*FREE, *NOT_BUDGET, *vary}):
+        for run in runs[1:]:
+            values = [one["config"].get(name) for one in (first, run)]
+            if values[0] != values[1]:
+                raise PosswapError(
+                    f"unequal budgets: {name} is {values[0]!r} in {first['folder']} and {values[1]!r} in {run['folder']}; run "
+                    f"one of them again, or pass --vary {name} if that is the question"
+                )
+    rows = _rows(runs, vary)
+    seeds = {row: [run["config"]["seed"] for run in members] for row, members in rows.items()}
+    for row, found in seeds.items():
+        if len(set(found)) < len(found):
+            raise PosswapError(f"{_label(row)} has a seed twice ({sorted(found)}): give each run once")
+        if set(found) != set(seeds[next(iter(rows))]):
+            raise PosswapError(
+                f"{_label(row)} has seeds {sorted(found)} and {_label(next(iter(rows)))} {sorted(seeds[next(iter(rows))])}: "
+                "compare over equal seeds"
+            )
+
+
+def _rows(runs: list[dict], vary: Sequence[str]) -> dict[tuple, list[dict]]:
+    """Group runs that differ in seed alone; an original has no start, unless it was trained from nothing."""
+    rows = {}
+    for run in runs:
+        config = run["config"]
+        start = "" if config["scheme"] == "original" and config["start"] != "scratch" else config["start"]
+        rows.setdefault((config["scheme"], start, *((name, str(config[name])) for name in vary)), []).append(run)
+    return rows
+
+
+def _label(row: tuple) -> str:
+    scheme, start, *varied = row
+    return ", ".join([scheme, *([start] if start else []), *(f"{name} {value}" for name, value in varied)])
+
+
+def markdown(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
+    """Return one table, a line for each scheme and start; ± is the standard deviation over seeds."""
+    names = list(figures) or list(dict.fromkeys(name for run in runs for name in run["figures"]))
+    for name in names:
+        if not any(name in run["figures"] for run in runs):
+            known = sorted({name for run in runs for name in run["figures"]})
+            raise PosswapError(f"no run has the figure {name!r}; there are {', '.join(known)}")
+    costs = [name for name in COST if any(name in run["cost"] for run in runs)]
+    heads = [*(name.replace("_", " ") for name in names), *(COST[name][0] for name in costs)]
+    lines = [f"| positions | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
+    for row, members in _rows(runs, vary).items():
+        cells = [_cell([run["figures"].get(name) for run in members]) for name in names]
+        for name in costs:
+            _, unit, form = COST[name]
+            values = [run["cost"][name] / unit for run in members if name in run["cost"]]
+            cells.append(form.format(mean(values)) if values else "")
+        lines.append(f"| {_label(row)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(values: list[float | None]) -> str:
+    found = [value for value in values if value is not None]
+    if not found:
+        return ""
+    form = "{:.3f}" if max(map(abs, found)) < 10 else "{:.1f}"
+    return form.format(mean(found)) + (f" ± {form.format(stdev(found))}" if len(found) > 1 else "")
+
+
+def background(runs: list[dict]) -> str:
+    """Return what stands behind a table: seeds, commands, commits, versions, hardware."""
+    seeds = sorted({run["config"]["seed"] for run in runs})
+    spread = "means ± standard deviations over them" if len(seeds) > 1 else "a single one: no spread"
+    versions = sorted({", ".join(f"{name} {v}" for name, v in run["versions"].items()) for run in runs})
+    machines = sorted(
+        {
+            (run["hardware"]["accelerator"] or f"{run['hardware']['cpu']}, threads: {run['hardware']['threads']}")
+            + f", {run['cost'].get('processes', 1)} process(es)"
+            for run in runs
+        }
+    )
+    commits = ", ".join(sorted({str(run["commit"]) for run in runs}))
+    return f"{runs[0]['recipe']}; seeds {seeds} ({spread}); commit {commits}; {'; '.join(versions)}; {'; '.join(machines)}."
+
+
+def plot(runs: list[dict], name: str, vary: Sequence[str] = ()) -> Figure:
+    """Draw one figure: a line over lengths where runs have `name_128`, `name_256`, ..., else a bar a row; dots are seeds."""
+    rows = _rows(runs, vary)
+    lengths = sorted({int(n.removeprefix(f"{name}_")) for run in runs for n in run["figures"] if _is_length(n, name)})
+    figure = Figure(figsize=(8.0, 4.0), layout="constrained")
+    axes = figure.subplots()
+    if len(lengths) > 1:
+        for index, (row, members) in enumerate(rows.items()):
+            found = {n: [r["figures"][f"{name}_{n}"] for r in members if f"{name}_{n}" in r["figures"]] for n in lengths}
+            found = {n: values for n, values in found.items() if values}
+            spread = [stdev(values) if len(values) > 1 else 0.0 for values in found.values()]
+            axes.errorbar(
+                list(found),
+                [mean(values) for values in found.values()],
+                yerr=spread if any(spread) else None,
+                color=COLOURS[index % len(COLOURS)],
+                marker=MARKERS[index % len(MARKERS)],
+                linestyle=("-", "--", ":")[index // len(COLOURS) % 3],
+                capsize=2,
+                label=_label(row),
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [str(n) for n in lengths])
+        axes.set_xlabel("tokens")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+    else:
+        for index, members in enumerate(rows.values()):
+            values = [run["figures"][name] for run in members if name in run["figures"]]
+            if not values:
+                continue
+            axes.barh(index, mean(values), color="#56B4E9", height=0.6)
+            axes.plot(values, [index] * len(values), "o", color="#0072B2", markersize=4)
+        axes.set_yticks(range(len(rows)), [_label(row) for row in rows])
+        axes.invert_yaxis()
+    axes.set_ylabel(name.replace("_", " ")) if len(lengths) > 1 else axes.set_xlabel(name.replace("_", " "))
+    return figure
+
+
+def _is_length(figure: str, name: str) -> bool:
+    return figure.startswith(f"{name}_") and figure.removeprefix(f"{name}_").isdigit()
+
+
+def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> list[Path]:
+    """Check the budgets; write comparison.json, comparison.md, PNG pictures and one self-contained comparison.html."""
+    check_budgets(runs, vary)
+    table = markdown(runs, vary=vary, figures=figures)
+    names = list(figures) or list(dict.fromkeys(name for run in runs for name in run["figures"]))
+    # A family of figures over lengths is one picture; else the main figure, which a recipe puts first.
+    families = [n for n in dict.fromkeys(n.rpartition("_")[0] for n in names) if sum(_is_length(m, n) for m in names) > 1]
+    pictures = {name: plot(runs, name, vary) for name in families or names[:1]}
+    text = f"{table}\n\n{background(runs)}\n"
+    output.mkdir(parents=True, exist_ok=True)
+    written = [output / "comparison.json", output / "comparison.md", output / "comparison.html"]
+    write_json(written[0], {"format": 1, "vary": list(vary), "runs": runs})
+    written[1].write_text(text)
+    written[2].write_text(_page(runs, text, pictures))
+    for name, figure in pictures.items():
+        written.append(output / f"{name}.png")
+        figure.savefig(written[-1], dpi=150)
+    return written
+
+
+def _page(runs: list[dict], text: str, pictures: dict[str, Figure]) -> str:
+    parts = [MarkdownIt("commonmark", {"html": False}).enable("table").render(text)]
+    for name, figure in pictures.items():
+        memory = io.BytesIO()
+        figure.savefig(memory, format="png", dpi=150)
+        data = base64.b64encode(memory.getvalue()).decode()
+        parts.append(f'<figure><img alt="{html.escape(name)}" src="data:image/png;base64,{data}"></figure>')
+    for run in runs:
+        config = html.escape(json.dumps(run["config"], indent=2))
+        parts.append(f"<details><summary><code>{html.escape(run['command'])}</code></summary><pre>{config}</pre></details>")
+    style = (
+        "body{font:15px system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222}"
+        "table{border-collapse:collapse}td,th{padding:.3rem .7rem;border-bottom:1px solid #ddd}"
+        "img{max-width:100%}summary{overflow-wrap:anywhere;margin:.3rem 0}"
+    )
+    title = f"{html.escape(runs[0]['recipe'])}: {html.escape(str(runs[0]['config']['model']))}"
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{style}</style></head>'
+        f"<body><h1>{title}</h1>{''.join(parts)}</body></html>\n"
+    )

@@ -1,0 +1,150 @@
+"""Runs side by side: equal budgets or an error that names what differs; tables, pictures and a page without other files."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from statistics import stdev
+
+import pytest
+
+import hf_posswap as posswap
+from hf_posswap.recipe import RecipeConfig
+from hf_posswap.runs import background, check_budgets, load_runs, markdown, write_comparison
+
+ROOT = Path(__file__).parent.parent
+
+
+def _run(folder, figures, *, recipe="passkey", **changes):
+    folder.mkdir(parents=True)
+    result = {
+        "recipe": recipe, "command": f"python recipes/{recipe}.py", "commit": "abc", "versions": {"torch": "2"},
+        "hardware": {"cpu": "a <cpu>", "threads": 1, "accelerator": None}, "config": asdict(RecipeConfig(**changes)),
+        "figures": figures, "cost": {"tokens_per_second": 1000.0, "peak_memory_bytes": 2**30, "processes": 1},
+    }  # fmt: skip
+    (folder / "result.json").write_text(json.dumps(result))
+    return folder
+
+
+def _matrix(root):
+    """Three rows of two seeds."""
+    for seed in (0, 1):
+        _run(root / f"o{seed}", {"accuracy": 0.9 + seed / 100}, seed=seed)
+        for start in ("cold", "fit"):
+            value = {"cold": 0.5, "fit": 0.8}[start] + seed / 10
+            _run(root / f"r-{start}-{seed}", {"accuracy": value}, scheme="rotary", start=start, seed=seed)
+    return load_runs([root])
+
+
+def test_table(tmp_path):
+    """A line a row, the mean and the deviation over seeds, and the cost; what stands behind it is named."""
+    runs = _matrix(tmp_path)
+    lines = markdown(runs).splitlines()
+    assert lines[0] == "| positions | accuracy | tokens/s | peak MiB |"
+    assert lines[2] == f"| original | 0.905 ± {stdev([0.9, 0.91]):.3f} | 1,000 | 1,024 |"
+    assert lines[3].startswith("| rotary, cold | 0.550 ± 0.071") and lines[4].startswith("| rotary, fit | 0.850")
+    assert "seeds [0, 1] (means ± standard deviations over them)" in background(runs) and "commit abc" in background(runs)
+
+
+def test_every_budget_field_counts(tmp_path):
+    """Each option of a run but scheme, start and seed is turned once, and the error names it."""
+    check_budgets(_matrix(tmp_path / "equal"))
+    other = {str: "else", int: 7, float: 0.125, bool: None, type(None): 5}
+    seen = []
+    for name, value in asdict(RecipeConfig()).items():
+        if name in ("scheme", "start", "seed"):
+            continue
+        changed = (not value) if isinstance(value, bool) else () if isinstance(value, tuple) else other[type(value)]
+        runs = [{**run} for run in load_runs([tmp_path / "equal"])]
+        if changed == value:
+            changed = ("else",)
+        runs[-1] = {**runs[-1], "config": {**runs[-1]["config"], name: changed}}
+        try:
+            check_budgets(runs)
+        except posswap.PosswapError as error:
+            assert f"unequal budgets: {name} is" in str(error)
+            seen.append(name)
+    assert {"model", "max_steps", "batch_size", "learning_rate", "fit_tokens", "max_positions", "dropout"} <= set(seen)
+    assert "checkpoint_every" not in seen
+
+
+def test_what_cannot_be_compared(tmp_path):
+    """Other recipes, seeds that only some rows have, a run twice, figures and options that are not there, empty folders."""
+    _matrix(tmp_path / "a")
+    _run(tmp_path / "b", {"accuracy": 1}, recipe="listops")
+    with pytest.raises(posswap.PosswapError, match="one recipe at a time"):
+        check_budgets(load_runs([tmp_path / "a", tmp_path / "b"]))
+    _run(tmp_path / "c", {"accuracy": 1}, scheme="none")
+    with pytest.raises(posswap.PosswapError, match=r"none, swap has seeds \[0\] and original \[0, 1\]"):
+        check_budgets(load_runs([tmp_path / "a", tmp_path / "c"]))
+    _run(tmp_path / "d", {"accuracy": 1})
+    with pytest.raises(posswap.PosswapError, match="original has a seed twice"):
+        check_budgets(load_runs([tmp_path / "a", tmp_path / "d"]))
+    with pytest.raises(posswap.PosswapError, match="'speed'; there are accuracy"):
+        markdown(load_runs([tmp_path / "a"]), figures=["speed"])
+    with pytest.raises(posswap.PosswapError, match="'lenght' is no option"):
+        check_budgets(load_runs([tmp_path / "a"]), ["lenght"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(posswap.PosswapError, match="no result.json"):
+        load_runs([tmp_path / "empty"])
+
+
+def test_asked_differences_are_rows(tmp_path):
+    """What `vary` names may differ, and stands in the label."""
+    for steps in (10, 20):
+        _run(tmp_path / str(steps), {"accuracy": steps / 100}, max_steps=steps)
+    runs = load_runs([tmp_path])
+    with pytest.raises(posswap.PosswapError, match="--vary max_steps"):
+        check_budgets(runs)
+    check_budgets(runs, ["max_steps"])
+    assert "| original, max_steps 20 | 0.200 |" in markdown(runs, vary=["max_steps"])
+
+
+def test_page(tmp_path):
+    """Figures over lengths become one picture; the page holds it, escapes what it is given, and needs no other file."""
+    for seed in (0, 1):
+        figures = {"accuracy": 0.5, **{f"accuracy_{n}": 1 / (n + seed) for n in (128, 256, 512)}}
+        _run(tmp_path / f"runs/{seed}", figures, seed=seed)
+    written = write_comparison(load_runs([tmp_path / "runs"]), tmp_path / "out")
+    assert [path.name for path in written] == ["comparison.json", "comparison.md", "comparison.html", "accuracy.png"]
+    page = written[2].read_text()
+    assert len(re.findall(r'src="data:image/png;base64,[A-Za-z0-9+/=]{1000,}"', page)) == 1
+    assert not re.findall(r'(?:src|href)="(?!data:)', page) and "a &lt;cpu&gt;" in page and "<td" in page
+    assert json.loads(written[0].read_text())["runs"][0]["figures"]["accuracy"] == 0.5
+
+
+RECIPE = '''"""Count."""
+from dataclasses import dataclass
+from hf_posswap.recipe import RecipeConfig, main
+
+def run(config, folder, resume):
+    if config.scheme == "original" and not resume:
+        raise OSError("no luck")
+    return {"figures": {"score": config.max_steps + config.seed}, "cost": {}}
+
+if __name__ == "__main__":
+    main(RecipeConfig, run)
+'''
+
+
+def test_running_a_recipe(tmp_path):
+    """Every scheme, start and seed once, the original with one start; a failed run stops, and the same command goes on."""
+    (tmp_path / "count.py").write_text(RECIPE)
+    (tmp_path / "compare.py").write_text((ROOT / "recipes" / "compare.py").read_text())
+
+    def compare(*seeds):
+        command = [sys.executable, str(tmp_path / "compare.py"), "count", "--scheme", "original", "--scheme", "none"]
+        command += ["--start", "cold", *(x for seed in seeds for x in ("--seed", seed)), "--output", str(tmp_path / "out")]
+        return subprocess.run([*command, "--", "--max-steps", "5"], cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+    done = compare("9")
+    says = " ".join(done.stderr.split())
+    assert done.returncode == 2 and "original, swap, seed 9 failed" in says and "no luck" in says
+    done = compare("9")
+    assert done.returncode == 0, done.stderr
+    table = (tmp_path / "out" / "comparison.md").read_text()
+    assert "| original | 14.0 |" in table and "| none, cold | 14.0 |" in table
+    done = subprocess.run([sys.executable, str(tmp_path / "compare.py")], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "give a recipe to run" in done.stderr
