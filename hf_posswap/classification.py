@@ -10,16 +10,16 @@ from typing import Annotated
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
 from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.assets import model_source
+from hf_posswap.batching import pad
 from hf_posswap.calibration import text_batches
 from hf_posswap.compare import documents
 from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.evaluation import evaluate_batches
 from hf_posswap.measure.word_order import word_order_examples
 from hf_posswap.recipe import RecipeConfig, cost, load_model, load_tokenizer
 from hf_posswap.results import write_json
@@ -195,44 +195,34 @@ def encode(rows: Rows, tokenizer: PreTrainedTokenizerBase, longest: int, split: 
     return Encoded(encoded, lengths, len(long))
 
 
-def pad(rows: list[dict], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Collate rows to the longest of them, padded on the right: (B, L), with an attention mask.
-
-    >>> batch = pad([{"input_ids": torch.tensor([5, 6])}, {"input_ids": torch.tensor([7])}], pad_token_id=9)
-    >>> batch["input_ids"].tolist(), batch["attention_mask"].tolist()
-    ([[5, 6], [7, 9]], [[1, 1], [1, 0]])
-    """
-    rows = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in rows]
-    batch = {}
-    for name in rows[0]:
-        values = [row[name] for row in rows]
-        fill = pad_token_id if name == "input_ids" else 0
-        batch[name] = pad_sequence(values, batch_first=True, padding_value=fill) if values[0].dim() else torch.stack(values)
-    return batch
-
-
-@torch.no_grad()
 def predict(model: PreTrainedModel, rows: list[dict], pad_token_id: int, batch_size: int) -> torch.Tensor:
-    """Return the logits (N, C) of all rows in their order, on all processes, each of which reads its share of every batch.
-
-    Shares are equal in number, so that processes that run the model together (FSDP) stay together; the text that fills up a
-    last batch is known by its number and counts once. Not accelerate's gather_for_metrics: that needs an Accelerator, and
-    making one while another one trains changes how many steps that one accumulates.
-    """
-    model.eval()
-    state = PartialState()
+    """Return the logits (N, C) of all rows in their order, on all processes, each of which reads its share."""
     order = sorted(range(len(rows)), key=lambda place: len(rows[place]["input_ids"]))  # like lengths waste little padding
-    found = {}
-    for start in range(0, len(order), batch_size * state.num_processes):
-        together = order[start : start + batch_size * state.num_processes]
-        share = together[state.process_index :: state.num_processes] or together[:1]
-        batch = pad([rows[place] for place in share], pad_token_id)
-        del batch["labels"]
-        logits = model(**{name: values.to(model.device) for name, values in batch.items()}).logits
-        found |= dict(zip(share, logits.float().cpu(), strict=True))
-    for others in gather_object([found]):
-        found |= others
-    return torch.stack([found[place] for place in range(len(rows))])
+    logits = evaluate_batches(
+        model,
+        [rows[place] for place in order],
+        _Kept(),
+        collate=lambda few: pad(few, pad_token_id),
+        batch_size=batch_size,
+        predict=lambda model, batch: (model(**batch).logits.float(), batch["labels"]),
+        progress=False,
+    )
+    restored = torch.empty_like(logits)
+    restored[order] = logits
+    return restored
+
+
+class _Kept:
+    """In the place of a metric: what it would be given. Several metrics and the loss are computed from it."""
+
+    def __init__(self):
+        self.predictions = []
+
+    def add_batch(self, *, predictions: torch.Tensor, references: torch.Tensor) -> None:
+        self.predictions.append(predictions)
+
+    def compute(self) -> torch.Tensor:
+        return torch.cat(self.predictions)
 
 
 def _figures(model: PreTrainedModel, rows: list[dict], metrics: tuple[str, ...], pad_token_id: int, batch_size: int) -> dict:

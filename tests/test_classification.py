@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, BertModel, GPT2LMHeadModel
 
 from hf_posswap import classification
-from hf_posswap.classification import encode, pad, predict
+from hf_posswap.batching import pad
+from hf_posswap.classification import encode, predict
 from hf_posswap.errors import PosswapError
 from hf_posswap.recipe import load_model, load_tokenizer, read_config
 from hf_posswap.tables import Rows
@@ -247,12 +248,10 @@ def _run(folder, output, *options, processes=1):
     recipe = ["recipes/downstream_classification.py", "--output", str(output)]
     for name, value in _files(folder).items():
         recipe += [f"--{name.replace('_', '-')}", str(value)]
-    launch = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "--"] if processes > 1 else []
-    )
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "--"] if processes > 1 else []
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *launch, *recipe, *options],
+        [sys.executable, *(launch if processes > 1 else ()), *recipe, *options],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -270,6 +269,17 @@ def test_two_processes(folder):
     assert two["curve"][0]["loss"] == pytest.approx(one["curve"][0]["loss"], abs=1e-4)
     assert two["figures"]["accuracy"] * 101 == pytest.approx(round(two["figures"]["accuracy"] * 101))
     assert two["data"] == one["data"]
+
+
+def test_measuring_does_not_change_training(recipe, folder):
+    """Steps are accumulated as before after a look at the validation rows, and batches of like lengths train as well."""
+    module = recipe("downstream_classification")
+    losses = []
+    for steps, strategy in ((0, "random"), (1, "random"), (0, "group_by_length")):
+        options = {"max_steps": 6, "gradient_accumulation_steps": 2, "eval_steps": steps, "learning_rate": 1e-3}
+        config = module.Config(**_files(folder, **options, train_sampling_strategy=strategy))
+        losses.append(module.run(config, folder / f"{steps}{strategy}", False)["losses"])
+    assert losses[0] == losses[1] and losses[2] != losses[0] and len(losses[2]) == 6
 
 
 def test_resuming(recipe, folder):
