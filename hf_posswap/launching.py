@@ -1,6 +1,8 @@
 """From a configuration and what `accelerate launch` says to a running Accelerator, or to a reason why not."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -84,6 +86,25 @@ def check_trackers(names: tuple[str, ...]) -> None:
             raise PosswapError(f"report_to={name!r} is not a tracker; known are {', '.join(known)}")
         if name not in [str(tracker) for tracker in get_available_trackers()]:
             raise PosswapError(f"the tracker {name!r} is not installed: pip install {name.replace('_', '-')}")
+
+
+@contextmanager
+def sharable(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]:
+    """Inside, FSDP2 can shard a model whose output bias is also held by another module, as BERT's masked head does.
+
+    accelerate puts the output layer into a group of its own, and torch refuses a parameter that two groups see. The second
+    holder never computes with it (it is there for old checkpoints), so it may let go for a while.
+    """
+    head = model.get_output_embeddings() if accelerator.is_fsdp2 and hasattr(model, "get_output_embeddings") else None
+    bias = getattr(head, "bias", None)
+    holders = [m for m in model.modules() if bias is not None and m is not head and m._parameters.get("bias") is bias]
+    for holder in holders:
+        del holder.bias
+    try:
+        yield
+    finally:
+        for holder in holders:
+            holder.bias = head.bias  # what sharding has made of it
 
 
 def layer_class_names(model: torch.nn.Module) -> list[str] | None:

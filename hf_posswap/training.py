@@ -8,6 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from transformers import get_scheduler
 from hf_posswap.batching import IGNORED, BatchOrder, MicroBatches, count_terms, count_tokens, predicts_next
 from hf_posswap.budget import TrainingConfig, TrainingRun
 from hf_posswap.errors import Interrupted, PosswapError
-from hf_posswap.launching import start_accelerator
+from hf_posswap.launching import sharable, start_accelerator
 from hf_posswap.run_log import RunLog
 from hf_posswap.run_state import Checkpoints, StopRequest, accumulation_steps_of, remove_checkpoints
 from hf_posswap.schemes import AttentionPositions
@@ -60,7 +61,8 @@ def train(
     renamed, so a killed run leaves no half-written one. `resume=True` goes on from the newest, on one process bit for bit,
     and refuses another number of processes. Where `auto_find_batch_size` starts again, so does `after_step`.
 
-    Under FSDP the returned model holds this process's shards, and `after_step` must be called for its measurements on all.
+    Under FSDP the model that comes back, or that `after_step` gets, holds this process's shards: what gathers them, such as
+    `Accelerator.get_state_dict`, must run on all processes.
 
     Raises:
         PosswapError: What cannot be trained, a loss that is no number, or fewer processes than were asked for.
@@ -89,31 +91,28 @@ class _Loop:
         self.compute_loss, self.collate, self.after_step = compute_loss, collate, after_step
         self.output, self.progress, self.description = output, progress, description
         grouped = config.train_sampling_strategy == "group_by_length"
-        lengths = [len(row["input_ids"]) for row in dataset] if grouped else None
+        lengths = [len(dataset[place]["input_ids"]) for place in range(len(dataset))] if grouped else None
         self.order = BatchOrder(len(dataset), config.batch_size, config.seed, lengths)
 
     def run(self, accumulation_steps: int, *, resume: bool) -> tuple[torch.nn.Module, TrainingRun]:
-        config = self.config
-        accelerator = start_accelerator(self.model, config, accumulation_steps, self.output)
+        config, model = self.config, self.model
+        accelerator = start_accelerator(model, config, accumulation_steps, self.output)
         set_seed(config.seed, device_specific=True)  # processes see other examples and must not drop the same units of them
         run = TrainingRun(config, accelerator.num_processes, accumulation_steps)
         checkpoints = self.output and Checkpoints(accelerator, self.output, resume=resume)
-        was_on = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
-        turned_on = config.gradient_checkpointing and not was_on
-        if turned_on:
-            _set_gradient_checkpointing(self.model, "enable")
-        optimizer = torch.optim.AdamW(_parameter_groups(self.model, config), lr=config.learning_rate, betas=(0.9, 0.95))
-        warmup_steps = math.ceil(config.warmup_ratio * config.max_steps)
-        scheduler = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, config.max_steps)
-        model, patched = self.model, "forward" in vars(self.model)
+        patched = "forward" in vars(model)
         try:
-            model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-            if resume:
-                checkpoints.load(run, len(self.dataset))
-            if config.report_to:
-                plain = {name: v if isinstance(v, int | float) else str(v) for name, v in asdict(config).items()}
-                accelerator.init_trackers("training", plain)
-            self._take_steps(accelerator, model, optimizer, scheduler, run, checkpoints)
+            with sharable(model, accelerator), _gradient_checkpointing(model, config.gradient_checkpointing):
+                optimizer = torch.optim.AdamW(_parameter_groups(model, config), lr=config.learning_rate, betas=(0.9, 0.95))
+                warmup_steps = math.ceil(config.warmup_ratio * config.max_steps)
+                scheduler = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, config.max_steps)
+                model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+                if resume:
+                    checkpoints.load(run, len(self.dataset))
+                if config.report_to:
+                    plain = {name: v if isinstance(v, int | float) else str(v) for name, v in asdict(config).items()}
+                    accelerator.init_trackers("training", plain)
+                self._take_steps(accelerator, model, optimizer, scheduler, run, checkpoints)
         finally:
             for tracker in accelerator.trackers:  # not end_training(), which would also disconnect the processes
                 tracker.finish()
@@ -122,9 +121,6 @@ class _Loop:
             if not patched:
                 vars(trained).pop("forward", None)  # the class's own, which accelerate puts back on the instance
             accelerator.free_memory()
-            if turned_on:
-                _set_gradient_checkpointing(self.model, "disable")
-                self.model.disable_input_require_grads()  # which came with it
         return trained.eval(), run
 
     def _take_steps(self, accelerator, model, optimizer, scheduler, run: TrainingRun, checkpoints: Checkpoints | None) -> None:
@@ -175,15 +171,17 @@ class _Loop:
         terms = torch.stack([count_terms(batch, shifted=shifted) for batch in batches])
         tokens = torch.stack([count_tokens(batch) for batch in batches])
         all_terms, all_tokens = accelerator.reduce(torch.stack([terms.sum(), tokens.sum()]), "sum")
-        # accelerate averages over accumulation steps and processes; what is wanted is the mean over terms.
-        scale = len(batches) * accelerator.num_processes / all_terms.clamp(min=1)
+        # accelerate averages over accumulation steps and processes; what is wanted is the mean over terms. The division comes
+        # last: for an undivided batch it is exactly one.
+        averaged_over = len(batches) * accelerator.num_processes
+        weights = terms * averaged_over / all_terms.clamp(min=1)
         step_loss, norm = 0.0, None
-        for batch, count in zip(batches, terms, strict=True):
+        for batch, weight in zip(batches, weights, strict=True):
             batch.pop("num_tokens", None)
             with accelerator.accumulate(model):
                 loss = self.compute_loss(model, batch) if self.compute_loss else _own_loss(model, batch)
                 # A part without a label has a mean over nothing, NaN, and takes no part.
-                loss = torch.where(count > 0, loss * (count * scale), 0.0)
+                loss = torch.where(weight > 0, loss * weight, 0.0)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     norm = accelerator.clip_grad_norm_(model.parameters(), self.config.max_grad_norm)
@@ -195,7 +193,7 @@ class _Loop:
             norm = norm.full_tensor()
         norm = torch.as_tensor(-1.0 if norm is None else norm, device=step_loss.device).float()  # DeepSpeed may not tell
         rate = min(scheduler.get_last_lr())  # that of the tables is a multiple
-        return step_loss / (len(batches) * accelerator.num_processes), norm, all_tokens, rate
+        return step_loss / averaged_over, norm, all_tokens, rate
 
 
 def _with_fitting_batches(loop: _Loop, *, resume: bool) -> tuple[torch.nn.Module, TrainingRun]:
@@ -232,9 +230,20 @@ def _with_fitting_batches(loop: _Loop, *, resume: bool) -> tuple[torch.nn.Module
         clear_device_cache(garbage_collection=True)
 
 
-def _set_gradient_checkpointing(model: torch.nn.Module, what: str) -> None:
+@contextmanager
+def _gradient_checkpointing(model: torch.nn.Module, wanted: bool) -> Iterator[None]:
+    """Turn it on inside, if it is wanted and the model's owner has not done so."""
+    if not wanted or any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        yield
+        return
+    # The first is transformers' name since 5.23, where the second one warns.
     name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
-    getattr(model, f"{name}_{what}")()  # the first is transformers' name since 5.23, where the second one warns
+    getattr(model, f"{name}_enable")()
+    try:
+        yield
+    finally:
+        getattr(model, f"{name}_disable")()
+        model.disable_input_require_grads()  # which came with it
 
 
 def _in_groups(batches: Iterable[dict], size: int) -> Iterator[list[dict]]:

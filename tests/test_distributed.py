@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 
-import hf_posswap as posswap
 from hf_posswap import PosswapError
 from hf_posswap.launching import layer_class_names
 from hf_posswap.training import TrainingConfig, train
@@ -44,8 +44,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    """What one process saw."""
-    return _launch(1, "ddp", folder / "one")[0]
+    """What this process saw, which is one alone."""
+    (folder / "one").mkdir()
+    return json.loads(json.dumps(runpy.run_path(str(JOB))["ddp"](folder / "one")))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def test_two_processes_stop_together(folder, alone, together):
     """NaN on one process stops both and keeps the checkpoint before; a signal to one saves both, and they go on exactly."""
     for rank in (alone, *together):
         assert "became nan at step 4" in rank["nan"]
-        assert "after step 3 of 5" in rank["stopped"] or "after step 2 of 5" in rank["stopped"]
+        assert "after step 3 of 5" in rank["stopped"]
         assert rank["resumed"] == rank["even"]
     assert together[0]["stopped"] == together[1]["stopped"]
     for run in ("one", "two"):
@@ -76,7 +77,7 @@ def test_two_processes_stop_together(folder, alone, together):
 
 def test_a_batch_that_processes_cannot_share_is_refused(alone, together):
     """Three sequences are one step for one process and an error for two."""
-    assert alone["uneven"] == 1 and "do not divide into 2 processes" in together[0]["uneven"].replace("not  ", "not ")
+    assert alone["uneven"] == 1 and "do not divide into 2 processes" in together[0]["uneven"]
 
 
 def test_another_number_of_processes_is_refused(folder, together, make_model):
@@ -166,4 +167,3 @@ def test_layers_that_are_sharded(make_model, make_swapped):
             assert layer_class_names(model) == [name]
             assert sum(type(module).__name__ == name for module in model.modules()) == 2
     assert layer_class_names(torch.nn.Linear(1, 1)) is None
-    assert posswap.ARCHITECTURES

@@ -513,7 +513,7 @@ def test_a_write_that_really_fails(make_model, tmp_path):
 
     def shrink(model, run):
         if len(run.losses) == 2:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
 
     try:
         with pytest.raises(PosswapError, match="could not be written"):
