@@ -7,7 +7,8 @@
 
 The `--` matters: without it torchrun takes --start for an abbreviation of its own --start-method.
 
-Starts: `cold` drops the table, `swap` is the warm start, `fit` fits layer by layer after it.
+Starts: `cold` drops the table, `swap` is the warm start, `fit` fits layer by layer after it. The scheme `original` is the
+control: the unswapped model, tuned alike, which matters when --text-weight lets the text itself teach.
 
 How it measures: damage to held-out text (KL to the original's predictions, or 1 - cosine of an encoder's pooled states) and
 perplexity, at 0 tokens and at about ten steps, each a constant factor after the one before. `tokens to 90 %` is where damage
@@ -42,7 +43,7 @@ from transformers.utils import logging as transformers_logging
 
 import hf_posswap as posswap
 from hf_posswap.calibration import text_batches
-from hf_posswap.compare import documents, load_checkpoint
+from hf_posswap.compare import ORIGINAL, documents, load_checkpoint
 from hf_posswap.distillation import distillation_loss
 from hf_posswap.errors import PosswapError
 from hf_posswap.measure.damage import damage, perplexity
@@ -52,7 +53,7 @@ from hf_posswap.schemes import parse_scheme
 from hf_posswap.text import token_blocks
 from hf_posswap.training import TrainingConfig, TrainingRun, train
 
-STARTS = {"cold": ":", "swap": "--", "fit": "-"}  # and how their lines look
+STARTS = {"cold": ":", "swap": "--", "fit": "-"}  # and how their lines look; the original has none
 SHARES = (90, 95, 99)  # per cent of the cold swap's damage
 MEASUREMENTS = 10  # after the one at 0 tokens
 FORMAT = 1
@@ -69,28 +70,37 @@ class HealConfig:
     max_steps: int = 100
     batch_size: int = 16
     learning_rate: float = 1e-3
+    text_weight: float = 0.0  # of the text's own next tokens, against the original's predictions of them
     table_learning_rate_factor: float = TrainingConfig.table_learning_rate_factor
     block_size: int | None = None  # tokens of a training sequence; None: the trained length, up to 128 for an encoder
     data: str | None = None  # text, table or Hub dataset; None: the standard library's text
     text_column: str = "text"
     fit_tokens: int = 65_536
+    fit_steps: int = 100  # for each layer
+    fit_learning_rate: float = 1e-3
     evaluation_tokens: int = 8192
 
     def __post_init__(self):
-        for field in ("max_steps", "batch_size", "fit_tokens", "evaluation_tokens"):
+        for field in ("max_steps", "batch_size", "fit_tokens", "fit_steps", "evaluation_tokens"):
             if getattr(self, field) < 1:
                 raise PosswapError(f"{field}={getattr(self, field)} must be at least 1")
         if not self.schemes or not self.starts or not self.seeds:
             raise PosswapError("healing needs at least one scheme, one start and one seed")
         for scheme in self.schemes:
-            parse_scheme(scheme)
+            if scheme != ORIGINAL:
+                parse_scheme(scheme)
         for start in self.starts:
             if start not in STARTS:
                 raise PosswapError(f"start {start!r} is not known; known are {', '.join(STARTS)}")
 
     def rows(self) -> list[tuple[str, str, int]]:
         """Return (scheme, start, seed) of every row, in the order in which they are run."""
-        wanted = ((scheme, start, seed) for scheme in self.schemes for seed in self.seeds for start in self.starts)
+        wanted = (
+            (scheme, start if scheme != ORIGINAL else "", seed)
+            for scheme in self.schemes
+            for seed in self.seeds
+            for start in self.starts
+        )
         return list(dict.fromkeys(wanted))
 
 
@@ -160,13 +170,19 @@ class _Bench:
     def row(self, scheme: str, start: str, seed: int) -> dict:
         """Swap, tune and measure once. Only the main process fits and measures; the others are waited for by every step."""
         main = self.accelerator.is_main_process
-        model = posswap.swap(copy.deepcopy(self.checkpoint), scheme, warm_start=start != "cold")
-        original = posswap.original(model)
+        model = copy.deepcopy(self.checkpoint)
+        original = self.checkpoint
+        if scheme != ORIGINAL:
+            model = posswap.swap(model, scheme, warm_start=start != "cold")
+            original = posswap.original(model)
         row = {"scheme": scheme, "start": start, "seed": seed}
         if main:
             row["reference"] = self.reference(scheme)
         if start == "fit" and main:  # the others get these weights when training begins
-            report = posswap.fit(model, self.fit_batches, seed=seed, progress=self.progress)
+            steps, rate = self.config.fit_steps, self.config.fit_learning_rate
+            report = posswap.fit(
+                model, self.fit_batches, reconstruct=steps, learning_rate=rate, seed=seed, progress=self.progress
+            )
             row["fit"] = {"seconds": report.seconds, "tokens": report.tokens, "tokens_held_out": report.tokens_held_out}
         config = TrainingConfig(
             max_steps=self.config.max_steps,
@@ -188,7 +204,7 @@ class _Bench:
             model,
             self.rows,
             config,
-            compute_loss=distillation_loss(original),
+            compute_loss=distillation_loss(original, text_weight=self.config.text_weight),
             after_step=look,
             progress=self.progress,
             description=f"{scheme}, {start}, seed {seed}",
@@ -197,6 +213,8 @@ class _Bench:
         return {**row, **spent, "processes": run.processes, "curve": curve}
 
     def _reference(self, scheme: str) -> dict:
+        if scheme == ORIGINAL:
+            return self._measure(self.checkpoint, self.checkpoint)
         return self._measure(posswap.swap(copy.deepcopy(self.checkpoint), scheme, warm_start=False), self.checkpoint)
 
     def _measure(self, model: PreTrainedModel, original: PreTrainedModel) -> dict:
@@ -232,7 +250,9 @@ def with_tokens(rows: list[dict]) -> list[dict]:
     added = []
     for row in rows:
         cost, end = row["reference"]["damage"], ends.get((row["scheme"], row["seed"]))
-        recover = {str(share): tokens_to_reach(row["curve"], (1 - share / 100) * cost) for share in SHARES}
+        # The original has lost nothing that it could recover.
+        shares = () if row["scheme"] == ORIGINAL else SHARES
+        recover = {str(share): tokens_to_reach(row["curve"], (1 - share / 100) * cost) for share in shares}
         cold_end = {} if end is None else {"tokens_to_cold_end": tokens_to_reach(row["curve"], end)}
         added.append({**row, "tokens_to_recover": recover, **cold_end})
     return added
@@ -252,24 +272,28 @@ def markdown(results: dict) -> str:
     if "cold" in config["starts"]:
         titles.append("tokens to cold end")
     if results["causal"]:
-        titles.append("perplexity, end")
+        titles += ["perplexity, end", "of the original's"]
     if "fit" in config["starts"]:
         titles.append("fit, s")
     lines = [f"| {' | '.join(titles)} |", f"|---|---|{'---:|' * (len(titles) - 2)}"]
     for (scheme, start), rows in _groups(results).items():
         cells = [scheme, start, *(_number([row["curve"][place]["damage"] for row in rows]) for place in (0, -1))]
-        cells += [_tokens([row["tokens_to_recover"][str(share)] for row in rows]) for share in SHARES]
+        lost = scheme != ORIGINAL
+        cells += [_tokens([row["tokens_to_recover"][str(share)] for row in rows]) if lost else "" for share in SHARES]
         if "cold" in config["starts"]:
-            cells.append(_tokens([row["tokens_to_cold_end"] for row in rows]))
+            cells.append(_tokens([row["tokens_to_cold_end"] for row in rows]) if lost else "")
         if results["causal"]:
-            cells.append(_number([row["curve"][-1]["perplexity"] for row in rows]))
+            ends = [row["curve"][-1]["perplexity"] for row in rows]
+            cells += [_number(ends), _number([end / results["original"]["perplexity"] for end in ends], "{:.4f}")]
         if "fit" in config["starts"]:
             cells.append(_number([row["fit"]["seconds"] for row in rows if "fit" in row], "{:.0f}"))
         lines.append(f"| {' | '.join(cells)} |")
     trained = config["max_steps"] * config["batch_size"] * results["block_size"]
+    share = config.get("text_weight", 0.0)
+    taught = f", the text's own next tokens with a weight of {share:g}" if share else ""
     notes = [
         f"{config['model']}, distilled from its original for {config['max_steps']} steps of {config['batch_size']} x "
-        f"{results['block_size']} tokens, {trained:,} in all, learning rate {config['learning_rate']:g}; seeds: "
+        f"{results['block_size']} tokens, {trained:,} in all, learning rate {config['learning_rate']:g}{taught}; seeds: "
         f"{', '.join(map(str, config['seeds']))}. Measured on {results['evaluation_tokens']:,} held-out tokens. "
         "`tokens to 90 %`: until damage is a tenth of what the cold swap costs; 0: at the start already."
     ]
@@ -307,7 +331,7 @@ def plot(results: dict) -> Figure:
     for (scheme, start), rows in _groups(results).items():
         tokens = [point["tokens"] for point in rows[0]["curve"]]
         points = [[max(row["curve"][i]["damage"], 1e-12) for row in rows] for i in range(len(tokens))]
-        line = {"color": colours[scheme], "linestyle": STARTS[start], "marker": "o", "markersize": 3}
+        line = {"color": colours[scheme], "linestyle": STARTS.get(start, "-."), "marker": "o", "markersize": 3}
         axes.plot(tokens, [mean(values) for values in points], **line)
         if len(rows) > 1:
             low, high = [min(values) for values in points], [max(values) for values in points]
@@ -348,6 +372,9 @@ def command(
     max_steps: Annotated[int, typer.Option(help="Optimizer steps of each row.")] = _default.max_steps,
     batch_size: Annotated[int, typer.Option(help="Sequences a step, over all processes.")] = _default.batch_size,
     learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = _default.learning_rate,
+    text_weight: Annotated[
+        float, typer.Option(help="Share of the text's own next tokens in the loss of a causal model.")
+    ] = _default.text_weight,
     table_learning_rate_factor: Annotated[
         float, typer.Option(help="Position tables of attention learn this much faster.")
     ] = _default.table_learning_rate_factor,
@@ -360,6 +387,8 @@ def command(
     ] = None,
     text_column: Annotated[str, typer.Option(help="The column of a table that holds the text.")] = _default.text_column,
     fit_tokens: Annotated[int, typer.Option(help="Tokens that the start `fit` fits on.")] = _default.fit_tokens,
+    fit_steps: Annotated[int, typer.Option(help="Steps of that fit for each layer.")] = _default.fit_steps,
+    fit_learning_rate: Annotated[float, typer.Option(help="Peak rate of these steps.")] = _default.fit_learning_rate,
     evaluation_tokens: Annotated[int, typer.Option(help="Held-out tokens of each figure.")] = _default.evaluation_tokens,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
 ):
@@ -372,11 +401,14 @@ def command(
         max_steps=max_steps,
         batch_size=batch_size,
         learning_rate=learning_rate,
+        text_weight=text_weight,
         table_learning_rate_factor=table_learning_rate_factor,
         block_size=block_size,
         data=data,
         text_column=text_column,
         fit_tokens=fit_tokens,
+        fit_steps=fit_steps,
+        fit_learning_rate=fit_learning_rate,
         evaluation_tokens=evaluation_tokens,
     )
     if heal(config, output, resume=resume) is not None:

@@ -177,3 +177,40 @@ def test_two_processes_write_what_one_writes(recipe, config, folders, tmp_path):
         assert ours.keys() == theirs.keys() and (ours["processes"], theirs["processes"]) == (2, 1)
         for one, other in zip(ours["curve"], theirs["curve"], strict=True):
             assert one == pytest.approx(other, rel=0.02)
+
+
+def test_text_teaches_and_the_original_is_the_control(recipe, config, tmp_path):
+    """With its own next tokens in the loss, text tunes any model to itself: the original too, which is a row of its own."""
+    config = replace(config, schemes=("original", "rotary"), starts=("fit",), max_steps=30, learning_rate=1e-2)
+    ends = {}
+    for weight in (0.0, 0.5):
+        results = recipe.heal(replace(config, text_weight=weight), tmp_path / str(weight), progress=False)
+        assert [(row["scheme"], row["start"]) for row in results["rows"]] == [("original", ""), ("rotary", "fit")]
+        ends[weight] = [row["curve"][-1]["perplexity"] / results["original"]["perplexity"] for row in results["rows"]]
+    assert all(end < 0.9 * without for end, without in zip(ends[0.5], ends[0.0], strict=True))
+    table = (tmp_path / "0.5" / "results.md").read_text()
+    assert "next tokens with a weight of 0.5" in table and "| original |  |" in table
+
+
+def test_text_weight_is_the_cross_entropy(make_model):
+    """(1 - w) KL + w CE, by transformers' own loss; refused where there is no next token, and out of range."""
+    teacher, model = make_model("gpt2"), make_model("gpt2", seed=1)
+    batch = {"input_ids": torch.randint(2, 98, (3, 12), generator=torch.Generator().manual_seed(0))}
+    divergence = distillation_loss(teacher)(model, batch)
+    expected = 0.7 * divergence + 0.3 * model(**batch, labels=batch["input_ids"]).loss
+    assert distillation_loss(teacher, text_weight=0.3)(model, batch).item() == pytest.approx(expected.item(), rel=1e-5)
+    for wrong, says in ((-0.1, "from 0 to 1"), (1.5, "from 0 to 1")):
+        with pytest.raises(PosswapError, match=says):
+            distillation_loss(teacher, text_weight=wrong)
+    with pytest.raises(PosswapError, match="nothing else predicts"):
+        distillation_loss(make_model("bert"), text_weight=0.5)
+
+
+def test_fit_options_count(recipe, config, tmp_path):
+    """Steps and rate of the fit reach it."""
+    config = replace(config, starts=("fit",), max_steps=1, learning_rate=1e-9)
+    starts = []
+    for number, options in enumerate(({"fit_steps": 1}, {"fit_steps": 20}, {"fit_steps": 20, "fit_learning_rate": 1e-5})):
+        results = recipe.heal(replace(config, **options), tmp_path / str(number), progress=False)
+        starts.append(results["rows"][0]["curve"][0]["damage"])
+    assert starts[1] < 0.9 * starts[0] and starts[1] < 0.9 * starts[2]
