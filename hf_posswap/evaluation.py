@@ -5,7 +5,8 @@ from typing import Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.state import GradientState
+from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -50,7 +51,9 @@ def evaluate_batches(
     """
     if not len(dataset):
         raise PosswapError("there is nothing to evaluate: the data set is empty")
-    accelerator = Accelerator()
+    # All Accelerators share one count of accumulation steps: a new one must not change that of a training run which measures.
+    steps = GradientAccumulationPlugin(**GradientState().plugin_kwargs)
+    accelerator = Accelerator(gradient_accumulation_plugin=steps)
     check_processes(accelerator)
     loader = accelerator.prepare_data_loader(DataLoader(dataset, batch_size=batch_size, collate_fn=collate))
     was_training = model.training

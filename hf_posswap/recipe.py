@@ -31,7 +31,7 @@ import torch
 import typer
 import yaml
 from accelerate import PartialState
-from accelerate.utils import set_seed
+from accelerate.utils import parse_flag_from_env, set_seed
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -149,6 +149,7 @@ def main(config_class: type[RecipeConfig], run: Callable[[RecipeConfig, Path, bo
     result file shall hold; it is called on all processes, and the main one writes.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("accelerate").setLevel(logging.ERROR)
@@ -156,6 +157,8 @@ def main(config_class: type[RecipeConfig], run: Callable[[RecipeConfig, Path, bo
     program = Path(module.__file__).stem
 
     def command(**given):
+        # The first state of a process decides for all, and on its own heeds everything that was launched but this.
+        PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
         output, resume, file = (given.pop(name) for name in ("output", "resume", "config"))
         config = read_config(config_class, file, {name: value for name, value in given.items() if value is not None})
         if PartialState().is_main_process:

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_posswap.errors import DataError
+from hf_posswap.tables import hub_name, read_hub, read_table, read_texts, table_kind
 
 Split = Literal["train", "validation"]
 
@@ -83,7 +84,6 @@ def read_documents(source: str | Path, *, split: Split = "train", text_column: s
     held out by a hash of their text; a Hub dataset ("name" or "name:config") uses its own splits.
     """
     path = Path(source)
-    kind = path.suffix.lower()
     if path.is_dir():
         files = sorted(path.rglob("*.txt"))
         if not files:
@@ -93,27 +93,14 @@ def read_documents(source: str | Path, *, split: Split = "train", text_column: s
             documents = [text for name, text in texts.items() if split_of(name) == split]
         else:
             documents = [_tenth(text, split) for text in texts.values()]
-    elif kind in {".csv", ".tsv", ".json", ".jsonl", ".parquet"} and path.is_file():
-        import datasets
-
-        builder = {".tsv": "csv", ".jsonl": "json"}.get(kind, kind[1:])
-        options = {"delimiter": "\t"} if kind == ".tsv" else {}
-        try:
-            table = datasets.load_dataset(builder, data_files=str(path), split="train", **options)
-        except datasets.exceptions.DatasetGenerationError as error:
-            reason = str(error.__cause__ or error).splitlines()[0]
-            raise DataError(f"{path} cannot be read as {kind[1:]} in UTF-8: {reason}") from None
-        documents = [text for text in _column(table, text_column, source) if split_of(text) == split]
+    elif table_kind(path) and path.is_file():
+        documents = [text for text in read_texts(read_table(path), text_column, source) if split_of(text) == split]
     elif path.is_file():
         documents = [_tenth(_read_text(path), split)]
     elif path.suffix or str(source).startswith((".", "/", "~")):
         raise DataError(f"no such file or folder: {source}")
     else:
-        import datasets
-
-        name, _, config = str(source).partition(":")
-        table = datasets.load_dataset(name, config or None, split=split)
-        documents = _column(table, text_column, source)
+        documents = read_texts(read_hub(*hub_name(str(source)), split), text_column, source)
     documents = [text for text in documents if text.strip()]
     if not documents:
         raise DataError(f"{source} has no text in its {split!r} part; give more text, or another text_column")
@@ -130,17 +117,6 @@ def _read_text(path: Path) -> str:
 def _tenth(text: str, split: Split) -> str:
     cut = len(text) * 9 // 10
     return text[:cut] if split == "train" else text[cut:]
-
-
-def _column(table, column: str, source) -> list[str]:
-    if column not in table.column_names:
-        raise DataError(f"{source} has no column {column!r}; it has {table.column_names}: pass text_column=")
-    texts = table[column]
-    if any(text is None for text in texts):
-        raise DataError(f"column {column!r} of {source} has empty (None) rows: drop them first")
-    if not all(isinstance(text, str) for text in texts):
-        raise DataError(f"column {column!r} of {source} holds {table.features[column]}, not text: pass text_column=")
-    return list(texts)
 
 
 def token_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:

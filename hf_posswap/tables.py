@@ -1,0 +1,307 @@
+"""Tables: files and Hub data sets as rows, and the rows of a classification or regression task.
+
+A task is a text or a pair of texts, and a label or a number. Columns are found by the names that data sets use, labels are
+numbered in sorted order of the training set, and everything that is wrong with a table is said before anything is trained.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from hf_posswap.errors import DataError
+
+if TYPE_CHECKING:
+    import datasets
+
+KINDS = {".csv": "csv", ".tsv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+PAIRS = (
+    ("sentence1", "sentence2"), ("question1", "question2"), ("premise", "hypothesis"), ("question", "sentence"),
+    ("text1", "text2"), ("text_a", "text_b"),
+)  # fmt: skip
+SINGLES = ("text", "sentence", "content", "document", "review")
+LABELS = ("label", "labels", "score", "target")
+TASKS = ("auto", "classification", "regression")
+_SHORT_NAMES = {"glue": "nyu-mll/glue", "super_glue": "aps/super_glue"}  # the ones that everybody writes without an owner
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableConfig:
+    """Where the rows of a task come from; mixed into the configuration of a recipe."""
+
+    dataset: Annotated[str | None, "A Hub data set: owner/name, owner/name/config, or glue/cola."] = None
+    dataset_config: Annotated[str | None, "Its configuration, if the name does not say it."] = None
+    train_file: Annotated[str | None, "A csv, tsv, json, jsonl or parquet file; all but parquet may be .gz."] = None
+    validation_file: Annotated[str | None, "Default: a tenth of the training rows is held out."] = None
+    test_file: Annotated[str | None, "Measured too, at the end."] = None
+    validation_split: Annotated[str | None, "Of a Hub data set. Default: validation, or a tenth of train."] = None
+    text_column: Annotated[str | None, "Default: found by the usual names."] = None
+    text_pair_column: Annotated[str | None, "The second text of a pair."] = None
+    label_column: Annotated[str | None, "Default: label, labels, score or target."] = None
+    task: Annotated[Literal[TASKS], "auto: numbers with a fraction are regression, all else classification."] = "auto"
+    max_train_samples: Annotated[int | None, "Train on so many rows, drawn with data_seed."] = None
+    max_eval_samples: Annotated[int | None, "Measure on so many rows, drawn with data_seed."] = None
+    data_seed: Annotated[int, "Of what is drawn or held out: the same rows for every scheme and seed."] = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Texts, their second halves if they are pairs, and a number for each: of its label, or to be predicted."""
+
+    texts: list[str]
+    pairs: list[str] | None
+    labels: list[int] | list[float]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def take(self, places: Sequence[int]) -> "Rows":
+        """Return some of the rows."""
+        return Rows(
+            [self.texts[i] for i in places],
+            None if self.pairs is None else [self.pairs[i] for i in places],
+            [self.labels[i] for i in places],
+        )
+
+    def sample(self, count: int | None, seed: int) -> "Rows":
+        """Return so many rows, drawn with a seed and in their old order; all of them if there are no more.
+
+        >>> Rows(list("abcde"), None, [0, 1, 0, 1, 0]).sample(3, seed=0).texts
+        ['a', 'd', 'e']
+        """
+        if count is None or count >= len(self):
+            return self
+        return self.take(sorted(random.Random(seed).sample(range(len(self)), count)))
+
+
+@dataclass(frozen=True)
+class Task:
+    """The rows of each split, and what the numbers of their labels stand for (nothing, in a regression)."""
+
+    source: str
+    train: Rows
+    validation: Rows
+    test: Rows | None
+    label_names: tuple[str, ...]
+
+    @property
+    def is_regression(self) -> bool:
+        return not self.label_names
+
+
+def read_task(config: TableConfig) -> Task:
+    """Read, check, hold out and draw the rows that a configuration asks for.
+
+    Raises:
+        DataError: No such file, data set or column; a split without rows; texts or labels that are missing, of another type,
+            or, in what is measured, unknown to the training rows.
+    """
+    for name in ("max_train_samples", "max_eval_samples"):
+        if (count := getattr(config, name)) is not None and count < 1:
+            raise DataError(f"{name}={count} must be at least 1")
+    if (config.dataset is None) == (config.train_file is None):
+        raise DataError("give a Hub data set (dataset) or a local file (train_file), one of them")
+    tables = _hub_tables(config) if config.dataset else _local_tables(config)
+    source = config.dataset or Path(config.train_file).name
+    text, pair, label = _choose_columns(tables["train"], config, source)
+    texts, values = {}, {}
+    for split, table in tables.items():
+        where = f"the {split} part of {source}"
+        if len(table) == 0:
+            raise DataError(f"{where} has no rows")
+        texts[split] = [read_texts(table, name, where) for name in (text, pair) if name]
+        values[split] = _label_column(table, label, where)
+    feature = tables["train"].features[label]
+    if config.task == "regression" or config.task == "auto" and _is_float(feature):
+        names, labels = (), {split: _numbers(values[split], label, f"the {split} part of {source}") for split in values}
+    else:
+        names, labels = _number_labels(values, getattr(feature, "names", None), label, source)
+    rows = {split: Rows(*(texts[split] + [None])[:2], labels[split]) for split in tables}
+    if "validation" not in rows:
+        rows["train"], rows["validation"] = hold_out(rows["train"], config.data_seed)
+    rows = {
+        split: part.sample(config.max_train_samples if split == "train" else config.max_eval_samples, config.data_seed)
+        for split, part in rows.items()
+    }
+    for split, part in rows.items():
+        if len(set(part.labels)) < 2 and (not names or split == "train"):
+            raise DataError(f"column {label!r} is the same in all rows of the {split} part of {source}: nothing to tell apart")
+    return Task(source, rows["train"], rows["validation"], rows.get("test"), names)
+
+
+def hold_out(rows: Rows, seed: int) -> tuple[Rows, Rows]:
+    """Return (nine tenths, a tenth) of the rows, drawn with a seed."""
+    if len(rows) < 10:
+        raise DataError(f"{len(rows)} rows are too few to hold a tenth out: give validation rows")
+    held = set(random.Random(seed).sample(range(len(rows)), len(rows) // 10))
+    return rows.take([i for i in range(len(rows)) if i not in held]), rows.take(sorted(held))
+
+
+def table_kind(path: Path) -> str | None:
+    """Return how a file is read, by its name, or None if it is no table.
+
+    >>> table_kind(Path("rows.jsonl")), table_kind(Path("rows.tsv.gz")), table_kind(Path("book.txt"))
+    ('json', 'csv', None)
+    """
+    return KINDS.get(Path(path.name.lower().removesuffix(".gz")).suffix)
+
+
+def read_table(path: str | Path) -> "datasets.Dataset":
+    """Read a csv, tsv, json, jsonl or parquet file; all but parquet may be compressed, as .gz."""
+    import datasets
+
+    path = Path(path).expanduser()
+    kind = table_kind(path)
+    if not path.is_file():
+        raise DataError(f"no such file: {path}")
+    if kind is None or (kind == "parquet" and path.suffix.lower() == ".gz"):
+        raise DataError(f"{path} is no table that can be read: give {', '.join(KINDS)}, or all but .parquet with .gz")
+    # The words "null" and "NA" are text; only an empty cell is missing.
+    options = {"keep_default_na": False, "na_values": [""]} if kind == "csv" else {}
+    if path.name.lower().removesuffix(".gz").endswith(".tsv"):
+        options["delimiter"] = "\t"
+    try:
+        return datasets.load_dataset(kind, data_files=str(path), split="train", **options)
+    except (datasets.exceptions.DatasetsError, ValueError) as error:
+        if "no data" in str(error) or type(error.__cause__).__name__ == "EmptyDataError":
+            raise DataError(f"{path} has no rows") from None
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise DataError(f"{path} cannot be read as {kind} in UTF-8: {reason}") from None
+
+
+def read_hub(name: str, config: str | None, split: str | None) -> "datasets.Dataset | datasets.DatasetDict":
+    """Read a Hub data set, or one split of it; without network or under a wrong name, say so in one line."""
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, config, split=split)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        place = name + (f", {config}" if config else "")
+        raise DataError(f"cannot read the Hub data set {place}: {reason}; a local file needs no network") from None
+
+
+def read_texts(table: "datasets.Dataset", column: str, source) -> list[str]:
+    """Return a column of texts, or raise saying what there is instead."""
+    check_column(table, column, source, "text_column")
+    texts = table[column][:]
+    empty = [number for number, text in enumerate(texts, 1) if text is None]
+    if empty:
+        raise DataError(f"column {column!r} of {source} has empty (None) rows, {len(empty)} from row {empty[0]} on: drop them")
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError(f"column {column!r} of {source} holds {table.features[column]}, not text: pass text_column=")
+    return texts
+
+
+def check_column(table: "datasets.Dataset", column: str, source, option: str) -> None:
+    """Raise if a table lacks a column."""
+    if column not in table.column_names:
+        raise DataError(f"{source} has no column {column!r}; it has {table.column_names}: pass {option}=")
+
+
+def _local_tables(config: TableConfig) -> dict[str, "datasets.Dataset"]:
+    for name in ("dataset_config", "validation_split"):
+        if getattr(config, name):
+            raise DataError(f"{name} is of Hub data sets; a local file has none")
+    files = {"train": config.train_file, "validation": config.validation_file, "test": config.test_file}
+    return {split: read_table(file) for split, file in files.items() if file}
+
+
+def _hub_tables(config: TableConfig) -> dict[str, "datasets.Dataset"]:
+    if config.validation_file or config.test_file:
+        raise DataError("validation_file and test_file go with train_file, not with dataset")
+    name, part = hub_name(config.dataset)
+    if part and config.dataset_config:
+        raise DataError(f"{config.dataset} names a configuration, and dataset_config={config.dataset_config} another: give one")
+    splits = read_hub(name, part or config.dataset_config, None)
+    held = config.validation_split or ("validation" if "validation" in splits else None)
+    for split in ("train", held):
+        if split and split not in splits:
+            raise DataError(f"{config.dataset} has no split {split!r}; it has {sorted(splits)}: pass validation_split=")
+    return {"train": splits["train"]} | ({"validation": splits[held]} if held else {})
+
+
+def hub_name(name: str) -> tuple[str, str | None]:
+    """Return (name, configuration) of a data set as people write it.
+
+    >>> hub_name("glue/cola"), hub_name("nyu-mll/glue/cola"), hub_name("stanfordnlp/imdb"), hub_name("wikitext:wikitext-2-v1")
+    (('nyu-mll/glue', 'cola'), ('nyu-mll/glue', 'cola'), ('stanfordnlp/imdb', None), ('wikitext', 'wikitext-2-v1'))
+    """
+    if ":" in name:
+        name, _, config = name.partition(":")
+        return _SHORT_NAMES.get(name, name), config or None
+    first, *rest = name.split("/")
+    parts = [*_SHORT_NAMES.get(first, first).split("/"), *rest]
+    return "/".join(parts[:2]), "/".join(parts[2:]) or None
+
+
+def _choose_columns(table: "datasets.Dataset", config: TableConfig, source: str) -> tuple[str, str | None, str]:
+    """Return the columns of the text, of its pair (None: single texts) and of the label."""
+    there = table.column_names
+    label = config.label_column or next((name for name in LABELS if name in there), LABELS[0])
+    check_column(table, label, source, "label_column")
+    if config.text_column or config.text_pair_column:
+        text, pair = config.text_column or SINGLES[0], config.text_pair_column
+    else:
+        known = [pair for pair in PAIRS if set(pair) <= set(there)] + [(name, None) for name in SINGLES if name in there]
+        if not known:
+            raise DataError(f"{source} has no column of a usual name ({', '.join(SINGLES)}); it has {there}: pass text_column=")
+        text, pair = known[0]
+    for column, option in ((text, "text_column"), (pair, "text_pair_column")):
+        if column:
+            check_column(table, column, source, option)
+    if len({text, pair, label}) < 3:
+        raise DataError(f"text, its pair and the label are to be different columns, not {text!r}, {pair!r} and {label!r}")
+    return text, pair, label
+
+
+def _label_column(table: "datasets.Dataset", column: str, where: str) -> list:
+    check_column(table, column, where, "label_column")
+    values = table[column][:]
+    for number, value in enumerate(values, 1):
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+            raise DataError(f"column {column!r} of {where} has no label in row {number}")
+        if not isinstance(value, (int, float, str)):
+            raise DataError(f"column {column!r} of {where} holds {table.features[column]}, not labels: pass label_column=")
+    return values
+
+
+def _is_float(feature) -> bool:
+    return str(getattr(feature, "dtype", "")).startswith(("float", "double", "decimal"))
+
+
+def _numbers(values: list, column: str, where: str) -> list[float]:
+    if strange := next((value for value in values if isinstance(value, str)), None):
+        raise DataError(f"column {column!r} of {where} holds the text {strange!r}: a regression needs numbers")
+    return [float(value) for value in values]
+
+
+def _number_labels(
+    values: dict[str, list], names: list[str] | None, column: str, source: str
+) -> tuple[tuple[str, ...], dict[str, list[int]]]:
+    """Number the labels: a Hub data set's own numbers, or else the sorted labels of the training rows."""
+    train = values["train"]
+    if names:
+        known = {number: number for number in range(len(names))}
+    else:
+        kinds = {isinstance(value, str) for value in train}
+        different = sorted({str(value) for value in train}) if len(kinds) > 1 else sorted(set(train))
+        if len(different) > max(10, len(train) // 2):
+            raise DataError(
+                f"column {column!r} of {source} holds {len(different)} different labels in {len(train)} rows: give another "
+                "label_column, or task=regression for numbers"
+            )
+        # By their text: 1 in a csv and "1" in a json file are one label.
+        names, known = [str(value) for value in different], {str(value): number for number, value in enumerate(different)}
+        values = {split: [str(value) for value in labels] for split, labels in values.items()}
+    for split, labels in values.items():
+        for number, value in enumerate(labels, 1):
+            if value not in known:
+                hint = " (-1 stands for a label that is kept secret)" if value == -1 else ""
+                raise DataError(
+                    f"row {number} of the {split} part of {source} has the label {value!r}{hint}, which is out of range: "
+                    f"known are {', '.join(map(str, list(known)[:20]))}"
+                )
+    return tuple(names), {split: [known[value] for value in labels] for split, labels in values.items()}

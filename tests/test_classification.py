@@ -1,0 +1,305 @@
+"""The recipes of classification end to end on tiny models: what can be learnt is, and what cannot be run is refused first."""
+
+import csv
+import importlib
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, BertModel, GPT2LMHeadModel
+
+from hf_posswap import classification
+from hf_posswap.batching import pad
+from hf_posswap.classification import encode, predict
+from hf_posswap.errors import PosswapError
+from hf_posswap.recipe import load_model, load_tokenizer, read_config
+from hf_posswap.tables import Rows
+
+ROOT = Path(__file__).parents[1]
+WORDS = "the a sat ran on under mat log and then it was happy sad".split()
+FAST = {"max_steps": 2, "batch_size": 8, "eval_batch_size": 8, "fit_steps": 2, "fit_tokens": 256}
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    """The function that imports a recipe by name, as Python imports it when it is run."""
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    return importlib.import_module
+
+
+@pytest.fixture
+def folder(make_model, bert_tokenizer, gpt2_tokenizer, tmp_path):
+    """Two tiny models, and sentences whose label is whether the first animal is the cat: words alone do not tell."""
+    gpt2 = make_model("gpt2", head=GPT2LMHeadModel, pad_token_id=None, bos_token_id=1, eos_token_id=1)
+    for name, model, tokenizer in (
+        ("bert", make_model("bert", head=BertModel), bert_tokenizer),
+        ("gpt2", gpt2, gpt2_tokenizer),
+    ):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    chance = random.Random(0)
+    for split, count in (("train", 400), ("dev", 101)):
+        rows = []
+        for _ in range(count):
+            label = chance.choice(("cat", "dog"))
+            animals = [label, "dog" if label == "cat" else "cat"]
+            rows.append((" ".join(animals + chance.choices(WORDS, k=chance.randint(1, 12))), label))
+        _write(tmp_path / f"{split}.csv", ("sentence", "label"), rows)
+    return tmp_path
+
+
+def _write(path, names, rows):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([names, *rows])
+
+
+def _files(folder, model="bert", **options):
+    files = {"train_file": str(folder / "train.csv"), "validation_file": str(folder / "dev.csv")}
+    return {"model": str(folder / model), **files, **FAST, **options}
+
+
+@pytest.mark.parametrize("model", ["bert", "gpt2"])
+@pytest.mark.parametrize("scheme", ["original", "rotary", "relative:clip=4"])
+def test_what_can_be_learnt_is_learnt(recipe, folder, model, scheme):
+    """Which of two animals comes first: every scheme learns it, and no positions at all do not, in an encoder."""
+    module = recipe("downstream_classification")
+    options = _files(
+        folder, model, scheme=scheme, max_steps=150, batch_size=16, learning_rate=3e-3, eval_steps=75, dropout=False
+    )
+    result = module.run(module.Config(**options), folder / "out", False)
+    assert result["figures"]["accuracy"] > 0.95 and result["figures"]["matthews"] > 0.9
+    assert list(result["figures"]) == ["accuracy", "f1", "f1_macro", "matthews", "loss"] and result["metric"] == "accuracy"
+    assert [point["step"] for point in result["curve"]] == [75, 150] and len(result["losses"]) == 150
+    assert result["curve"][-1]["accuracy"] == result["figures"]["accuracy"] and result["cost"]["tokens"] > 0
+    sizes = result["data"]["splits"]
+    assert result["data"]["labels"] == ["cat", "dog"] and (sizes["train"]["rows"], sizes["validation"]["rows"]) == (400, 101)
+    assert sizes["train"]["longest"] == (16 if model == "bert" else 14) and sizes["train"]["truncated"] == 0
+
+
+def test_what_cannot_be_learnt(recipe, folder):
+    """The same task without positions is guessing: the texts tell by their order alone."""
+    module = recipe("downstream_classification")
+    options = _files(folder, scheme="none", max_steps=100, batch_size=16, learning_rate=3e-3, dropout=False)
+    assert module.run(module.Config(**options), folder / "out", False)["figures"]["accuracy"] < 0.75
+
+
+@pytest.mark.parametrize("model", ["bert", "gpt2"])
+def test_regression_of_pairs(recipe, folder, model):
+    """Numbers for pairs: correlations, a test part, both texts reach the model in their order."""
+    chance = random.Random(1)
+    for split, count in (("train", 300), ("dev", 60), ("test", 33)):
+        rows = [(" ".join(chance.choices(WORDS, k=3)), chance.choice(("cat", "dog")), chance.random()) for _ in range(count)]
+        rows = [(first, second, 0.1 * noise + 2 * (second == "cat")) for first, second, noise in rows]
+        _write(folder / f"{split}.csv", ("sentence1", "sentence2", "score"), rows)
+    module = recipe("downstream_classification")
+    options = _files(folder, model, max_steps=150, batch_size=16, learning_rate=3e-3, dropout=False, metric="pearson")
+    result = module.run(module.Config(**options, test_file=str(folder / "test.csv")), folder / "out", False)
+    assert result["figures"]["pearson"] > 0.9 and result["figures"]["test_pearson"] > 0.9 and result["figures"]["loss"] < 0.3
+    assert list(result["figures"])[:4] == ["pearson", "spearman", "loss", "test_pearson"]
+    assert result["data"]["labels"] == [] and result["data"]["splits"]["test"]["rows"] == 33
+
+
+@pytest.mark.parametrize("start", ["cold", "swap", "fit", "scratch"])
+def test_starts(recipe, folder, start, monkeypatch):
+    """Every start runs; what a fit reads is said: the training texts, or the embedded text where they are too few."""
+    module = recipe("downstream_classification")
+    config = module.Config(**_files(folder, scheme="rotary", start=start))
+    result = module.run(config, folder / "out", False)
+    assert result["fitted_on"] == ("the training texts" if start == "fit" else None)
+    if start == "fit":
+        monkeypatch.setattr(classification, "documents", lambda *given, causal: ["the cat sat on the mat " * 200])
+        config = module.Config(**_files(folder, scheme="rotary", start=start, fit_tokens=99_999))
+        assert module.run(config, folder / "out2", False)["fitted_on"] == "the embedded text"
+
+
+def test_the_embedded_task(recipe, folder, monkeypatch):
+    """Without a data set: intact and swapped sentences in equal number, none of them in both parts."""
+    module = recipe("downstream_classification")
+    config = module.Config(**{**_files(folder), "train_file": None, "validation_file": None, "max_train_samples": 200})
+    task = classification.read_labelled(config)
+    assert (len(task.train), len(task.validation), sum(task.train.labels)) == (200, 1000, 100)
+    assert not set(task.train.texts) & set(task.validation.texts) and task.label_names == ("intact", "swapped")
+    monkeypatch.setattr(classification, "read_labelled", lambda config: task)  # reading the library takes seconds
+    result = module.run(config, folder / "out", False)
+    assert result["data"]["source"] == "word order"
+    assert result["data"]["splits"]["train"]["longest"] > 10
+
+
+def test_long_documents(recipe, folder):
+    """The original is cut at its 32 positions, a swap reads what it is told to, and long documents are counted apart."""
+    chance = random.Random(2)
+    for split, count in (("train", 200), ("dev", 60)):
+        rows = []
+        for number in range(count):
+            label = chance.choice(("cat", "dog"))  # at the end: what is cut off decides
+            rows.append((" ".join([*chance.choices(WORDS, k=8 if number % 3 == 0 else 44), *[label] * 4]), label))
+        _write(folder / f"{split}.csv", ("text", "label"), rows)
+    module = recipe("long_documents")
+    options = _files(folder, max_steps=100, batch_size=16, gradient_accumulation_steps=2, learning_rate=3e-3, max_length=64)
+    results = {}
+    for scheme in ("original", "rotary"):
+        result = module.run(module.Config(**options, scheme=scheme, dropout=False), folder / scheme, False)
+        results[scheme] = result["figures"]
+        sizes = result["data"]["splits"]["validation"]
+        assert (sizes["rows"], sizes["long"], sizes["longest"]) == (60, 40, 50)
+        assert (result["data"]["max_length"], sizes["truncated"]) == ((32, 40) if scheme == "original" else (64, 0))
+        assert sizes["truncated_share"] == sizes["truncated"] / 60
+    assert results["rotary"]["accuracy_long"] > 0.95 and results["rotary"]["accuracy"] > 0.95
+    assert results["original"]["accuracy_long"] < 0.75 < results["original"]["accuracy"] + 0.2
+    with pytest.raises(PosswapError, match="documents with labels"):
+        module.Config()
+
+
+def test_shapes_and_order(folder, gpt2_tokenizer, bert_tokenizer):
+    """Predictions come in the order of the rows and do not depend on how they are batched or padded, in both families."""
+    rows = Rows(["the cat sat on the mat", "a dog", "the dog ran under a log and then it sat"] * 3, None, [0, 1, 1] * 3)
+    for name in ("bert", "gpt2"):
+        config, tokenizer = read_config(classification.ClassificationConfig, None, {"model": str(folder / name)}), None
+        tokenizer = load_tokenizer(config.model)
+        model = load_model(config, AutoModelForSequenceClassification, tokenizer=tokenizer, num_labels=3)
+        encoded = encode(rows, tokenizer, 32).rows
+        together, alone = (predict(model, encoded, model.config.pad_token_id, size) for size in (9, 1))
+        assert together.shape == (9, 3) and torch.allclose(together, alone, atol=1e-5)
+        assert torch.allclose(together[:3], together[3:6], atol=1e-5) and not torch.allclose(
+            together[0], together[1], atol=1e-2
+        )
+        batch = pad(encoded[:3], model.config.pad_token_id)
+        assert batch["labels"].tolist() == [0, 1, 1] and batch["attention_mask"].sum(1).tolist() == [
+            len(row["input_ids"]) for row in encoded[:3]
+        ]
+
+
+def test_pairs_and_cuts(bert_tokenizer, gpt2_tokenizer):
+    """BERT gets two kinds of tokens, GPT-2 an end of text between; both keep the second text when the first is cut."""
+    rows = Rows(["the cat sat on the mat"], ["a dog"], [0.5])
+    row = encode(rows, bert_tokenizer, 32).rows[0]
+    assert row["token_type_ids"].tolist() == [0] * 8 + [1] * 3 and row["labels"].dtype == torch.float32
+    row = encode(rows, gpt2_tokenizer, 32).rows[0]
+    assert "token_type_ids" not in row
+    assert gpt2_tokenizer.decode(row["input_ids"]).split() == "the cat sat on the mat <|endoftext|> a dog".split()
+    for tokenizer, end in ((bert_tokenizer, "a dog [SEP]"), (gpt2_tokenizer, "<|endoftext|> a dog")):
+        cut = encode(rows, tokenizer, 8)
+        assert len(cut.rows[0]["input_ids"]) == 8 and cut.truncated == 1 and cut.lengths[0] > 8
+        assert tokenizer.decode(cut.rows[0]["input_ids"]).endswith(end)
+    with pytest.raises(PosswapError, match="row 2 of the train texts has no token"):
+        encode(Rows(["a dog", ""], None, [0, 1]), gpt2_tokenizer, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_length": 33}, "max_length=33, but the model will read 32 tokens: raise max_positions"),
+        ({"max_length": 33, "max_positions": 32, "scheme": "rotary"}, "max_length=33"),
+        ({"max_length": 2}, "at least 3"),
+        ({"max_positions": 64}, "the original reads 32 tokens, not 64"),
+        ({"metric": "spearman"}, "none for 2 labels; there are accuracy, f1, f1_macro, matthews"),
+        ({"metric": "acuracy"}, "metric='acuracy'"),
+        ({"batch_size": 401}, "400 training rows do not fill one batch of 401"),
+        ({"text_column": "text"}, r"no column 'text'; it has \['sentence', 'label'\]"),
+        ({"train_file": None}, "one of them"),
+        ({"eval_steps": -1}, "eval_steps=-1"),
+        ({"scheme": "rotery"}, "rotery"),
+        ({"dataset": "glue/cola"}, "one of them"),
+        (
+            {"dataset": "glue/cola", "train_file": None, "validation_file": None},
+            "cannot read the Hub data set nyu-mll/glue, cola",
+        ),
+    ],
+)
+def test_bad_options(recipe, folder, options, says, monkeypatch):
+    """What cannot be run is refused before anything is trained."""
+    module = recipe("downstream_classification")
+    monkeypatch.setattr(classification, "train", lambda *given, **options: pytest.fail("it has trained"))
+    with pytest.raises(PosswapError, match=says):
+        module.run(module.Config(**_files(folder, **{"max_steps": 1, **options})), folder / "out", False)
+
+
+def test_foreign_tokenizer(recipe, folder, bert_tokenizer):
+    """A tokenizer that knows more tokens than the model is refused."""
+    bert_tokenizer.add_tokens([f"word{n}" for n in range(100)])
+    bert_tokenizer.save_pretrained(folder / "bert")
+    module = recipe("downstream_classification")
+    with pytest.raises(PosswapError, match="do not belong together"):
+        module.run(module.Config(**_files(folder)), folder / "out", False)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("cola", "downstream_classification"),
+        ("sst2", "downstream_classification"),
+        ("word_order", "downstream_classification"),
+        ("movie_reviews", "long_documents"),
+        ("hyperpartisan", "long_documents"),
+    ],
+)
+def test_configurations(recipe, name, module):
+    """Every file is a configuration of its recipe."""
+    file = ROOT / "recipes" / "configs" / f"{name}.yaml"
+    config = read_config(recipe(module).Config, file, {"scheme": "rotary"})
+    assert config.scheme == "rotary" and config.model == "minilm" and config.max_steps >= 100
+
+
+def _run(folder, output, *options, processes=1):
+    recipe = ["recipes/downstream_classification.py", "--output", str(output)]
+    for name, value in _files(folder).items():
+        recipe += [f"--{name.replace('_', '-')}", str(value)]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "--"] if processes > 1 else []
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *(launch if processes > 1 else ()), *recipe, *options],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((output / "result.json").read_text())
+
+
+def test_two_processes(folder):
+    """Two processes take the steps that one takes, and count each of the 101 samples once."""
+    options = "--no-dropout", "--max-steps", "6", "--eval-steps", "3", "--learning-rate", "1e-3", "--scheme", "rotary"
+    one, two = (_run(folder, folder / f"out{processes}", *options, processes=processes) for processes in (1, 2))
+    assert two["cost"]["processes"] == 2 and one["cost"]["processes"] == 1
+    assert two["losses"] == pytest.approx(one["losses"], abs=1e-4)
+    assert two["figures"] == pytest.approx(one["figures"], abs=1e-4)
+    assert [point["step"] for point in two["curve"]] == [3, 6]
+    assert two["curve"][0]["loss"] == pytest.approx(one["curve"][0]["loss"], abs=1e-4)
+    assert two["figures"]["accuracy"] * 101 == pytest.approx(round(two["figures"]["accuracy"] * 101))
+    assert two["data"] == one["data"]
+
+
+def test_measuring_does_not_change_training(recipe, folder):
+    """Steps are accumulated as before after a look at the validation rows, and batches of like lengths train as well."""
+    module = recipe("downstream_classification")
+    losses = []
+    for steps, strategy in ((0, "random"), (1, "random"), (0, "group_by_length")):
+        options = {"max_steps": 6, "gradient_accumulation_steps": 2, "eval_steps": steps, "learning_rate": 1e-3}
+        config = module.Config(**_files(folder, **options, train_sampling_strategy=strategy))
+        losses.append(module.run(config, folder / f"{steps}{strategy}", False)["losses"])
+    assert losses[0] == losses[1] and losses[2] != losses[0] and len(losses[2]) == 6
+
+
+def test_resuming(recipe, folder):
+    """A run that stopped goes on with the measurements that it has made."""
+    module = recipe("downstream_classification")
+    config = module.Config(**_files(folder, max_steps=6, eval_steps=2, checkpoint_every=4))
+    whole = module.run(config, folder / "whole", False)
+    with pytest.MonkeyPatch.context() as patch:
+        seen, write = [], classification.write_json
+
+        def stop(path, content):
+            write(path, content)
+            seen.append(path)
+            if len(seen) == 2:
+                raise KeyboardInterrupt
+
+        patch.setattr(classification, "write_json", stop)
+        with pytest.raises(KeyboardInterrupt):
+            module.run(module.Config(**_files(folder, max_steps=6, eval_steps=2, checkpoint_every=3)), folder / "cut", False)
+    cut = module.run(module.Config(**_files(folder, max_steps=6, eval_steps=2, checkpoint_every=3)), folder / "cut", True)
+    assert cut["losses"] == whole["losses"] and cut["figures"] == whole["figures"]
+    assert [point["step"] for point in cut["curve"]] == [2, 4, 6]

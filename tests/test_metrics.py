@@ -1,0 +1,125 @@
+"""Metrics: against scikit-learn and SciPy, against values by hand, at the edges, and side by side."""
+
+import subprocess
+import sys
+
+import numpy
+import pytest
+import torch
+from scipy import stats
+from sklearn import metrics as theirs
+
+from hf_posswap import PosswapError
+from hf_posswap.measure.metrics import F1, METRICS, Accuracy, Matthews, Pearson, Spearman, compute_metrics, metric_names
+
+
+def _labels(count, classes, seed):
+    generator = numpy.random.default_rng(seed)
+    references = generator.integers(classes, size=count)
+    return numpy.where(generator.random(count) < 0.5, references, generator.integers(classes, size=count)), references
+
+
+@pytest.mark.parametrize("classes", [2, 5])
+def test_labels_against_scikit_learn(classes):
+    """All metrics of labels are scikit-learn's on random predictions."""
+    predictions, references = _labels(203, classes, seed=classes)
+    figures = compute_metrics(metric_names(classes), predictions, references)
+    wanted = {
+        "accuracy": theirs.accuracy_score(references, predictions),
+        "f1_macro": theirs.f1_score(references, predictions, average="macro"),
+        "matthews": theirs.matthews_corrcoef(references, predictions),
+    }
+    if classes == 2:
+        wanted["f1"] = theirs.f1_score(references, predictions)
+    assert figures == pytest.approx(wanted) and len(set(figures.values())) == len(figures)
+
+
+def test_numbers_against_scipy():
+    """Correlations are SciPy's; ranks do not see a monotone change, the linear one does."""
+    generator = numpy.random.default_rng(0)
+    references = generator.normal(size=101).round(1)  # with ties
+    predictions = references + generator.normal(size=101)
+    figures = compute_metrics(metric_names(0), predictions, references)
+    assert figures["pearson"] == pytest.approx(stats.pearsonr(predictions, references).statistic)
+    assert figures["spearman"] == pytest.approx(stats.spearmanr(predictions, references).statistic)
+    bent = compute_metrics(metric_names(0), numpy.exp(predictions), references)
+    assert bent["spearman"] == figures["spearman"] and abs(bent["pearson"] - figures["pearson"]) > 0.01
+
+
+def test_by_hand():
+    """3 true positives, 1 false positive, 2 false negatives, 4 true negatives."""
+    predictions, references = [1, 1, 1, 1, 0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 1, 1, 0, 0, 0, 0]
+    figures = compute_metrics(metric_names(2), predictions, references)
+    assert figures["accuracy"] == pytest.approx(0.7)
+    assert figures["f1"] == pytest.approx(6 / 9) and figures["f1_macro"] == pytest.approx((6 / 9 + 8 / 11) / 2)
+    assert figures["matthews"] == pytest.approx((3 * 4 - 1 * 2) / (4 * 5 * 5 * 6) ** 0.5)
+    assert Pearson().compute(predictions=[1.0, 2.0, 3.0], references=[1.0, 3.0, 2.0])["pearson"] == pytest.approx(0.5)
+    assert Spearman().compute(predictions=[1.0, 2.0, 9.0], references=[5.0, 7.0, 6.0])["spearman"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("predictions", "references", "wanted"),
+    [
+        ([1, 1, 1], [1, 1, 1], {"accuracy": 1, "f1": 1, "f1_macro": 1, "matthews": 0}),
+        ([0, 0, 0], [0, 0, 0], {"accuracy": 1, "f1": 0, "f1_macro": 1, "matthews": 0}),
+        ([1, 1, 1, 1], [0, 1, 0, 1], {"accuracy": 0.5, "f1": 2 / 3, "f1_macro": 1 / 3, "matthews": 0}),
+        ([0, 1], [1, 0], {"accuracy": 0, "f1": 0, "f1_macro": 0, "matthews": -1}),
+    ],
+)
+def test_one_label_only(predictions, references, wanted):
+    """Constant predictions and one label only have figures, without a warning."""
+    assert compute_metrics(metric_names(2), predictions, references) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("constant", [0.0, 0.1, -3.7])
+def test_numbers_that_do_not_vary(constant):
+    """A correlation with a constant is 0, on either side and for one sample, without a warning."""
+    for metric in (Pearson, Spearman):
+        for pair in (([constant] * 5, [1.0, 2, 3, 4, 5]), ([1.0, 2, 3, 4, 5], [constant] * 5), ([1.0], [constant])):
+            assert list(metric().compute(predictions=pair[0], references=pair[1]).values()) == [0.0]
+
+
+def test_errors():
+    """Numbers that are not finite, labels that binary F1 has no place for, options and names that do not exist."""
+    for metric in (Pearson, Spearman):
+        for bad in (float("nan"), float("inf")):
+            with pytest.raises(PosswapError, match="predictions hold (nan|inf) at place 1"):
+                metric().compute(predictions=[1.0, bad, 2.0], references=[1.0, 2.0, 3.0])
+    with pytest.raises(PosswapError, match="not 2: take average='macro'"):
+        F1().compute(predictions=[0, 2], references=[0, 1])
+    with pytest.raises(PosswapError, match="known are binary, macro"):
+        F1().compute(predictions=[0, 1], references=[0, 1], average="micro")
+    with pytest.raises(PosswapError, match="known are accuracy"):
+        compute_metrics(("acuracy",), [0], [0])
+    with pytest.raises(PosswapError, match="gather_for_metrics"):
+        Accuracy(num_process=2, process_id=1)
+    with pytest.raises(ValueError, match="Mismatch"):
+        Accuracy().compute(predictions=[0, 1], references=[0])
+    assert set(METRICS) == {name for labels in (0, 2, 3) for name in metric_names(labels)}
+
+
+def test_batches_side_by_side():
+    """Batches add up; two metrics of one kind that are filled in turn do not see each other; a metric can be used again."""
+    one, other = Matthews(), Matthews()
+    for part in ([0, 1, 1], [1, 0]):
+        one.add_batch(predictions=torch.tensor(part), references=part)
+        other.add_batch(predictions=numpy.array(part), references=[1 - label for label in part])
+    assert one.compute() == {"matthews": 1.0} and other.compute() == {"matthews": -1.0}
+    assert one.compute(predictions=[0, 1], references=[1, 0]) == {"matthews": -1.0}
+
+
+def test_no_files(tmp_path):
+    """Metrics leave nothing in the cache folder, so runs cannot collide in it; the package itself does not import evaluate."""
+    code = """
+import sys, hf_posswap, hf_posswap.measure
+assert "evaluate" not in sys.modules
+from hf_posswap.measure.metrics import compute_metrics
+print(compute_metrics(("accuracy",), [0, 1], [0, 1]))
+"""
+    place = {"HF_HOME": str(tmp_path), "HF_METRICS_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1", "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False,
+        env={**place, "PYTHONPATH": ":".join(sys.path)},
+    )  # fmt: skip
+    assert done.returncode == 0 and "1.0" in done.stdout, done.stderr
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() or "default" in path.name]

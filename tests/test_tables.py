@@ -1,0 +1,229 @@
+"""Rows of a task: columns and labels that are found, splits that do not change, and tables that are refused."""
+
+import csv
+import gzip
+import json
+import random
+
+import datasets
+import pytest
+
+from hf_posswap import PosswapError
+from hf_posswap.tables import Rows, TableConfig, hold_out, read_hub, read_task
+
+ROWS = [{"text": f"text number {n}", "label": n % 3} for n in range(30)]
+
+
+def _write(path, rows):
+    """Write rows in the format that the name asks for."""
+    path = path.parent / path.name
+    name = path.name.lower().removesuffix(".gz")
+    if name.endswith(".parquet"):
+        datasets.Dataset.from_list(rows).to_parquet(path)
+        return str(path)
+    open_file = gzip.open if path.suffix == ".gz" else open
+    with open_file(path, "wt", newline="", encoding="utf-8") as file:
+        if name.endswith((".csv", ".tsv")):
+            writer = csv.DictWriter(file, rows[0], delimiter="\t" if name.endswith(".tsv") else ",")
+            writer.writeheader()
+            writer.writerows(rows)
+        elif name.endswith(".jsonl"):
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            json.dump(rows, file)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["t.csv", "t.tsv", "t.json", "t.jsonl", "t.parquet", "T.CSV", "t.csv.gz", "t.tsv.gz", "t.json.gz", "t.jsonl.gz"]
+)
+def test_formats_read_alike(tmp_path, name):
+    """The same rows come out of every format; a tenth is held out and nothing is lost."""
+    task = read_task(TableConfig(train_file=_write(tmp_path / name, ROWS)))
+    assert task.label_names == ("0", "1", "2") and not task.is_regression and task.test is None
+    assert (len(task.train), len(task.validation)) == (27, 3) and task.train.pairs is None
+    read = dict(zip(task.train.texts + task.validation.texts, task.train.labels + task.validation.labels, strict=True))
+    assert read == {row["text"]: row["label"] for row in ROWS}
+    assert task.source == name
+
+
+@pytest.mark.parametrize(
+    ("columns", "text", "pair", "label"),
+    [
+        (("id", "label", "title", "text"), "text", None, "label"),
+        (("sentence", "labels"), "sentence", None, "labels"),
+        (("sentence1", "sentence2", "label", "genre"), "sentence1", "sentence2", "label"),
+        (("question", "sentence", "label"), "question", "sentence", "label"),
+        (("premise", "hypothesis", "score"), "premise", "hypothesis", "score"),
+    ],
+)
+def test_columns_by_their_names(tmp_path, columns, text, pair, label):
+    """Names that data sets use are found, pairs before single texts."""
+    rows = [{name: n % 2 if name == label else f"{name} {n}" for name in columns} for n in range(20)]
+    task = read_task(TableConfig(train_file=_write(tmp_path / "t.csv", rows)))
+    assert task.train.texts[0].startswith(f"{text} ")
+    assert (task.train.pairs is None) if pair is None else task.train.pairs[0].startswith(f"{pair} ")
+
+
+def test_columns_that_are_given(tmp_path):
+    """Options win over what would be found; one text column makes single texts of what could be pairs."""
+    rows = [{"sentence1": f"one {n}", "sentence2": f"two {n}", "kind": "ab"[n % 2], "label": n % 3} for n in range(20)]
+    file = _write(tmp_path / "t.csv", rows)
+    task = read_task(TableConfig(train_file=file, text_column="sentence2", label_column="kind"))
+    assert task.train.pairs is None and task.train.texts[0].startswith("two") and task.label_names == ("a", "b")
+    task = read_task(TableConfig(train_file=file, text_column="sentence2", text_pair_column="sentence1"))
+    assert task.train.texts[0].startswith("two") and task.train.pairs[0].startswith("one")
+
+
+def test_labels_have_one_numbering(tmp_path):
+    """Sorted labels of the training rows, whatever comes first in a split and whatever type a file gives them."""
+    train = _write(tmp_path / "train.csv", [{"text": "a", "label": label} for label in (10, 9, 10, 2)])
+    validation = _write(tmp_path / "dev.json", [{"text": "b", "label": label} for label in ("9", "2")])
+    test = _write(tmp_path / "test.csv", [{"text": "c", "label": label} for label in (2, 2, 10)])
+    task = read_task(TableConfig(train_file=train, validation_file=validation, test_file=test))
+    assert task.label_names == ("2", "9", "10")  # as numbers, not as text
+    assert (task.train.labels, task.validation.labels, task.test.labels) == ([2, 1, 2, 0], [1, 0], [0, 0, 2])
+    words = [{"text": "a", "label": label} for label in ("yes", "no", "maybe", "no")]
+    task = read_task(
+        TableConfig(train_file=_write(tmp_path / "w.csv", words), validation_file=_write(tmp_path / "v.csv", words))
+    )
+    assert task.label_names == ("maybe", "no", "yes") and task.validation.labels == [2, 1, 0, 1]
+
+
+def test_numbers_are_a_regression(tmp_path):
+    """Numbers with a fraction are predicted as they are; whole ones on request; an all-whole column of floats counts too."""
+    rows = [{"text": f"t {n}", "score": n / 4} for n in range(20)]
+    task = read_task(TableConfig(train_file=_write(tmp_path / "t.csv", rows)))
+    assert task.is_regression and set(task.train.labels) | set(task.validation.labels) == {n / 4 for n in range(20)}
+    stars = _write(tmp_path / "s.csv", [{"text": f"t {n}", "label": n % 5} for n in range(20)])
+    assert read_task(TableConfig(train_file=stars)).label_names == ("0", "1", "2", "3", "4")
+    task = read_task(TableConfig(train_file=stars, task="regression", max_train_samples=None, data_seed=1))
+    assert task.is_regression and all(isinstance(label, float) for label in task.train.labels)
+
+
+def test_words_that_mean_nothing_elsewhere(tmp_path):
+    """In a csv, "null" and "NA" are text and labels like others."""
+    rows = [{"text": text, "label": label} for text in ("null", "NA", "nan", "x") for label in ("None", "NA", "no")]
+    task = read_task(TableConfig(train_file=_write(tmp_path / "t.csv", rows)))
+    assert task.label_names == ("NA", "None", "no") and {"null", "NA", "nan"} <= {*task.train.texts, *task.validation.texts}
+
+
+def test_what_is_drawn(tmp_path):
+    """Drawn rows depend on data_seed alone, keep their order and do not overlap with those held out."""
+    file = _write(tmp_path / "t.csv", [{"text": str(n) + " x", "label": n % 2} for n in range(100)])
+
+    def read(**options):
+        return read_task(TableConfig(train_file=file, max_train_samples=20, max_eval_samples=5, **options))
+
+    task, other = read(), read(data_seed=1)
+    assert read() == task and other.train != task.train and other.validation != task.validation
+    assert (len(task.train), len(task.validation)) == (20, 5) and not set(task.train.texts) & set(task.validation.texts)
+    numbers = [int(text.split()[0]) for text in task.train.texts]
+    assert numbers == sorted(numbers) and task.train.labels == [n % 2 for n in numbers]
+    rows = Rows([str(n) for n in range(50)], None, list(range(50)))
+    train, held = hold_out(rows, seed=3)
+    assert sorted(train.labels + held.labels) == rows.labels and len(held) == 5
+    assert rows.sample(99, seed=0) is rows
+    state = random.getstate()
+    read()
+    assert random.getstate() == state
+
+
+GOOD = "text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(20))
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "says"),
+    [
+        ("body,label\nx,1\n", {}, r"no column of a usual name \(text, .*it has \['body', 'label'\]: pass text_column"),
+        ("text,kind\nx,1\n", {}, r"no column 'label'; it has \['text', 'kind'\]: pass label_column="),
+        (GOOD, {"text_column": "texts"}, r"no column 'texts'; it has \['text', 'label'\]: pass text_column="),
+        (GOOD, {"text_pair_column": "other"}, "no column 'other'.*pass text_pair_column="),
+        (GOOD, {"label_column": "text"}, "different columns"),
+        (GOOD, {"max_train_samples": 0}, "max_train_samples=0 must be at least 1"),
+        (GOOD, {"task": "regression", "label_column": "text", "text_column": "label"}, "holds .*int64.*, not text"),
+        (GOOD, {"dataset": "glue/cola"}, "one of them"),
+        (GOOD, {"dataset_config": "cola"}, "dataset_config is of Hub data sets"),
+        (GOOD, {"validation_file": "missing.csv"}, "no such file: missing.csv"),
+        ("", {}, "t.csv has no rows"),
+        ("text,label\n", {}, "t.csv has no rows"),
+        ("text,label\n,1\nx,0\n,1\n", {}, r"column 'text' of the train part of t.csv has empty \(None\) rows, 2 from row 1"),
+        ("text,label\nx,1\ny,\n", {}, "no label in row 2"),
+        ("text,label\nx,1.5\ny,inf\n", {}, "no label in row 2"),
+        ("text,label\nx,1,2\n", {}, "not text"),
+        ("text,label\nx,1\ny,1,2,3\n", {}, "cannot be read as csv"),
+        ("text,label\n" + "x,1\n" * 20, {}, "is the same in all rows of the train part"),
+        ("text,label\n" + "x,1.5\n" * 20, {}, "is the same in all rows of the train part"),
+        ("text,label\nx,1\ny,0\n", {}, "2 rows are too few to hold a tenth out"),
+        ("text,label\n" + "".join(f"x,word{n}\n" for n in range(20)), {}, "20 different labels in 20 rows"),
+        ("text,label\nx,one\ny,two\n", {"task": "regression"}, "the text 'one': a regression needs numbers"),
+    ],
+)
+def test_bad_tables(tmp_path, content, options, says):
+    """What is wrong is said, with what is there."""
+    (tmp_path / "t.csv").write_text(content)
+    with pytest.raises(PosswapError, match=says):
+        read_task(TableConfig(train_file=str(tmp_path / "t.csv"), **options))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("text,label\nx,0\nx,7\n", "row 2 of the validation part of t.csv has the label '7', .*known are 0, 1"),
+        ("text,label\nx,yes\n", "the label 'yes'.*out of range"),
+        ("text,class\nx,1\n", r"the validation part of t.csv has no column 'label'; it has \['text', 'class'\]"),
+        ("text,label\n", "has no rows"),
+    ],
+)
+def test_bad_validation(tmp_path, content, says):
+    """Validation rows have the columns and labels of the training rows."""
+    (tmp_path / "t.csv").write_text(GOOD)
+    (tmp_path / "v.csv").write_text(content)
+    with pytest.raises(PosswapError, match=says):
+        read_task(TableConfig(train_file=str(tmp_path / "t.csv"), validation_file=str(tmp_path / "v.csv")))
+
+
+def test_bad_files(tmp_path):
+    """Formats that nobody reads, files that are not what their name says, nothing at all."""
+    for name, content, says in (
+        ("t.xlsx", b"x", "no table that can be read: give .csv"),
+        ("t.parquet.gz", b"x", "no table that can be read"),
+        ("t.csv.gz", b"text,label\n", "cannot be read as csv"),
+        ("t.json", b"{nope", "cannot be read as json"),
+        ("t.csv", b"text,label\n\xff\xfe,1\n", "cannot be read as csv in UTF-8"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(PosswapError, match=says):
+            read_task(TableConfig(train_file=str(tmp_path / name)))
+    with pytest.raises(PosswapError, match="dataset.*train_file.*one of them"):
+        read_task(TableConfig())
+
+
+def test_hub(monkeypatch):
+    """A Hub data set: its name with the configuration, its label names and splits, secret labels; no network is an error."""
+    with pytest.raises(PosswapError, match="cannot read the Hub data set nyu-mll/glue, cola: .*a local file needs no network"):
+        read_task(TableConfig(dataset="glue/cola"))
+    asked, labels = [], datasets.ClassLabel(names=["unacceptable", "acceptable"])
+    features = datasets.Features({"sentence": datasets.Value("string"), "label": labels})
+
+    def split(values):
+        return datasets.Dataset.from_dict({"sentence": ["x"] * len(values), "label": values}, features=features)
+
+    splits = {"train": split([1, 0] * 10), "validation": split([1, 1]), "test": split([-1, -1])}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **options: asked.append(given) or splits)
+    for given in ({"dataset": "glue/cola"}, {"dataset": "nyu-mll/glue", "dataset_config": "cola"}):
+        task = read_task(TableConfig(**given))
+        assert asked.pop() == ("nyu-mll/glue", "cola")
+        assert task.label_names == ("unacceptable", "acceptable") and task.validation.labels == [1, 1] and task.test is None
+    for options, says in (
+        ({"validation_split": "test"}, r"label -1 \(-1 stands for a label that is kept secret\), which is out of range"),
+        ({"validation_split": "dev"}, r"no split 'dev'; it has \['test', 'train', 'validation'\]"),
+        ({"dataset_config": "sst2"}, "give one"),
+        ({"test_file": "t.csv"}, "go with train_file"),
+    ):
+        with pytest.raises(PosswapError, match=says):
+            read_task(TableConfig(dataset="glue/cola", **options))
+    del splits["validation"]
+    assert len(read_task(TableConfig(dataset="glue/cola")).validation) == 2
+    read_hub("a/b", None, "train")
+    assert asked[-1] == ("a/b", None)
