@@ -24,7 +24,7 @@ from accelerate import PartialState
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hf_posswap.errors import PosswapError, SequenceTooLongError
-from hf_posswap.measure.listops import TOKEN_IDS, collate, depth, listops_examples, listops_expressions
+from hf_posswap.measure.listops import TOKEN_IDS, ListOpsExamples, collate, depth, listops_expressions
 from hf_posswap.recipe import RecipeConfig, cost, load_model, main
 from hf_posswap.training import train
 
@@ -75,8 +75,8 @@ def run(config: ListOpsConfig, folder: Path, resume: bool) -> dict:
     shape = {name: getattr(config, name) for name in ("min_length", "max_length", "max_depth", "max_args")}
     expressions = listops_expressions(config.train_examples + config.examples, **shape, seed=config.seed)
     trained, tested = expressions[config.examples :], expressions[: config.examples]
-    model, done = train(model, listops_examples(trained), config, collate=collate, output=folder, resume=resume)
-    answers = listops_examples(tested)
+    model, done = train(model, ListOpsExamples(trained), config, collate=collate, output=folder, resume=resume)
+    answers = list(ListOpsExamples(tested))
     right = predict(model, answers, config.batch_size).eq(torch.stack([example["labels"] for example in answers])).tolist()
     labels = Counter(int(example["labels"]) for example in answers)
     return {

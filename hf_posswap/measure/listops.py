@@ -22,6 +22,7 @@ from statistics import median
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
 
 from hf_posswap.errors import DataError
 
@@ -35,7 +36,7 @@ SPECIAL = ("[PAD]", "[CLS]", "[SEP]")
 SYMBOLS = (*OPERATORS, "]", *map(str, range(10)))
 TOKEN_IDS = {symbol: number for number, symbol in enumerate((*SPECIAL, *SYMBOLS))}
 OPERATOR_CHANCE = 0.25
-_TRIES = 200_000  # of drawing one expression; the published settings need about TODO
+_TRIES = 200_000  # of drawing one expression; the published settings need about 11
 
 
 def listops_expressions(
@@ -123,9 +124,18 @@ def encode(expression: str) -> torch.Tensor:
     return torch.tensor([TOKEN_IDS[symbol] for symbol in ("[CLS]", *expression.split(), "[SEP]")])
 
 
-def listops_examples(expressions: Sequence[str]) -> list[dict[str, torch.Tensor]]:
-    """Return expressions as training examples: token ids, and the value as one of ten labels."""
-    return [{"input_ids": encode(text), "labels": torch.tensor(evaluate(text))} for text in expressions]
+class ListOpsExamples(Dataset):
+    """Expressions as training examples: token ids, and the value as one of ten labels, both worked out when they are read."""
+
+    def __init__(self, expressions: Sequence[str]):
+        self.expressions = expressions  # as text: 96,000 of a thousand symbols would be 0.8 GB of tensors
+
+    def __len__(self) -> int:
+        return len(self.expressions)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        text = self.expressions[index]
+        return {"input_ids": encode(text), "labels": torch.tensor(evaluate(text))}
 
 
 def collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

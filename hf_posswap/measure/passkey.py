@@ -157,16 +157,11 @@ class PasskeyExamples(Dataset):
 
 
 def collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Pad to the longest of the batch, on the right, and mask what an encoder would see of it."""
-    batch = {}
+    """Pad to the longest of the batch, on the right, and mask it."""
+    batch = {"attention_mask": pad_sequence([torch.ones_like(example["input_ids"]) for example in examples], True)}
     for name in examples[0]:
         rows = [example[name] for example in examples]
-        padding = -100 if name == "labels" else 0
-        batch[name] = torch.stack(rows) if rows[0].dim() == 0 else pad_sequence(rows, True, padding)
-    lengths = {len(example["input_ids"]) for example in examples}
-    if "labels" not in batch and len(lengths) > 1:  # causal models do not look to the right, and are faster without a mask
-        rows = [torch.ones_like(example["input_ids"]) for example in examples]
-        batch["attention_mask"] = pad_sequence(rows, True)
+        batch[name] = pad_sequence(rows, True, -100 if name == "labels" else 0) if rows[0].dim() else torch.stack(rows)
     return batch
 
 
