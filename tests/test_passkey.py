@@ -62,7 +62,7 @@ PROSE = "The grass of the garden is green again. Remember the first key! In 1234
 @pytest.fixture
 def prose(monkeypatch):
     """Other prose for each split, in place of the standard library's, which takes long to read."""
-    chosen = {"train": [PROSE], "validation": ["The last key is the red key of the school. " * 2]}
+    chosen = {"train": [PROSE], "validation": ["The last key is the red key of the school."]}
     monkeypatch.setattr("hf_posswap.measure.passkey.stdlib_prose", chosen.get)
     monkeypatch.setattr("hf_posswap.compare.stdlib_documents", lambda split: {"": PROSE * 40})
 
@@ -144,7 +144,7 @@ def test_prose_as_filler(tokenizer, prose):
     for texts, has in ((train, "garden"), (test, "school")):
         text = texts.draw(400, 0.5, random.Random(0))
         words = tokenizer.it.decode(text.input_ids)
-        assert len(text.input_ids) == 400 and words.count(has) > 10 and "1 2 3 4" not in words
+        assert len(text.input_ids) == 400 and words.count(has) > 5 and "1 2 3 4" not in words
         assert len(_places(text.input_ids, text.key)) == 1 + tokenizer.causal
 
 
