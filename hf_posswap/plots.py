@@ -93,6 +93,29 @@ def plot_quality(model: dict) -> Figure:
     return figure
 
 
+def plot_heat_maps(
+    panels: dict[str, list[list[float]]], *, rows: list, columns: list, row_label: str, column_label: str, title: str
+) -> Figure:
+    """Draw matrices of shares from 0 to 1 side by side, each cell with its number."""
+    figure = Figure(figsize=(1.5 + len(panels) * (1.0 + 0.6 * len(columns)), 1.6 + 0.4 * len(rows)), layout="constrained")
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (name, matrix) in zip(grid, panels.items(), strict=True):
+        picture = axes.imshow(matrix, vmin=0, vmax=1, cmap="cividis", aspect="auto")
+        for row, values in enumerate(matrix):
+            for column, value in enumerate(values):
+                colour = "white" if value < 0.5 else "black"
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
+        axes.set_xticks(range(len(columns)), [str(column) for column in columns])
+        axes.set_yticks(range(len(rows)), [str(row) for row in rows])
+        axes.tick_params(labelsize=8, length=0)
+        axes.set_xlabel(column_label)
+        axes.set_title(name, fontsize=9)
+    grid[0].set_ylabel(row_label)
+    figure.colorbar(picture, ax=list(grid), shrink=0.9)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
 def _spreads(figures: list[tuple[float, float | None]]) -> list[float] | None:
     spreads = [spread for _, spread in figures]
     return None if None in spreads else spreads  # one seed: no bars, instead of bars of no length

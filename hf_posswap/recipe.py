@@ -110,9 +110,10 @@ def load_model(
     if tokenizer is not None and family.pad_token_id is None:
         family.pad_token_id = tokenizer.pad_token_id
     model = auto_class.from_config(family) if config.start == "scratch" else auto_class.from_pretrained(source, config=family)
-    longest = config.max_positions or max_positions
+    # A recipe that needs fewer than the checkpoint has is content with those.
+    longest = config.max_positions or max(max_positions or 0, family.max_position_embeddings)
     if config.scheme == ORIGINAL:
-        if longest and longest > family.max_position_embeddings:
+        if longest > family.max_position_embeddings:
             raise PosswapError(
                 f"the original reads {family.max_position_embeddings} tokens, not {longest}: ask for learned:extend=tile or "
                 "learned:extend=interpolate, or for fewer"

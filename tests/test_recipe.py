@@ -156,6 +156,10 @@ def test_models_by_start(checkpoint):
     assert build(scheme="rotary", max_positions=99).config.max_position_embeddings == 99
     with pytest.raises(posswap.PosswapError, match="learned:extend=tile"):
         build(max_positions=999)
+    for needed, longest in ((None, 32), (9, 32), (40, 40)):
+        config = RecipeConfig(model=checkpoint, scheme="rotary")
+        short = load_model(config, AutoModelForSequenceClassification, max_positions=needed)
+        assert short.config.max_position_embeddings == longest
     assert cost(plain)["parameters"] == plain.num_parameters() and cost(plain)["peak_memory_bytes"] > 1e7
 
 

@@ -1,0 +1,212 @@
+"""Passkey retrieval: a key is hidden somewhere in a long text, and asked for. Seeded texts, of an exact number of tokens.
+
+Mohtashami & Jaggi 2023, "Landmark Attention", section 4.2 and appendix G (https://arxiv.org/abs/2305.16300). A text for a
+causal model is
+
+    filler  The pass key is 4821. Remember it.  filler  What is the pass key? The pass key is 4821
+
+of which the last number is for the model to say. For an encoder, the same as extractive question answering, the key's span
+being the answer, as a pointer over positions: [CLS] What is the pass key? [SEP] filler ... filler [SEP].
+
+The filler is the paper's five sentences over and over, or the prose of the standard library. `depth` is the share of the filler
+that stands before the key, to the nearest end of a sentence. `decoys` are keys of other names ("The door key is ..."); then
+any of the names may be asked for, and whoever answers must bring the question's name and the text together (multi-key
+retrieval, Hsieh et al. 2024, "RULER", https://arxiv.org/abs/2404.06654). Without decoys, an encoder need only spot a number.
+
+What differs from the paper: no introductory sentence, and the key is said once, so that short texts have room for filler; keys
+have four digits, and all the same number of tokens; keys of the two splits are different ones.
+"""
+
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_posswap.errors import DataError
+from hf_posswap.text import Split, split_of, stdlib_prose
+
+FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
+NAMES = ("pass", "door", "house", "car", "garden", "office", "school", "water", "fire", "red", "first", "last")
+CANDIDATES = 10
+
+
+@dataclass(frozen=True)
+class PasskeyText:
+    """One text. `candidates` are keys as tokens: the right one, those of decoys, and others that the text does not have."""
+
+    input_ids: list[int]
+    start: int  # where the right key stands
+    question_size: int  # of an encoder's text: tokens up to the first [SEP]
+    candidates: list[tuple[int, ...]]
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        return self.candidates[0]
+
+
+class PasskeyTexts:
+    """Draws texts for one tokenizer and one kind of model."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        split: Split,
+        *,
+        causal: bool,
+        filler: Literal["repeat", "text"] = "repeat",
+        decoys: int = 0,
+    ):
+        if filler not in ("repeat", "text"):
+            raise DataError(f"filler={filler!r} is not known; known are repeat, text")
+        if not 0 <= decoys < min(len(NAMES), CANDIDATES):
+            raise DataError(f"decoys={decoys} must be from 0 to {min(len(NAMES), CANDIDATES) - 1}")
+        self.causal, self.decoys = causal, decoys
+        # Parts are tokenized one by one, with the space in front of them: a key is the same tokens wherever it stands.
+        self._tokens = lambda texts: tokenizer([f" {text}" for text in texts], add_special_tokens=False)["input_ids"]
+        numbers = [str(number) for number in range(1000, 10_000)]
+        keys = dict(zip(map(tuple, self._tokens(numbers)), numbers, strict=True))
+        size = Counter(map(len, keys)).most_common(1)[0][0]
+        self.keys = [key for key, number in keys.items() if len(key) == size and split_of(number) == split]
+        if len(self.keys) < 2 * CANDIDATES:
+            raise DataError(f"the tokenizer tells only {len(self.keys)} numbers of four digits apart: it cannot write keys")
+        self.names = NAMES if decoys else NAMES[:1]
+        self._said = dict(zip(self.names, self._tokens(f"The {name} key is" for name in self.names), strict=True))
+        self._asked = dict(zip(self.names, self._tokens(f"What is the {name} key?" for name in self.names), strict=True))
+        self._after = tokenizer(". Remember it.", add_special_tokens=False)["input_ids"]
+        self._edges = [] if causal else [tokenizer.cls_token_id, tokenizer.sep_token_id]
+        if None in self._edges:
+            raise DataError("an encoder's tokenizer needs a [CLS] and a [SEP] token")
+        sentences = FILLER
+        if filler == "text":
+            found = (s for p in stdlib_prose(split) for s in re.split(r"(?<=[.!?])\s+(?=[A-Z])", p))
+            # No numbers, which could be taken for the key.
+            sentences = [s for s in dict.fromkeys(found) if len(s.split()) <= 40 and not any(c.isdigit() for c in s)]
+        self._filler = self._tokens(sentences)
+        said = max(map(len, self._said.values())) + size + len(self._after)
+        answer = max(map(len, self._said.values())) + size if causal else 3
+        self.shortest = max(map(len, self._asked.values())) + (1 + decoys) * said + answer + 1
+
+    def draw(self, length: int, depth: float, chance: random.Random) -> PasskeyText:
+        """Return a text of exactly `length` tokens, all counted; everything but length and depth is left to chance."""
+        if length < self.shortest:
+            raise DataError(f"length={length} is too short: keys and question take {self.shortest} tokens")
+        if not 0 <= depth <= 1:
+            raise DataError(f"depth={depth} must be from 0 (the start of the filler) to 1 (its end)")
+        names = chance.sample(self.names, 1 + self.decoys)
+        keys = chance.sample(self.keys, CANDIDATES)
+        said = [[*self._said[name], *key, *self._after] for name, key in zip(names, keys, strict=False)]
+        asked = self._asked[names[0]]
+        question, end = ([*asked, *self._said[names[0]], *keys[0]], []) if self.causal else (asked, self._edges[1:])
+        front = [] if self.causal else [self._edges[0], *question, self._edges[1]]
+        size = length - len(front) - sum(map(len, said)) - (len(question) if self.causal else len(end))
+        filler = self._draw_filler(size, chance)
+        ends = [0]
+        for sentence in filler:
+            ends.append(ends[-1] + len(sentence))
+        nearest = min(range(len(ends)), key=lambda place: abs(ends[place] - depth * size))
+        places = [nearest, *(chance.randrange(len(ends)) for _ in range(self.decoys))]
+        # Keys at one place stand in random order: the right one is not always the first of them.
+        order = sorted(range(len(places)), key=lambda which: (places[which], chance.random()))
+        ids, start = list(front), -1
+        for place in range(len(ends)):
+            for which in order:
+                if places[which] == place:
+                    if which == 0:
+                        start = len(ids) + len(self._said[names[0]])
+                    ids += said[which]
+            ids += filler[place] if place < len(filler) else []
+        return PasskeyText(ids + (question if self.causal else end), start, len(front), keys)
+
+    def _draw_filler(self, size: int, chance: random.Random) -> list[list[int]]:
+        """Return sentences of `size` tokens in all, from a random one on; the last is cut."""
+        first, drawn, missing = chance.randrange(len(self._filler)), [], size
+        while missing > 0:
+            drawn.append(self._filler[(first + len(drawn)) % len(self._filler)][:missing])
+            missing -= len(drawn[-1])
+        return drawn
+
+
+class PasskeyExamples(Dataset):
+    """Training examples, each drawn when it is read, always the same for one seed and index: a length, any depth."""
+
+    def __init__(self, texts: PasskeyTexts, lengths: Sequence[int], count: int, *, seed: int = 0):
+        self.texts, self.lengths, self.count, self.seed = texts, tuple(lengths), count, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < self.count:  # without it, `for example in examples` would never end
+            raise IndexError(index)
+        chance = random.Random(f"train {self.seed} {index}")
+        text = self.texts.draw(chance.choice(self.lengths), chance.random(), chance)
+        ids = torch.tensor(text.input_ids)
+        if not self.texts.causal:
+            span = {"start_positions": torch.tensor(text.start), "end_positions": torch.tensor(text.start + len(text.key) - 1)}
+            return {"input_ids": ids, "token_type_ids": (torch.arange(len(ids)) >= text.question_size).long(), **span}
+        labels = torch.full_like(ids, -100)
+        labels[-len(text.key) :] = ids[-len(text.key) :]
+        return {"input_ids": ids, "labels": labels}
+
+
+def collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Pad to the longest of the batch, on the right, and mask it."""
+    batch = {"attention_mask": pad_sequence([torch.ones_like(example["input_ids"]) for example in examples], True)}
+    for name in examples[0]:
+        rows = [example[name] for example in examples]
+        batch[name] = pad_sequence(rows, True, -100 if name == "labels" else 0) if rows[0].dim() else torch.stack(rows)
+    return batch
+
+
+def depth_texts(texts: PasskeyTexts, length: int, depth: float, count: int, *, seed: int = 0) -> list[PasskeyText]:
+    """Return the texts of one cell of the heat map."""
+    return [texts.draw(length, depth, random.Random(f"test {seed} {length} {depth} {n}")) for n in range(count)]
+
+
+@torch.no_grad()
+def recall_keys(model: PreTrainedModel, texts: list[PasskeyText]) -> tuple[list[bool], list[bool]]:
+    """Ask a causal model: does it say the key, and does it find the key likelier than all other candidates?
+
+    Saying is greedy: each token of the key is the likeliest after those before it, which is what `generate` would write. Texts
+    must be of one length. Likelihood of a candidate is the mean logarithm over its tokens.
+    """
+    model.eval()
+    size = len(texts[0].key)
+    ids = torch.tensor([text.input_ids for text in texts], device=model.device)
+    candidates = torch.tensor([text.candidates for text in texts], device=model.device)  # (B, candidates, size)
+    # The long prompt is read once; candidates are a few tokens each.
+    prompt = model(input_ids=ids[:, :-size], use_cache=True, logits_to_keep=1)
+    cache, likelihoods = prompt.past_key_values, []
+    for number in range(candidates.shape[1]):
+        tokens, logits = candidates[:, number], prompt.logits
+        if size > 1:
+            more = model(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True).logits
+            cache.crop(1 - size)  # negative: so many tokens fewer
+            logits = torch.cat([logits, more], dim=1)
+        if number == 0:
+            said = (logits.argmax(-1) == tokens).all(-1)
+        likelihoods.append(logits.float().log_softmax(-1).gather(-1, tokens[..., None]).mean((1, 2)))
+    likelihoods = torch.stack(likelihoods, dim=1)
+    ranked = (likelihoods[:, :1] > likelihoods[:, 1:]).all(-1)
+    return said.tolist(), ranked.tolist()
+
+
+@torch.no_grad()
+def point_at_keys(model: PreTrainedModel, texts: list[PasskeyText]) -> list[bool]:
+    """Ask an encoder with a question-answering head: are the likeliest start and the likeliest end those of the key?"""
+    model.eval()
+    ids = torch.tensor([text.input_ids for text in texts], device=model.device)
+    sizes = torch.tensor([[text.question_size] for text in texts], device=ids.device)
+    kinds = (torch.arange(ids.shape[1], device=ids.device) >= sizes).long()
+    outputs = model(input_ids=ids, token_type_ids=kinds)
+    starts = torch.tensor([text.start for text in texts], device=ids.device)
+    right = outputs.start_logits.argmax(-1) == starts
+    right &= outputs.end_logits.argmax(-1) == starts + len(texts[0].key) - 1
+    return right.tolist()

@@ -1,0 +1,135 @@
+"""Can a model work out nested expressions? ListOps by its published grammar, as a choice of ten digits.
+
+    python recipes/listops.py --config recipes/configs/listops_quick.yaml --scheme rotary --output runs/listops   # minutes, CPU
+    python recipes/listops.py --config recipes/configs/listops.yaml --scheme relative --output runs/lra           # a GPU's work
+    python recipes/listops.py --model bert-base-uncased --start swap --max-length 500 --min-length 100 --output runs/pretrained
+
+Nangia & Bowman 2018 (https://arxiv.org/abs/1804.06028), long as in Tay et al. 2021 (https://arxiv.org/abs/2011.04006), whose
+Transformer gets 36.37 %; hf_posswap/measure/listops.py has the grammar. The model's own tokenizer has no part in it: symbols
+are the first 18 token ids. By default weights are drawn anew, as in the paper, with positions for the longest expression, and
+--num-layers, --hidden-size and --num-heads change the size; the other starts go on from the checkpoint.
+
+`accuracy` is over held-out expressions, none of which is trained on, `majority` what the commonest answer would get, and
+result.json also has the accuracy by length and by depth.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Literal
+
+import torch
+from accelerate import PartialState
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from hf_posswap.errors import PosswapError, SequenceTooLongError
+from hf_posswap.measure.listops import TOKEN_IDS, ListOpsExamples, collate, depth, listops_expressions
+from hf_posswap.recipe import RecipeConfig, cost, load_model, main
+from hf_posswap.training import train
+
+_SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads"}
+_LENGTH_GROUPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOpsConfig(RecipeConfig):
+    """One model, trained on expressions and tested on others of the same kind. Defaults are those of Long Range Arena."""
+
+    start: Annotated[
+        Literal["scratch", "cold", "swap"],
+        "scratch draws all weights anew; cold drops the checkpoint's table, swap keeps warm.",
+    ] = "scratch"
+    max_steps: int = 5000
+    batch_size: int = 32
+    min_length: Annotated[int, "Expressions have more symbols than this."] = 500
+    max_length: Annotated[int, "Expressions have fewer symbols than this."] = 2000
+    max_depth: Annotated[int, "How deep digits are nested at most; a lone digit has depth 1."] = 10
+    max_args: Annotated[int, "Arguments of an operator, at most."] = 10
+    train_examples: Annotated[int, "Expressions to train on."] = 96_000
+    examples: Annotated[int, "Expressions to test on."] = 2000
+    num_layers: Annotated[int | None, "Layers of a model that starts from scratch. Default: the checkpoint's."] = None
+    hidden_size: Annotated[int | None, "Its hidden size."] = None
+    num_heads: Annotated[int | None, "Its attention heads."] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("train_examples", "examples", *(size for size in _SIZES if getattr(self, size) is not None)):
+            if getattr(self, name) < 1:
+                raise PosswapError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.start != "scratch" and any(getattr(self, size) is not None for size in _SIZES):
+            raise PosswapError(f"{', '.join(_SIZES)} are for --start scratch: a checkpoint has its own")
+        if self.start == "fit":
+            raise PosswapError("start='fit' reads text, and ListOps has none: take scratch, cold or swap")
+
+
+def run(config: ListOpsConfig, folder: Path, resume: bool) -> dict:
+    """Train on expressions, and test on others."""
+    positions = config.max_length + 1  # one symbol fewer than max_length, and [CLS] and [SEP]
+    model = load_model(config, AutoModelForSequenceClassification, max_positions=positions, **_options(config, positions))
+    if model.config.max_position_embeddings < positions:
+        raise SequenceTooLongError(
+            f"expressions of {config.max_length - 1} symbols take {positions} positions, and the model has "
+            f"{model.config.max_position_embeddings}"
+        )
+    shape = {name: getattr(config, name) for name in ("min_length", "max_length", "max_depth", "max_args")}
+    expressions = listops_expressions(config.train_examples + config.examples, **shape, seed=config.seed)
+    trained, tested = expressions[config.examples :], expressions[: config.examples]
+    model, done = train(model, ListOpsExamples(trained), config, collate=collate, output=folder, resume=resume)
+    answers = list(ListOpsExamples(tested))
+    right = predict(model, answers, config.batch_size).eq(torch.stack([example["labels"] for example in answers])).tolist()
+    labels = Counter(int(example["labels"]) for example in answers)
+    return {
+        "figures": {"accuracy": mean(right), "majority": max(labels.values()) / len(tested)},
+        "details": {
+            "by_length": _by_length([len(text.split()) for text in tested], right),
+            "by_depth": _by_group([str(depth(text)) for text in tested], right),
+            "losses": done.losses,
+        },
+        "cost": cost(model, done),
+    }
+
+
+def _options(config: ListOpsConfig, positions: int) -> dict:
+    """Return what the model's configuration gets: ten labels, our padding token, and from scratch our sizes as well."""
+    options = {"num_labels": 10, "pad_token_id": TOKEN_IDS["[PAD]"]}
+    if config.start == "scratch":
+        options |= {name: getattr(config, size) for size, name in _SIZES.items() if getattr(config, size) is not None}
+        options |= {"max_position_embeddings": config.max_positions or positions, "vocab_size": len(TOKEN_IDS)}
+        options |= {"bos_token_id": TOKEN_IDS["[CLS]"], "eos_token_id": TOKEN_IDS["[SEP]"]}
+        if config.hidden_size is not None:
+            options["intermediate_size"] = 4 * config.hidden_size  # GPT-2 does so by itself, and drops this
+    return options
+
+
+@torch.no_grad()
+def predict(model: PreTrainedModel, examples: list[dict], batch_size: int) -> torch.Tensor:
+    """Return the likeliest label of each example; those of like length are read together."""
+    model.eval()
+    order = sorted(range(len(examples)), key=lambda number: len(examples[number]["input_ids"]))
+    found = torch.zeros(len(examples), dtype=torch.long)
+    for first in range(0, len(order), batch_size):
+        chosen = order[first : first + batch_size]
+        batch = {name: rows.to(PartialState().device) for name, rows in collate([examples[n] for n in chosen]).items()}
+        found[chosen] = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.argmax(-1).cpu()
+    return found
+
+
+def _by_length(lengths: list[int], right: list[bool]) -> dict[str, dict]:
+    """Group answers into quarters by length."""
+    bounds = sorted(lengths)
+    cuts = [bounds[len(bounds) * part // _LENGTH_GROUPS] for part in range(_LENGTH_GROUPS)] + [bounds[-1] + 1]
+    spans = [(low, high) for low, high in zip(cuts, cuts[1:], strict=False) if low < high]
+    names = {length: f"{low}-{high - 1}" for low, high in spans for length in range(low, high)}
+    return _by_group([names[length] for length in lengths], right)
+
+
+def _by_group(groups: list[str], right: list[bool]) -> dict[str, dict]:
+    found = {}
+    for group, answer in sorted(zip(groups, right, strict=True), key=lambda pair: int(pair[0].split("-")[0])):
+        found.setdefault(group, []).append(answer)
+    return {group: {"accuracy": mean(answers), "examples": len(answers)} for group, answers in found.items()}
+
+
+if __name__ == "__main__":
+    main(ListOpsConfig, run)

@@ -1,0 +1,140 @@
+"""Does a model find a key that is hidden in a long text? Accuracy over length and depth, as a heat map.
+
+    python recipes/passkey.py --config recipes/configs/passkey.yaml --scheme rotary --output runs/passkey    # minutes, CPU
+    python recipes/passkey.py --config recipes/configs/passkey_bert.yaml --scheme relative --output runs/bert
+    python recipes/passkey.py --model gpt2 --no-train --lengths 128 --lengths 1024 --output runs/zero-shot
+    accelerate launch recipes/passkey.py --model gpt2 --scheme rotary --train-lengths 1024 --output runs/gpt2    # on GPUs
+
+Mohtashami & Jaggi 2023 (https://arxiv.org/abs/2305.16300); hf_posswap/measure/passkey.py has the texts, and what differs.
+
+A causal model learns to say the key from short generated texts, and is asked at all lengths: `accuracy` is the share of keys
+it says in full, `candidates` the share of texts in which the key is likelier than nine other keys (one in ten by chance). An
+encoder learns to point at the key, as in question answering. Keys of the test are in no training text.
+
+Writes result.json, with the matrices of lengths x depths, and heat_map.png into --output.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+from typing import Annotated, Literal
+
+from accelerate import PartialState
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForQuestionAnswering
+
+from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.assets import model_source
+from hf_posswap.calibration import text_batches
+from hf_posswap.compare import documents
+from hf_posswap.errors import PosswapError, SequenceTooLongError
+from hf_posswap.measure.passkey import PasskeyExamples, PasskeyTexts, collate, depth_texts, point_at_keys, recall_keys
+from hf_posswap.plots import plot_heat_maps
+from hf_posswap.recipe import RecipeConfig, cost, load_model, load_tokenizer, main
+from hf_posswap.training import train
+
+
+@dataclass(frozen=True, kw_only=True)
+class PasskeyConfig(RecipeConfig):
+    """One model, trained on short texts with a key, and tested at all lengths and depths."""
+
+    model: Annotated[str, "A model folder or Hub id; minilm and stdlib-gpt2 are built in."] = "stdlib-gpt2"
+    max_steps: int = 300
+    train: Annotated[bool, "Train on generated texts first. Without: what the checkpoint can do as it is."] = True
+    train_lengths: Annotated[tuple[int, ...], "Tokens of training texts; each text draws one of them."] = (256,)
+    lengths: Annotated[tuple[int, ...], "Tokens of test texts."] = (128, 256, 512, 1024, 2048, 4096, 8192)
+    depths: Annotated[tuple[float, ...], "Where the key is hidden: 0 the start of the filler, 1 its end."] = (
+        0.0, 0.25, 0.5, 0.75, 1.0,
+    )  # fmt: skip
+    examples: Annotated[int, "Test texts for each length and depth."] = 20
+    filler: Annotated[Literal["repeat", "text"], "The paper's five sentences, or the standard library's prose."] = "repeat"
+    decoys: Annotated[int, "Other keys in each text, of other names."] = 0
+    tokens_a_batch: Annotated[int, "Tokens that a test batch has at most, if one text is not longer."] = 8192
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("lengths", "depths", "train_lengths"):
+            if not getattr(self, name):
+                raise PosswapError(f"{name} must not be empty")
+        if not all(0 <= depth <= 1 for depth in self.depths):
+            raise PosswapError(f"depths={self.depths} must be from 0 (the start of the filler) to 1 (its end)")
+        for name in ("examples", "tokens_a_batch"):
+            if getattr(self, name) < 1:
+                raise PosswapError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
+    """Train on short texts, ask at all lengths and depths, and draw the heat map."""
+    tokenizer = load_tokenizer(config.model)
+    checkpoint = AutoConfig.from_pretrained(model_source(config.model))
+    family = ARCHITECTURES.get(checkpoint.model_type)  # an unknown one is told of when the model is loaded
+    causal = family is not None and family.is_causal(checkpoint)
+    if not causal and not config.train and "QuestionAnswering" not in str(checkpoint.architectures):
+        raise PosswapError(f"{config.model} has no question-answering head: it must be trained to point at keys")
+    texts, tested = (
+        PasskeyTexts(tokenizer, split, causal=causal, filler=config.filler, decoys=config.decoys)
+        for split in ("train", "validation")
+    )
+    lengths = sorted({*config.lengths, *(config.train_lengths if config.train else ())})
+    if lengths[0] < tested.shortest:
+        raise PosswapError(f"length={lengths[0]} is too short: keys and question take {tested.shortest} tokens")
+
+    def fit_batches() -> list:
+        longest = checkpoint.max_position_embeddings
+        return text_batches(
+            documents(None, "train", causal=causal), tokenizer, longest, tokens=config.fit_tokens, causal=causal
+        )
+
+    auto_class = AutoModelForCausalLM if causal else AutoModelForQuestionAnswering
+    model = load_model(config, auto_class, max_positions=lengths[-1], fit_batches=fit_batches, tokenizer=tokenizer)
+    if lengths[-1] > model.config.max_position_embeddings:
+        raise SequenceTooLongError(
+            f"texts of {lengths[-1]} tokens do not fit into max_positions={model.config.max_position_embeddings}"
+        )
+    done = None
+    if config.train:
+        examples = PasskeyExamples(texts, config.train_lengths, config.max_steps * config.batch_size, seed=config.seed)
+        model, done = train(model, examples, config, collate=collate, output=folder, resume=resume)
+    started = time.perf_counter()
+    panels = {}
+    if PartialState().is_main_process:
+        panels = heat_maps(model, tested, config, ask=recall_keys if causal else lambda *given: [point_at_keys(*given)])
+        title = f"{config.model}, {config.scheme}" + (f", trained at {_range(config.train_lengths)}" if config.train else "")
+        axes = {"row_label": "depth of the key", "column_label": "length (tokens)", "title": title}
+        figure = plot_heat_maps(panels, rows=list(config.depths), columns=list(config.lengths), **axes)
+        figure.savefig(folder / "heat_map.png", dpi=150)
+    PartialState().wait_for_everyone()
+    return {
+        "figures": {
+            f"{name}_{length}": mean(row[column] for row in matrix)
+            for name, matrix in panels.items()
+            for column, length in enumerate(config.lengths)
+        },
+        "details": {"depths": config.depths, "lengths": config.lengths, **panels, "losses": done.losses if done else []},
+        "cost": {**cost(model, done), "evaluation_seconds": time.perf_counter() - started},
+    }
+
+
+def heat_maps(model, texts: PasskeyTexts, config: PasskeyConfig, *, ask: Callable) -> dict[str, list[list[float]]]:
+    """Return the share of right answers of each kind, a row for each depth and a column for each length."""
+    panels = {}
+    for depth in config.depths:
+        rows = {}
+        for length in config.lengths:
+            drawn = depth_texts(texts, length, depth, config.examples, seed=config.seed)
+            size = max(1, config.tokens_a_batch // length)
+            batches = [ask(model, drawn[first : first + size]) for first in range(0, len(drawn), size)]
+            for name, answers in zip(("accuracy", "candidates"), zip(*batches, strict=True), strict=False):
+                rows.setdefault(name, []).append(mean(answer for batch in answers for answer in batch))
+        for name, row in rows.items():
+            panels.setdefault(name, []).append(row)
+    return panels
+
+
+def _range(lengths: tuple[int, ...]) -> str:
+    return str(lengths[0]) if len(lengths) == 1 else f"{min(lengths)} to {max(lengths)}"
+
+
+if __name__ == "__main__":
+    main(PasskeyConfig, run)

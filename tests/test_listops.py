@@ -1,0 +1,231 @@
+"""ListOps: the grammar against a recursive generator and Python's own evaluation, and the recipe from end to end."""
+
+import importlib
+import itertools
+import random
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.measure.listops import OPERATORS, SYMBOLS, TOKEN_IDS, ListOpsExamples, collate, depth, evaluate
+from hf_posswap.measure.listops import listops_expressions as draw
+from hf_posswap.recipe import load_model, read_config
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+TINY = {"min_length": 4, "max_length": 12, "max_depth": 2, "max_args": 5}
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    """The module recipes/listops.py, imported as Python imports it when it is run."""
+    monkeypatch.syspath_prepend(str(RECIPES))
+    return importlib.import_module("listops")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("7", 7),
+        ("[MIN 3 1 2 ]", 1),
+        ("[MAX 3 1 2 ]", 3),
+        ("[MED 3 1 2 ]", 2),
+        ("[MED 1 2 ]", 1),  # the published generator cuts 1.5 down
+        ("[MED 0 9 9 0 ]", 4),
+        ("[SM 9 9 9 ]", 7),
+        ("[SM 5 5 ]", 0),
+        ("[MAX 2 9 [MIN 4 7 ] 0 ]", 9),
+        ("[MAX 4 3 [MIN 2 3 ] 1 0 [MED 1 5 8 9 2 ] ]", 5),  # the example of the papers, with SUM_MOD's place taken by MED
+        ("[SM [SM 9 9 ] [MED 8 [MIN 6 7 ] 1 ] ]", 4),
+    ],
+)
+def test_hand_made(text, value):
+    """Every operator, its edges, and nesting."""
+    assert evaluate(text) == value
+
+
+def _by_python(text: str) -> int:
+    """Evaluate as Python evaluates a nested call."""
+    names = {"[MIN": "min([", "[MAX": "max([", "[MED": "med([", "[SM": "sm([", "]": "]),"}
+    code = " ".join(names.get(symbol, f"{symbol},") for symbol in text.split())
+    functions = {"med": lambda v: int(statistics.median(v)), "sm": lambda v: sum(v) % 10, "min": min, "max": max}
+    return eval(code, {"__builtins__": {}}, functions)[0]
+
+
+def test_against_python():
+    """All operators on all pairs and many triples of digits, and drawn expressions of every depth."""
+    texts = [f"{o} {a} {b} ]" for o in OPERATORS for a in range(10) for b in range(10)]
+    texts += [f"{o} {a} {b} {c} ]" for o in OPERATORS for a, b, c in itertools.product(range(0, 10, 3), repeat=3)]
+    texts += draw(100, min_length=5, max_length=200, max_depth=6, max_args=5)
+    assert max(map(depth, texts)) == 6 and len(texts) == 756
+    for text in texts:
+        assert evaluate(text) == _by_python(text), text
+
+
+@pytest.mark.parametrize("text", ["", "]", "[MIN 1 2", "[MIN 1 ]", "1 2", "10", "[MIN 1 2 ] ]", "[XOR 1 2 ]", "[PAD]", "¹"])
+def test_no_expressions(text):
+    """What the grammar does not have has no value."""
+    with pytest.raises(DataError):
+        evaluate(text)
+
+
+def test_limits_and_seeds():
+    """Lengths lie strictly between the bounds, depth and arguments do not pass theirs, nothing occurs twice, seeds count."""
+    bounds = {"min_length": 20, "max_length": 60, "max_depth": 4, "max_args": 5}
+    texts = draw(300, **bounds, seed=3)
+    assert len(set(texts)) == 300 and texts == draw(300, **bounds, seed=3)
+    assert len(set(texts) & set(draw(300, **bounds, seed=4))) < 10
+    lengths = [len(text.split()) for text in texts]
+    assert min(lengths) == 21 and 50 < max(lengths) < 60
+    assert max(map(depth, texts)) == 4
+    arguments = [_arguments(text) for text in texts]
+    assert min(map(min, arguments)) == 2 and max(map(max, arguments)) == 5
+    assert {symbol for text in texts for symbol in text.split()} == set(SYMBOLS) and len(SYMBOLS) == 15
+
+
+def _arguments(text: str) -> list[int]:
+    counts, open_nodes = [], [0]
+    for symbol in text.split():
+        if symbol == "]":
+            counts.append(open_nodes.pop())
+        else:
+            open_nodes[-1] += 1
+            open_nodes += [0] if symbol in OPERATORS else []
+    return counts
+
+
+def test_chances_are_those_of_the_published_generator():
+    """Lengths and depths are spread as those of the recursion of Long Range Arena's generate_tree, over the same bounds."""
+    chance = random.Random(1)
+
+    def tree(level: int) -> list[str]:
+        if level >= 5 or chance.random() > 0.25:
+            return [str(chance.choice(range(10)))]
+        children = [tree(level + 1) for _ in range(chance.randint(2, 4))]
+        return [chance.choice(list(OPERATORS)), *itertools.chain(*children), "]"]
+
+    theirs = {}
+    while len(theirs) < 2000:
+        symbols = tree(1)
+        if 8 < len(symbols) < 40:
+            theirs[" ".join(symbols)] = None
+    ours = draw(2000, min_length=8, max_length=40, max_depth=5, max_args=4)
+    for measure in (lambda text: len(text.split()), depth, lambda text: text.count("[SM"), lambda text: text.count("7")):
+        here, there = ([measure(text) for text in texts] for texts in (ours, list(theirs)))
+        error = statistics.stdev(there) * (2 / 2000) ** 0.5
+        assert abs(statistics.mean(here) - statistics.mean(there)) < 4 * error
+
+
+def test_impossible_bounds():
+    """What cannot be drawn is refused, not waited for."""
+    with pytest.raises(DataError, match="no length lies between"):
+        draw(1, min_length=10, max_length=11)
+    with pytest.raises(DataError, match="must be at least 2"):
+        draw(1, max_depth=1)
+    with pytest.raises(DataError, match="too rare at max_depth=2 and max_args=2"):
+        draw(1, min_length=10, max_length=20, max_depth=2, max_args=2)
+
+
+def test_batches():
+    """Symbols have one id each between [CLS] and [SEP]; padding is masked and has none of them."""
+    batch = collate(list(ListOpsExamples(["[MAX 1 9 ]", "3"])))
+    names = {number: symbol for symbol, number in TOKEN_IDS.items()}
+    rows = [[names[number] for number in row] for row in batch["input_ids"].tolist()]
+    assert rows[0] == "[CLS] [MAX 1 9 ] [SEP]".split() and rows[1] == "[CLS] 3 [SEP] [PAD] [PAD] [PAD]".split()
+    assert batch["attention_mask"].tolist() == [[1] * 6, [1, 1, 1, 0, 0, 0]] and batch["labels"].tolist() == [9, 3]
+    assert len(names) == len(TOKEN_IDS) == 18
+
+
+@pytest.fixture
+def checkpoint(make_model, tmp_path):
+    """A function that saves a tiny model: no tokenizer is needed."""
+
+    def save(family: str) -> str:
+        make_model(family, initializer_range=0.05).save_pretrained(tmp_path / family)
+        return str(tmp_path / family)
+
+    return save
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gpt2", {"scheme": "rotary"}),
+        ("bert", {"scheme": "relative:clip=4", "hidden_size": 16, "num_layers": 1, "num_heads": 4}),
+        ("bert", {"scheme": "original"}),
+        ("bert", {"scheme": "sinusoidal", "start": "swap"}),  # fewer positions than the checkpoint has are no error
+    ],
+)
+def test_end_to_end(recipe, checkpoint, tmp_path, family, options):
+    """Both families, from scratch and from a checkpoint: figures, groups that add up, and what it cost."""
+    config = recipe.ListOpsConfig(
+        model=checkpoint(family), max_steps=3, batch_size=8, train_examples=40, examples=50, **TINY, **options
+    )
+    answer = recipe.run(config, tmp_path, False)
+    assert 0 <= answer["figures"]["accuracy"] <= 1 and 0.1 <= answer["figures"]["majority"] < 0.4
+    for groups in (answer["details"]["by_length"], answer["details"]["by_depth"]):
+        assert sum(group["examples"] for group in groups.values()) == 50
+        right = sum(group["accuracy"] * group["examples"] for group in groups.values())
+        assert right / 50 == pytest.approx(answer["figures"]["accuracy"])
+    assert list(answer["details"]["by_depth"]) == ["2"] and len(answer["details"]["losses"]) == 3
+    assert answer["cost"]["tokens"] > 0 and (answer["cost"]["parameters"] < 5000) is ("hidden_size" in options)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_it_learns(recipe, checkpoint, tmp_path, family, monkeypatch):
+    """The largest of two or three digits is soon learnt, and known of held-out ones."""
+    monkeypatch.setattr("hf_posswap.measure.listops.OPERATORS", {"[MAX": max})
+    config = recipe.ListOpsConfig(
+        model=checkpoint(family), scheme="rotary", max_steps=300, batch_size=16, learning_rate=5e-3, dropout=False,
+        train_examples=900, examples=100, min_length=3, max_length=6, max_depth=2, max_args=3,
+    )  # fmt: skip
+    answer = recipe.run(config, tmp_path, False)
+    assert answer["figures"]["accuracy"] > 0.9 and answer["figures"]["majority"] < 0.5, answer["details"]["losses"][::20]
+
+
+def test_training_and_test_do_not_overlap(recipe, checkpoint, tmp_path, monkeypatch):
+    """No expression is trained on and tested."""
+    seen = []
+    monkeypatch.setattr(recipe, "ListOpsExamples", lambda texts: seen.append(texts) or ListOpsExamples(texts))
+    options = {"max_steps": 1, "batch_size": 4, "train_examples": 60, "examples": 40, **TINY}
+    recipe.run(recipe.ListOpsConfig(model=checkpoint("bert"), scheme="rotary", **options), tmp_path, False)
+    trained, tested = sorted(seen, key=len, reverse=True)
+    assert (len(trained), len(tested)) == (60, 40) and not set(trained) & set(tested)
+
+
+def test_predictions_are_in_the_order_of_examples(recipe, checkpoint):
+    """Reading them by length changes nothing of where an answer is written."""
+    config = recipe.ListOpsConfig(model=checkpoint("bert"), scheme="rotary")
+    model = load_model(config, AutoModelForSequenceClassification, max_positions=20, num_labels=10, pad_token_id=0)
+    examples = list(ListOpsExamples(draw(30, **TINY)))
+    alone = torch.cat([model(input_ids=example["input_ids"][None]).logits.argmax(-1) for example in examples])
+    assert torch.equal(recipe.predict(model, examples, 7), alone) and len(set(alone.tolist())) > 1
+
+
+def test_bad_input(recipe, checkpoint, tmp_path):
+    """Sizes of a checkpoint, starts that need text, and positions that are too few are refused before training."""
+    for options, says in (
+        ({"num_layers": 2, "start": "swap"}, "for --start scratch"),
+        ({"start": "fit"}, "ListOps has none"),
+        ({"examples": 0}, "examples=0 must be at least 1"),
+        ({"hidden_size": 0}, "hidden_size=0 must be at least 1"),
+    ):
+        with pytest.raises(PosswapError, match=says):
+            recipe.ListOpsConfig(**options)
+    config = recipe.ListOpsConfig(model=checkpoint("bert"), scheme="rotary", max_positions=12, max_steps=1, **TINY)
+    with pytest.raises(PosswapError, match="expressions of 11 symbols take 13 positions, and the model has 12"):
+        recipe.run(config, tmp_path, False)
+
+
+def test_configs(recipe):
+    """The files in recipes/configs are read; that of the paper is what nothing else than the defaults say."""
+    published, quick = (
+        read_config(recipe.ListOpsConfig, RECIPES / "configs" / f"{name}.yaml", {}) for name in ("listops", "listops_quick")
+    )
+    shape = ("min_length", "max_length", "max_depth", "max_args", "train_examples", "examples")
+    assert [asdict(published)[name] for name in shape] == [500, 2000, 10, 10, 96_000, 2000]
+    assert quick.max_length <= 200 and quick.start == "scratch"

@@ -1,0 +1,346 @@
+"""Passkey: what the texts are, what counts as right, and the recipe from end to end."""
+
+import importlib
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertForQuestionAnswering, BertTokenizer, PreTrainedTokenizerFast
+
+from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.measure.passkey import (
+    CANDIDATES,
+    FILLER,
+    NAMES,
+    PasskeyExamples,
+    PasskeyText,
+    PasskeyTexts,
+    collate,
+    depth_texts,
+    point_at_keys,
+    recall_keys,
+)
+from hf_posswap.recipe import read_config
+from hf_posswap.text import split_of
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+DIGITS = [str(digit) for digit in range(10)]
+WORDS = sorted({*" ".join(FILLER).replace(".", "").split(), *NAMES, *"The key is Remember it What the".split(), ".", "?"})
+
+
+@pytest.fixture
+def gpt2_tokenizer():
+    """One token for each word, and for each digit of a number."""
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<|endoftext|>", "<unk>", *DIGITS, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), pre_tokenizers.Digits(True)])
+    special = {"eos_token": "<|endoftext|>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+@pytest.fixture
+def bert_tokenizer():
+    """The same words for a BERT, whose numbers are several pieces."""
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *DIGITS, *(f"##{digit}" for digit in DIGITS)]
+    words = sorted({word.lower() for word in WORDS})
+    return BertTokenizer(vocab={word: number for number, word in enumerate([*pieces, *words])})
+
+
+@pytest.fixture(params=[True, False], ids=["causal", "encoder"])
+def tokenizer(request, gpt2_tokenizer, bert_tokenizer):
+    """The tokenizer of one family, which knows whether that is causal."""
+    return SimpleNamespace(causal=request.param, it=gpt2_tokenizer if request.param else bert_tokenizer)
+
+
+PROSE = "The grass of the garden is green again. Remember the first key! In 1234 the house was red. The car is here."
+
+
+@pytest.fixture
+def prose(monkeypatch):
+    """Other prose for each split, in place of the standard library's, which takes long to read."""
+    chosen = {"train": [PROSE], "validation": ["The last key is the red key of the school."]}
+    monkeypatch.setattr("hf_posswap.measure.passkey.stdlib_prose", chosen.get)
+    monkeypatch.setattr("hf_posswap.compare.stdlib_documents", lambda split: {"": PROSE * 40})
+
+
+@pytest.fixture
+def recipe(monkeypatch, prose):
+    """The module recipes/passkey.py, imported as Python imports it when it is run."""
+    monkeypatch.syspath_prepend(str(RECIPES))
+    return importlib.import_module("passkey")
+
+
+def _places(ids: list[int], key: tuple[int, ...]) -> list[int]:
+    return [place for place in range(len(ids)) if tuple(ids[place : place + len(key)]) == key]
+
+
+@pytest.mark.parametrize("decoys", [0, 3])
+@pytest.mark.parametrize("length", [80, 137, 300])
+def test_texts(tokenizer, decoys, length):
+    """Texts are of the exact length, say the key once before it is asked for, and at the depth asked for."""
+    texts = PasskeyTexts(tokenizer.it, "train", causal=tokenizer.causal, decoys=decoys)
+    longest = 24  # of what may stand between depth and the next end of a sentence, and of decoys before the key
+    for depth in (0.0, 0.25, 0.6, 1.0):
+        text = texts.draw(length, depth, random.Random(f"{length} {depth}"))
+        assert len(text.input_ids) == length and len(text.key) == 4
+        places = _places(text.input_ids, text.key)
+        assert places == [text.start, length - 4] if tokenizer.causal else places == [text.start]
+        words = tokenizer.it.decode(text.input_ids).lower()
+        assert words.count("key is") == 1 + decoys + tokenizer.causal and words.count("what is the") == 1
+        asked = words.split("what is the ")[1].split()[0]
+        said = tokenizer.it.decode(text.key)
+        assert f"the {asked} key is {said}" in words, words
+        filler = length - (texts.shortest - 1)
+        before = text.start - 4 - (0 if tokenizer.causal else text.question_size)
+        assert abs(before - depth * filler) <= 6 + decoys * longest
+
+
+def test_candidates(tokenizer):
+    """Ten different keys, the right one first and then those of decoys; the text has no other."""
+    texts = PasskeyTexts(tokenizer.it, "train", causal=tokenizer.causal, decoys=2)
+    text = texts.draw(120, 0.5, random.Random(0))
+    assert len(set(text.candidates)) == CANDIDATES and len(set(map(len, text.candidates))) == 1
+    counts = [len(_places(text.input_ids, key)) for key in text.candidates]
+    assert counts == [1 + tokenizer.causal, 1, 1, *[0] * 7]
+
+
+def test_the_right_key_stands_before_and_after_decoys(gpt2_tokenizer):
+    """Where keys stand at one place, as in short texts, order tells nothing."""
+    texts = PasskeyTexts(gpt2_tokenizer, "train", causal=True, decoys=1)
+    first = 0
+    for seed in range(60):
+        text = texts.draw(texts.shortest, 0.0, random.Random(seed))
+        first += text.start < _places(text.input_ids, text.candidates[1])[0]
+    assert 15 < first < 45
+
+
+def test_seeds_and_splits(tokenizer):
+    """One seed gives one text, another another; no key of the test is in training."""
+    train, test = (PasskeyTexts(tokenizer.it, split, causal=tokenizer.causal) for split in ("train", "validation"))
+    assert depth_texts(test, 90, 0.5, 4, seed=1) == depth_texts(test, 90, 0.5, 4, seed=1)
+    drawn = [text for seed in (1, 2) for text in depth_texts(test, 90, 0.5, 8, seed=seed)]
+    assert len({text.key for text in drawn}) >= 15
+    assert not set(train.keys) & set(test.keys) and len(train.keys) > 4 * len(test.keys) > 2000
+    assert all(split_of("".join(map(str, _digits(tokenizer.it, key)))) == "validation" for key in test.keys)
+    examples = [PasskeyExamples(train, (60, 90), 40, seed=seed) for seed in (0, 0, 1)]
+    ids = [[example["input_ids"].tolist() for example in one] for one in examples]
+    assert ids[0] == ids[1] != ids[2] and {len(row) for row in ids[0]} == {60, 90} and len({str(row) for row in ids[0]}) == 40
+
+
+def _digits(tokenizer, key) -> list[int]:
+    return [int(token.removeprefix("##")) for token in tokenizer.convert_ids_to_tokens(list(key))]
+
+
+def test_prose_as_filler(tokenizer, prose):
+    """The standard library's prose, each split's own, without sentences that have a number; it goes around."""
+    train, test = (
+        PasskeyTexts(tokenizer.it, split, causal=tokenizer.causal, filler="text") for split in ("train", "validation")
+    )
+    assert (len(train._filler), len(test._filler)) == (3, 1)
+    for texts, has in ((train, "garden"), (test, "school")):
+        text = texts.draw(400, 0.5, random.Random(0))
+        words = tokenizer.it.decode(text.input_ids)
+        assert len(text.input_ids) == 400 and words.count(has) > 5 and "1 2 3 4" not in words
+        assert len(_places(text.input_ids, text.key)) == 1 + tokenizer.causal
+
+
+def test_training_examples(tokenizer):
+    """A causal model is asked for the key alone; an encoder for its span; padding is neither."""
+    texts = PasskeyTexts(tokenizer.it, "train", causal=tokenizer.causal)
+    batch = collate([PasskeyExamples(texts, (length,), 1)[0] for length in (40, 64)])
+    assert batch["input_ids"].shape == (2, 64)
+    if tokenizer.causal:
+        for row, length in zip(range(2), (40, 64), strict=True):
+            asked = batch["labels"][row] != -100
+            assert asked.nonzero()[:, 0].tolist() == list(range(length - 4, length))
+            assert torch.equal(batch["labels"][row][asked], batch["input_ids"][row][asked])
+    else:
+        assert batch["attention_mask"].sum(1).tolist() == [40, 64]
+        for row, start, end in zip(range(2), batch["start_positions"], batch["end_positions"], strict=True):
+            key = tuple(batch["input_ids"][row][start : end + 1].tolist())
+            assert key in texts.keys
+            sep = batch["input_ids"][row].tolist().index(3)
+            assert batch["token_type_ids"][row][:40].tolist() == [0] * (sep + 1) + [1] * (39 - sep)
+
+
+def test_saying_is_what_generate_writes(make_model, gpt2_tokenizer):
+    """Right is what greedy generation gives, told without generating; ranks are those of likelihoods of whole texts."""
+    model = make_model("gpt2", n_positions=64, eos_token_id=None)
+    texts = depth_texts(PasskeyTexts(gpt2_tokenizer, "train", causal=True), 50, 0.5, 6)
+    written = []
+    for text in texts:
+        prompt = torch.tensor([text.input_ids[:-4]])
+        out = model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0, attention_mask=torch.ones_like(prompt))
+        written.append(tuple(out[0, -4:].tolist()))
+    assert recall_keys(model, texts)[0] == [False] * 6  # a random model
+    # The same with what it does say as the key, for three of the texts.
+    wanted = [written[n] if n < 3 else texts[n].key for n in range(6)]
+    asked = [
+        PasskeyText([*text.input_ids[:-4], *key], text.start, 0, [key, *text.candidates[1:]])
+        for text, key in zip(texts, wanted, strict=True)
+    ]
+    said, ranked = recall_keys(model, asked)
+    assert said == [True] * 3 + [False] * 3
+    for text, first in zip(asked, ranked, strict=True):
+        scores = []
+        for key in text.candidates:
+            ids = torch.tensor([[*text.input_ids[:-4], *key]])
+            logits = model(ids).logits[0, -5:-1].log_softmax(-1)
+            scores.append(logits.gather(-1, ids[0, -4:, None]).mean().item())
+        assert first is (scores[0] > max(scores[1:]))
+
+
+def test_pointing(make_model, bert_tokenizer):
+    """Both ends of the span must be the key's."""
+    texts = depth_texts(PasskeyTexts(bert_tokenizer, "train", causal=False), 32, 0.5, 3)
+
+    class Pointer(torch.nn.Module):
+        device = torch.device("cpu")
+
+        def forward(self, input_ids, token_type_ids):
+            starts, ends = torch.zeros(2, *input_ids.shape).unbind()
+            for row, text in enumerate(texts):
+                assert token_type_ids[row].tolist().index(1) == text.question_size
+                starts[row, text.start + (row == 1)] = 1
+                ends[row, text.start + 3 + (row == 2)] = 1
+            return SimpleNamespace(start_logits=starts, end_logits=ends)
+
+    assert point_at_keys(Pointer(), texts) == [True, False, False]
+
+
+@pytest.fixture
+def checkpoint(make_model, tmp_path, gpt2_tokenizer, bert_tokenizer):
+    """A function that saves a tiny model with its tokenizer."""
+
+    def save(family: str, **changes) -> str:
+        tokenizer = gpt2_tokenizer if family == "gpt2" else bert_tokenizer
+        sizes = {"n_positions": 64} if family == "gpt2" else {"max_position_embeddings": 64}
+        head = None if family == "gpt2" else BertForQuestionAnswering
+        given = {"initializer_range": 0.05, "vocab_size": len(tokenizer), **sizes, **changes}
+        model = make_model(family, head=head, **({"bos_token_id": 1, "eos_token_id": 1} if family == "gpt2" else {}), **given)
+        model.save_pretrained(tmp_path / family)
+        tokenizer.save_pretrained(tmp_path / family)
+        return str(tmp_path / family)
+
+    return save
+
+
+@pytest.fixture
+def config(recipe, checkpoint):
+    """Two steps on the tiny GPT-2; tests replace what they are about."""
+    return recipe.PasskeyConfig(
+        model=checkpoint("gpt2"), scheme="rotary", max_steps=2, batch_size=4, train_lengths=(32, 40), lengths=(40, 150),
+        depths=(0.0, 1.0), examples=3, fit_tokens=512, fit_steps=2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"scheme": "relative:clip=4"}, {"start": "fit"}, {"filler": "text", "decoys": 1}])
+def test_causal_end_to_end(recipe, config, tmp_path, options):
+    """A matrix of both figures for each depth and length, their means, the picture, and what it cost."""
+    config = replace(config, **options, lengths=(64, 150), train_lengths=(64,))
+    answer = recipe.run(config, tmp_path, False)
+    assert list(answer["figures"]) == ["accuracy_64", "accuracy_150", "candidates_64", "candidates_150"]
+    for name in ("accuracy", "candidates"):
+        matrix = answer["details"][name]
+        assert len(matrix) == 2 and all(len(row) == 2 and 0 <= min(row) <= max(row) <= 1 for row in matrix)
+        assert answer["figures"][f"{name}_150"] == pytest.approx(sum(row[1] for row in matrix) / 2)
+    assert answer["cost"]["tokens"] == 2 * 4 * 64 and len(answer["details"]["losses"]) == 2
+    assert (tmp_path / "heat_map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_encoder_end_to_end(recipe, config, checkpoint, tmp_path):
+    """An encoder has accuracy alone."""
+    config = replace(config, model=checkpoint("bert"), decoys=1, lengths=(64, 150), train_lengths=(60, 64))
+    answer = recipe.run(config, tmp_path, False)
+    assert list(answer["figures"]) == ["accuracy_64", "accuracy_150"] and (tmp_path / "heat_map.png").exists()
+
+
+def test_without_training(recipe, config, checkpoint, tmp_path):
+    """What a checkpoint can do as it is: nothing is trained, and an encoder must have the head."""
+    answer = recipe.run(replace(config, train=False, scheme="original", lengths=(40,), train_lengths=(999,)), tmp_path, False)
+    assert answer["details"]["losses"] == [] and "tokens" not in answer["cost"]
+    answer = recipe.run(replace(config, train=False, model=checkpoint("bert")), tmp_path, False)
+    assert list(answer["figures"]) == ["accuracy_40", "accuracy_150"]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bert"])
+def test_it_learns(recipe, config, checkpoint, tmp_path, family, monkeypatch):
+    """With twenty keys, the same in test and training, and next to no filler, a tiny model gets all of them right."""
+    build = PasskeyTexts.__init__
+
+    def few_keys(self, *given, **options):
+        build(self, *given, **options)
+        self.keys = [tuple(self._tokens([number])[0]) for number in ("1111", "2222", "3333", *map(str, range(4444, 4461)))]
+
+    monkeypatch.setattr(PasskeyTexts, "__init__", few_keys)
+    config = replace(
+        config, model=checkpoint(family), scheme="rotary", train_lengths=(32,), lengths=(32,), max_steps=150, batch_size=16,
+        learning_rate=5e-3, dropout=False, examples=10,
+    )  # fmt: skip
+    answer = recipe.run(config, tmp_path, False)
+    assert answer["figures"]["accuracy_32"] == 1.0, answer["details"]["losses"][::10]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"depths": (0.5, 1.2)}, "depths=.*must be from 0"),
+        ({"depths": (-0.1,)}, "depths=.*must be from 0"),
+        ({"lengths": ()}, "lengths must not be empty"),
+        ({"examples": 0}, "examples=0 must be at least 1"),
+    ],
+)
+def test_bad_options(config, options, says):
+    """Refused before anything is loaded."""
+    with pytest.raises(PosswapError, match=says):
+        replace(config, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"lengths": (16,)}, "length=16 is too short: keys and question take"),
+        ({"train_lengths": (16,)}, "length=16 is too short: keys and question take"),
+        ({"max_positions": 100}, "texts of 150 tokens do not fit into max_positions=100"),
+        ({"scheme": "original"}, "the original reads 64 tokens, not 150"),
+        ({"filler": "lorem"}, "filler='lorem' is not known"),
+        ({"decoys": 12}, "decoys=12 must be from 0 to"),
+        ({"model": "no-head", "train": False}, "no question-answering head"),
+    ],
+)
+def test_refused_before_training(recipe, config, make_model, bert_tokenizer, tmp_path, monkeypatch, options, says):
+    """What cannot be tested is not trained for first."""
+    if options.get("model") == "no-head":
+        options = {**options, "model": str(tmp_path / "no-head")}
+        make_model("bert").save_pretrained(options["model"])
+        bert_tokenizer.save_pretrained(options["model"])
+    monkeypatch.setattr(recipe, "train", lambda *given, **options: pytest.fail("it was trained"))
+    with pytest.raises(PosswapError, match=says):
+        recipe.run(replace(config, **options), tmp_path, False)
+
+
+def test_bad_texts(gpt2_tokenizer, bert_tokenizer):
+    """In Python, too; and tokenizers that cannot write keys."""
+    texts = PasskeyTexts(gpt2_tokenizer, "train", causal=True)
+    with pytest.raises(DataError, match="depth=1.5 must be"):
+        texts.draw(100, 1.5, random.Random(0))
+    with pytest.raises(DataError, match="is too short"):
+        texts.draw(texts.shortest - 1, 0.5, random.Random(0))
+    with pytest.raises(DataError, match=r"needs a \[CLS\]"):
+        PasskeyTexts(gpt2_tokenizer, "train", causal=False)
+    wordy = BertTokenizer(vocab={"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "the": 5})
+    with pytest.raises(DataError, match="tells only .* numbers of four digits apart"):
+        PasskeyTexts(wordy, "train", causal=False)
+
+
+def test_configs(recipe):
+    """The files in recipes/configs are read."""
+    causal, encoder = (
+        read_config(recipe.PasskeyConfig, RECIPES / "configs" / f"{name}.yaml", {}) for name in ("passkey", "passkey_bert")
+    )
+    assert causal.model == "stdlib-gpt2" and encoder.model == "minilm" and encoder.decoys > 0
+    assert max(causal.lengths) > max(causal.train_lengths)
