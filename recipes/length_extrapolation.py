@@ -1,21 +1,21 @@
 """Does a swapped causal model read more than it was trained for, and what does a short fine-tune at a longer length win?
 
     python recipes/length_extrapolation.py --scheme rotary --start fit
-    python recipes/length_extrapolation.py --scheme original          # the bar: the unswapped model, a window sliding over the text
-    python recipes/length_extrapolation.py --scheme learned:extend=tile --finetune-factor 0           # without a fine-tune
+    python recipes/length_extrapolation.py --scheme original     # the bar: the unswapped model, and a window that slides
+    python recipes/length_extrapolation.py --scheme learned:extend=tile --finetune-factor 0     # without a fine-tune
     python recipes/length_extrapolation.py --scheme "rotary:scaling={rope_type=yarn,factor=8}" --start fit
 
 The same held-out tokens are cut into blocks of 1x, 2x, 4x, ... the trained length: the loss of each cut, before and after a
-fine-tune. Longer blocks help even a model that cannot use them, since fewer tokens stand at a block's beginning. So each cut
-is also read through a window of the trained length that slides over it: by the original (its tokens see nearly as much as it
-can see; longer positions are of use only where they beat it), and by the swapped model itself (the loss of the same tokens
-with the same weights, read far from the beginning or in a window: below it, longer context helps; above it, new positions hurt).
+fine-tune. Longer blocks help even a model that cannot use them, since fewer tokens stand at a block's beginning. So the
+original reads each cut, too, through a window of the trained length that slides over it: longer positions are of use only where
+they beat that. The swapped model reads the longest cut through the window as well: with the same weights and tokens, where the
+window is better new positions hurt, and where it is worse longer context helps.
 
-The scheme `original` cannot read longer blocks: its figures are those of the window, and its fine-tune has blocks of the trained
-length and as many tokens a step as all others, so it is the bar after the fine-tune, too.
+The scheme `original` can read longer blocks through the window only: those are its figures. Its fine-tune has blocks of the
+trained length and as many tokens a step as all others, so it is the bar after the fine-tune, too.
 
-Figures: loss_N before and tuned_loss_N after the fine-tune, in nats a token, N tokens a block. Details: windows, and losses by
-position in the longest block. A picture of all is in loss.png.
+Figures: loss_N before and tuned_loss_N after the fine-tune, in nats a token, N tokens a block. Details: the windows, and losses
+by position in the longest block. A picture of all is in loss.png.
 """
 
 from dataclasses import dataclass, replace
@@ -92,14 +92,20 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         fit_batches=lambda: text_batches(training, tokenizer, trained, tokens=config.fit_tokens, causal=True, seed=config.seed),
         tokenizer=tokenizer,
     )
-    bar = AutoModelForCausalLM.from_pretrained(model_source(config.model)).to(model.device)
+    bar = AutoModelForCausalLM.from_pretrained(model_source(config.model)).to(model.device) if swapped else model
+    end = max(cuts)
+
+    def window(one: PreTrainedModel, lengths) -> dict[int, torch.Tensor]:
+        return {n: sliding_window_losses(one, cuts[n], trained, stride=stride) for n in lengths}
 
     def measure(one: PreTrainedModel) -> dict[str, dict[int, torch.Tensor]]:
-        window = {n: sliding_window_losses(one, cut, trained, stride=stride) for n, cut in cuts.items()}
-        return {"window": window, "full": {n: token_losses(one, cut) for n, cut in cuts.items()} if swapped else window}
+        if not swapped:
+            return {"window": window(one, cuts)}
+        return {"whole": {n: token_losses(one, cut) for n, cut in cuts.items()}, "window": window(one, [end])}
 
-    found = {"original": {"window": measure(bar)["window"]}, "start": measure(model)}
-    done = None
+    found, done = {"original": {"window": window(bar, cuts)}}, None
+    if swapped:
+        found["swapped"] = measure(model)
     if config.finetune_factor:
         data = [{"input_ids": row, "labels": row} for row in rows]
         model, done = train(model, data, budget, output=folder, resume=resume, description="fine-tune")
@@ -108,26 +114,15 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         stage: {kind: {n: mean_loss(losses) for n, losses in by_length.items()} for kind, by_length in kinds.items()}
         for stage, kinds in found.items()
     }
-    names = {"original": "original", "start": config.scheme, "tuned": f"{config.scheme}, tuned at {config.finetune_factor}x"}
-    lines = {
-        f"{names[stage]}{', window' if kind == 'window' else ''}": means[stage][kind]
-        for stage, kind in (
-            ("original", "window"),
-            ("start", "full"),
-            ("start", "window"),
-            ("tuned", "full"),
-            ("tuned", "window"),
-        )
-        if stage in means and (swapped or (stage, kind) in (("original", "window"), ("tuned", "window")))
-    }
     if PartialState().is_main_process:
+        lines = {f"{stage}, {kind}": line for stage, kinds in means.items() for kind, line in kinds.items()}
         plot_loss_by_length(lines, trained, f"{config.model}: {config.scheme}").savefig(folder / "loss.png", dpi=150)
     starts = [0, trained // 16, trained // 4, *(trained * factor for factor in config.factors)]
-    end = trained * config.factors[-1]
+    kind = "whole" if swapped else "window"
+    stages = {"tuned_loss": "tuned", "loss": "swapped" if swapped else "original"}
     return {
         "figures": {
-            **{f"tuned_loss_{n}": loss for n, loss in means.get("tuned", {}).get("full", {}).items()},
-            **{f"loss_{n}": loss for n, loss in means["start"]["full"].items()},
+            f"{name}_{n}": loss for name, stage in stages.items() if stage in means for n, loss in means[stage][kind].items()
         },
         "cost": cost(model, done),
         "details": {
