@@ -216,10 +216,11 @@ def _load_checkpoint(accelerator: Accelerator, output: Path, run: TrainingRun) -
     if not folders:
         return
     progress = json.loads((folders[-1] / "progress.json").read_text())
-    if progress["config"] != asdict(run.config) or progress["processes"] != run.processes:
+    config = json.loads(json.dumps(asdict(run.config)))  # lists, not tuples, come back from JSON
+    if progress["config"] != config or progress["processes"] != run.processes:
         raise PosswapError(
             f"{folders[-1]} was made with {progress['config']} on {progress['processes']} processes, this run has "
-            f"{asdict(run.config)} on {run.processes}: resume with the same, or start in a new folder"
+            f"{config} on {run.processes}: resume with the same, or start in a new folder"
         )
     accelerator.load_state(str(folders[-1]))
     run.tokens, run.seconds, run.losses = progress["tokens"], progress["seconds"], progress["losses"]
