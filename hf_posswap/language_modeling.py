@@ -1,6 +1,6 @@
 """What recipes on plain text share: options that name the text, seeded masks, a masked-LM loss, and a head for a model without.
 
-Masks for training depend on the seed, the epoch and the sequence, and on nothing else: not on what has been drawn before, so a
+Masks for training depend on the seed and on which example it is, and on nothing else: not on what has been drawn before, so a
 resumed run sees the masks that it would have seen, and not on how many processes share a batch. Masks for evaluation are the
 same for every scheme and seed.
 """
@@ -94,22 +94,26 @@ def mask_tokens(
 
 
 class MaskedBlocks(Dataset):
-    """Blocks of tokens (N, L) with other masks in every epoch."""
+    """Blocks of tokens (N, L), each so often that no example comes twice in training, with other masks in every copy.
 
-    def __init__(self, blocks: torch.Tensor, tokenizer: PreTrainedTokenizerBase, probability: float, seed: int):
+    As BERT's own training data were made (with ten copies): the loop need not know that masks change.
+    """
+
+    def __init__(
+        self, blocks: torch.Tensor, tokenizer: PreTrainedTokenizerBase, probability: float, *, seed: int, examples: int
+    ):
         self.blocks, self.tokenizer, self.probability, self.seed = blocks, tokenizer, probability, seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the masks; `train` calls it."""
-        self.epoch = epoch
+        self.copies = max(1, -(-examples // len(blocks)))
 
     def __len__(self) -> int:
-        return len(self.blocks)
+        return len(self.blocks) * self.copies
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        seed = random.Random(f"{self.seed} {self.epoch} {index}").getrandbits(63)
-        input_ids, labels = mask_tokens(self.blocks[index : index + 1], self.tokenizer, self.probability, seed)
+        if index >= len(self):
+            raise IndexError(index)
+        seed = random.Random(f"{self.seed} {index}").getrandbits(63)
+        row = index % len(self.blocks)
+        input_ids, labels = mask_tokens(self.blocks[row : row + 1], self.tokenizer, self.probability, seed)
         return {"input_ids": input_ids[0], "labels": labels[0]}
 
 

@@ -83,8 +83,7 @@ def train(
 ) -> tuple[torch.nn.Module, TrainingRun]:
     """Train `model` on `dataset` for `config.max_steps` steps and return it, unwrapped, with what the run did.
 
-    `dataset` holds dicts of tensors, of one length or with a `collate` that pads them; where it has a `set_epoch`, that is
-    called before each epoch, for what is drawn anew, such as masks. `compute_loss(model, batch)` returns
+    `dataset` holds dicts of tensors, of one length or with a `collate` that pads them. `compute_loss(model, batch)` returns
     a scalar; without it the model's own `model(**batch).loss` is used. `after_step(model, run)` is called on all processes
     after each optimizer step, with the unwrapped model: to measure it, in evaluation mode if need be, or to change what
     is not trained; its time is not counted. With `output` and `checkpoint_every`, checkpoints are written aside and renamed,
@@ -141,8 +140,6 @@ def train(
         epoch, skipped = divmod(len(run.losses) * config.gradient_accumulation_steps, len(loader))
         batches = skip_first_batches(loader, skipped) if skipped else loader
         batches.set_epoch(epoch)  # on the loader that is iterated: each carries its own count and shuffles by it
-        if hasattr(dataset, "set_epoch"):  # of the wrappers of a loader some hand it on and some do not
-            dataset.set_epoch(epoch)
         for batch in batches:
             with accelerator.accumulate(model):
                 loss = compute_loss(model, batch) if compute_loss else model(**batch).loss

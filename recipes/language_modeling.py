@@ -14,7 +14,7 @@ Figures are of held-out text after training: loss in nats a token, perplexity = 
 the same tokens cut into shorter or longer blocks. Before training: start_loss. Details: losses by position, the curve.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import exp
 from pathlib import Path
 from statistics import mean
@@ -41,7 +41,7 @@ from hf_posswap.language_modeling import (
 from hf_posswap.measure.language_modeling import loss_by_position, mean_loss, token_losses
 from hf_posswap.recipe import cost, load_model, load_tokenizer, main
 from hf_posswap.text import shorter_blocks, spread, token_blocks
-from hf_posswap.training import train
+from hf_posswap.training import TrainingConfig, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +86,18 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         rows = [{"input_ids": row, "labels": row} for row in blocks]
     else:
         held = {n: mask_tokens(*cut, tokenizer, config.mlm_probability) for n, cut in held.items()}
-        rows = MaskedBlocks(blocks, tokenizer, config.mlm_probability, config.seed)
+        examples = config.max_steps * config.batch_size
+        rows = MaskedBlocks(blocks, tokenizer, config.mlm_probability, seed=config.seed, examples=examples)
 
     head = {}
 
     def prepare(model: PreTrainedModel, missing: set[str]) -> None:
         if not causal and missing:
             length = min(block_size, trained)
-            new = MaskedBlocks(shorter_blocks(blocks, tokenizer, length), tokenizer, config.mlm_probability, FIXED_SEED)
-            asked = mask_tokens(shorter_blocks(longest, tokenizer, length), tokenizer, config.mlm_probability)
-            head.update(_new_head(model, missing, new, asked, config, folder))
+            short, asked = (shorter_blocks(long, tokenizer, length) for long in (blocks, longest))
+            examples = config.head_steps * config.batch_size
+            new = MaskedBlocks(short, tokenizer, config.mlm_probability, seed=FIXED_SEED, examples=examples)
+            head.update(_new_head(model, missing, new, mask_tokens(asked, tokenizer, config.mlm_probability), config, folder))
         elif config.head:
             raise PosswapError(f"{config.model} has a head of its own: leave out --head")
 
@@ -157,9 +159,9 @@ def _new_head(
             for name, parameter in new.items():
                 parameter.copy_(found[name])
     else:
-        budget = replace(
-            config, max_steps=config.head_steps, learning_rate=config.head_learning_rate, dropout=False,
-            checkpoint_every=0, seed=FIXED_SEED,
+        budget = TrainingConfig(
+            max_steps=config.head_steps, batch_size=config.batch_size, learning_rate=config.head_learning_rate,
+            dropout=False, mixed_precision=config.mixed_precision, seed=FIXED_SEED,
         )  # fmt: skip
         done = train_head(model, missing, blocks, budget)
         facts |= {"steps": config.head_steps, "tokens": done.tokens, "seconds": done.seconds}
