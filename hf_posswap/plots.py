@@ -119,3 +119,29 @@ def plot_heat_maps(
 def _spreads(figures: list[tuple[float, float | None]]) -> list[float] | None:
     spreads = [spread for _, spread in figures]
     return None if None in spreads else spreads  # one seed: no bars, instead of bars of no length
+
+
+def plot_loss_by_length(lines: dict[str, dict[int, float]], trained: int, title: str) -> Figure:
+    """Loss against input length: one line for each name, {length: loss}; dashed where the name says that a window slides."""
+    figure = Figure(figsize=(7.5, 4.0), layout="constrained")
+    axes = figure.subplots()
+    for index, (name, points) in enumerate(lines.items()):
+        axes.plot(
+            list(points),
+            list(points.values()),
+            linestyle="--" if "window" in name else "-",
+            marker=MARKERS[index % len(MARKERS)],
+            markersize=5,
+            color=COLOURS[index % len(COLOURS)],
+            label=name,
+        )
+    lengths = sorted({length for points in lines.values() for length in points})
+    axes.axvline(trained, color="0.7", linewidth=1, zorder=0)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(n) for n in lengths])
+    axes.minorticks_off()
+    axes.set_xlabel(f"input length (tokens; trained with {trained})")
+    axes.set_ylabel("held-out loss, nats a token")
+    axes.set_title(title, fontsize=10)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+    return figure

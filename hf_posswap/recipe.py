@@ -43,7 +43,8 @@ from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelErr
 from hf_posswap.fitting import fit
 from hf_posswap.results import lock, prepare_output, provenance, write_json
 from hf_posswap.schemes import parse_scheme
-from hf_posswap.swap import original, swap
+from hf_posswap.surgery import geometry_of
+from hf_posswap.swap import swap
 from hf_posswap.training import TrainingConfig, TrainingRun
 
 ORIGINAL = "original"  # the scheme of a model that is left as it is
@@ -91,13 +92,15 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 def load_model(
     config: RecipeConfig, auto_class: type, *, max_positions: int | None = None, fit_batches: Callable[[], list] | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None, progress: bool = True, **options,
+    tokenizer: PreTrainedTokenizerBase | None = None, prepare: Callable[[PreTrainedModel, set[str]], None] | None = None,
+    progress: bool = True, **options,
 ) -> PreTrainedModel:  # fmt: skip
     """Load the checkpoint into a class of transformers' Auto family, and give it the positions that the run asks for.
 
     Seeded, so that a head the checkpoint lacks starts the same for every scheme. `max_positions` is what the recipe needs
     where the user said nothing; `fit_batches()` gives the text for the start `fit` (`text_batches`). The main process alone
-    fits; the other ones get its weights when training begins.
+    fits; the other ones get its weights when training begins. `prepare(model, missing)` is called on the original before it is
+    swapped, with the names of weights that the checkpoint lacks: to train a new head that all schemes start from.
     """
     set_seed(config.seed)
     source = model_source(config.model)
@@ -109,23 +112,29 @@ def load_model(
         )
     if tokenizer is not None and family.pad_token_id is None:
         family.pad_token_id = tokenizer.pad_token_id
-    model = auto_class.from_config(family) if config.start == "scratch" else auto_class.from_pretrained(source, config=family)
+    trained = family.max_position_embeddings
     # A recipe that needs fewer than the checkpoint has is content with those.
-    longest = config.max_positions or max(max_positions or 0, family.max_position_embeddings)
-    if config.scheme == ORIGINAL:
-        if longest > family.max_position_embeddings:
-            raise PosswapError(
-                f"the original reads {family.max_position_embeddings} tokens, not {longest}: ask for learned:extend=tile or "
-                "learned:extend=interpolate, or for fewer"
-            )
+    longest = config.max_positions or max(max_positions or 0, trained)
+    if config.scheme != ORIGINAL:  # before anything is loaded or trained
+        parse_scheme(config.scheme).check(geometry_of(family, longest, trained))
+    elif longest > trained:
+        raise PosswapError(
+            f"the original reads {trained} tokens, not {longest}: ask for learned:extend=tile or learned:extend=interpolate, "
+            "or for fewer"
+        )
+    if config.start == "scratch":
+        model = auto_class.from_config(family)
     else:
+        model, loading = auto_class.from_pretrained(source, config=family, output_loading_info=True)
+        if prepare is not None:
+            prepare(model, set(loading["missing_keys"]))
+    if config.scheme != ORIGINAL:
         swap(model, config.scheme, max_positions=longest, warm_start=config.start in ("swap", "fit"))
         if config.start == "fit":
             if fit_batches is None:
                 raise PosswapError("this recipe has no text to fit on: take another --start")
             if PartialState().is_main_process:
                 model.to(PartialState().device)
-                original(model).to(PartialState().device)
                 fit(model, fit_batches(), reconstruct=config.fit_steps, seed=config.seed, progress=progress)
     return model.to(PartialState().device).eval()
 

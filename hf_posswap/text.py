@@ -77,11 +77,11 @@ def _docstrings(source: str) -> list[str]:
     return [doc for node in ast.walk(tree) if isinstance(node, owners) and (doc := ast.get_docstring(node))]
 
 
-def read_documents(source: str | Path, *, split: Split = "train", text_column: str = "text") -> list[str]:
+def read_documents(source: str | Path, *, split: Split | None = "train", text_column: str = "text") -> list[str]:
     """Read documents from a text, csv, tsv, json or parquet file, a folder of .txt files, or a Hub dataset id.
 
     A plain text file is one document, and held-out text is its last tenth; a table has one document a row, and rows are
-    held out by a hash of their text; a Hub dataset ("name" or "name:config") uses its own splits.
+    held out by a hash of their text; a Hub dataset ("name" or "name:config") uses its own splits. `split=None` reads all.
     """
     path = Path(source)
     if path.is_dir():
@@ -90,20 +90,22 @@ def read_documents(source: str | Path, *, split: Split = "train", text_column: s
             raise DataError(f"no .txt file in {path}; give a file, a folder of .txt files or a Hub dataset id")
         texts = {str(file.relative_to(path)): _read_text(file) for file in files}
         if len(texts) > 1:
-            documents = [text for name, text in texts.items() if split_of(name) == split]
+            documents = [text for name, text in texts.items() if split in (None, split_of(name))]
         else:
             documents = [_tenth(text, split) for text in texts.values()]
     elif table_kind(path) and path.is_file():
-        documents = [text for text in read_texts(read_table(path), text_column, source) if split_of(text) == split]
+        texts = read_texts(read_table(path), text_column, source)
+        documents = [text for text in texts if split in (None, split_of(text))]
     elif path.is_file():
         documents = [_tenth(_read_text(path), split)]
     elif path.suffix or str(source).startswith((".", "/", "~")):
         raise DataError(f"no such file or folder: {source}")
     else:
-        documents = read_texts(read_hub(*hub_name(str(source)), split), text_column, source)
+        documents = read_texts(read_hub(*hub_name(str(source)), split or "all"), text_column, source)
     documents = [text for text in documents if text.strip()]
     if not documents:
-        raise DataError(f"{source} has no text in its {split!r} part; give more text, or another text_column")
+        part = "" if split is None else f" in its {split!r} part"
+        raise DataError(f"{source} has no text{part}; give more text, or another text_column")
     return documents
 
 
@@ -114,7 +116,9 @@ def _read_text(path: Path) -> str:
         raise DataError(f"{path} is not UTF-8 text ({error}): convert it first") from None
 
 
-def _tenth(text: str, split: Split) -> str:
+def _tenth(text: str, split: Split | None) -> str:
+    if split is None:
+        return text
     cut = len(text) * 9 // 10
     return text[:cut] if split == "train" else text[cut:]
 
@@ -125,7 +129,7 @@ def token_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, lengt
     Tokenizers with [CLS] and [SEP] get them around every block, as BERT was trained; others get the end-of-text token
     between documents.
     """
-    wrap = tokenizer.cls_token_id is not None and tokenizer.sep_token_id is not None
+    wrap = _wraps(tokenizer)
     stream: list[int] = []
     # verbose=False: the whole point is to cut, so the warning about sequences beyond the model's length is noise.
     for ids in tokenizer(list(documents), add_special_tokens=False, verbose=False)["input_ids"]:
@@ -137,7 +141,29 @@ def token_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, lengt
     if count == 0:
         raise DataError(f"the text has {len(stream)} tokens, fewer than one block of {body}: give more text")
     blocks = torch.tensor(stream[: count * body]).view(count, body)
-    if wrap:
-        edge = torch.ones(count, 1, dtype=torch.long)
-        blocks = torch.cat([edge * tokenizer.cls_token_id, blocks, edge * tokenizer.sep_token_id], dim=1)
-    return blocks
+    return _wrap(blocks, tokenizer) if wrap else blocks
+
+
+def shorter_blocks(blocks: torch.Tensor, tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:
+    """Cut each row of `token_blocks` into rows of another length: the same tokens with less around them.
+
+    What is left of a row at its end is dropped: where one length divides the other, and nothing is put around, that is none.
+    """
+    edge = 1 if _wraps(tokenizer) else 0
+    bodies = blocks[:, edge : blocks.shape[1] - edge].unfold(1, length - 2 * edge, length - 2 * edge).flatten(0, 1)
+    return _wrap(bodies, tokenizer) if edge else bodies
+
+
+def spread(blocks: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return about so many tokens of blocks (N, L), at least one block, evenly spread over the text."""
+    count = min(len(blocks), max(1, tokens // blocks.shape[1]))
+    return blocks[torch.linspace(0, len(blocks) - 1, count).long()]
+
+
+def _wraps(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return tokenizer.cls_token_id is not None and tokenizer.sep_token_id is not None
+
+
+def _wrap(bodies: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    edge = torch.ones(len(bodies), 1, dtype=torch.long)
+    return torch.cat([edge * tokenizer.cls_token_id, bodies, edge * tokenizer.sep_token_id], dim=1)

@@ -10,6 +10,7 @@ from hf_posswap.measure.damage import (
     pooled_cosine,
     pooled_states,
 )
+from hf_posswap.measure.language_modeling import loss_by_position, mean_loss, sliding_window_losses, token_losses
 from hf_posswap.measure.word_order import word_order_examples, word_order_preference, word_order_probe
 
 __all__ = [
@@ -17,10 +18,14 @@ __all__ = [
     "attention_by_distance",
     "damage",
     "kl_divergence",
+    "loss_by_position",
+    "mean_loss",
     "order_sensitivity",
     "perplexity",
     "pooled_cosine",
     "pooled_states",
+    "sliding_window_losses",
+    "token_losses",
     "word_order_examples",
     "word_order_preference",
     "word_order_probe",

@@ -1,0 +1,125 @@
+"""How well a language model predicts held-out text: token by token, by position, by length, and through a sliding window.
+
+All losses are in nats a token, -log P(token | what the model sees). What a causal model sees of token p are the tokens before
+it; what a masked model sees is the whole sequence with some tokens masked, and only those count. Everything starts from the
+losses of single tokens, so that one table of numbers answers by position and by length alike:
+
+    loss of a text        mean over its tokens
+    perplexity            exp(loss); of a masked model: of the masked tokens
+    loss at position p    mean over sequences of token p
+    sliding window        token p is predicted from the last `window` tokens at most, which are numbered from 0 again
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.errors import PosswapError
+
+_TOKENS_A_BATCH = 8192  # through the layers at once
+_LOGITS_A_SLICE = 2**25  # numbers: of a vocabulary of 50,000, 671 tokens at once
+
+
+def lm_head(model: PreTrainedModel) -> nn.Module:
+    """Return the module that makes logits of the base model's last states, whatever its family calls it."""
+    heads = [child for child in model.children() if child is not model.base_model]
+    if len(heads) != 1 or model.get_output_embeddings() is None:
+        raise PosswapError(f"a {type(model).__name__} has no language-modelling head: load it as a causal or masked LM")
+    return heads[0]
+
+
+@torch.no_grad()
+def token_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the loss of every token of unpadded sequences, NaN where nothing is predicted: (N, L), on the CPU.
+
+    `labels` (N, L) are transformers': the tokens to predict and -100 elsewhere; a causal model shifts them itself and needs
+    none. Logits exist for a slice of the tokens at a time only: of a long text they would be larger than the model.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=64))
+    >>> losses = token_losses(model, torch.arange(40).view(2, 20))
+    >>> losses.shape, losses.isnan().sum(0).tolist()[:3], bool((losses[:, 1:] > 0).all())
+    (torch.Size([2, 20]), [2, 0, 0], True)
+    """
+    head, base = lm_head(model), model.base_model
+    causal = ARCHITECTURES[model.config.model_type.removeprefix("posswap-")].is_causal(model.config)
+    if labels is None:
+        if not causal:
+            raise PosswapError("a masked language model predicts what `labels` say: pass them")
+        labels = input_ids
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    losses = torch.full(labels.shape, torch.nan, dtype=dtype)
+    first = 1 if causal else 0  # the states of token p - 1 predict token p
+    at_once = max(1, _LOGITS_A_SLICE // model.config.vocab_size)
+    model.eval()
+    for rows in torch.arange(len(input_ids)).split(max(1, _TOKENS_A_BATCH // input_ids.shape[1])):
+        wanted = labels[rows, first:]
+        chosen = wanted != -100
+        states = base(input_ids=input_ids[rows].to(model.device), use_cache=False).last_hidden_state
+        states = states[:, : wanted.shape[1]][chosen.to(model.device)]
+        found = [
+            functional.cross_entropy(head(some).to(dtype), tokens.to(model.device), reduction="none").cpu()
+            for some, tokens in zip(states.split(at_once), wanted[chosen].split(at_once), strict=True)
+        ]
+        placed = torch.full(wanted.shape, torch.nan, dtype=dtype)
+        placed[chosen] = torch.cat(found)
+        losses[rows, first:] = placed
+    return losses
+
+
+@torch.no_grad()
+def sliding_window_losses(model: PreTrainedModel, input_ids: torch.Tensor, window: int, *, stride: int = 1) -> torch.Tensor:
+    """Return the losses (N, L) of a causal model that sees at most `window` tokens at once: how any model reads longer text.
+
+    Windows start at 0, stride, 2 stride, ..., and the last one ends with the text. The first predicts all its tokens, a
+    later one those that none before it did: they have at least window - stride tokens before them. stride=1 is exact, and
+    window / stride as much work as reading the text once.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=16))
+    >>> sliding_window_losses(model, torch.arange(40)[None], 16, stride=8).shape  # positions for 16 are enough
+    torch.Size([1, 40])
+    """
+    length = input_ids.shape[1]
+    if not 1 <= stride < window:
+        raise PosswapError(f"stride={stride} must be from 1 to {window - 1}, less than the window")
+    if length <= window:
+        return token_losses(model, input_ids)
+    starts = torch.tensor([*range(0, length - window, stride), length - window])
+    places = starts[:, None] + torch.arange(window)  # (windows, window)
+    ends = places[:, -1] + 1
+    new = places >= torch.cat([torch.zeros(1, dtype=torch.long), ends[:-1]])[:, None]
+    windows = input_ids[:, places]  # (N, windows, window)
+    labels = windows.masked_fill(~new, -100)
+    found = token_losses(model, windows.flatten(0, 1), labels.flatten(0, 1)).view(windows.shape)
+    losses = found.new_empty(input_ids.shape)
+    losses[:, places[new]] = found[:, new]
+    return losses
+
+
+def mean_loss(losses: torch.Tensor) -> float:
+    """Return the mean over all tokens that were predicted.
+
+    >>> mean_loss(torch.tensor([[torch.nan, 1.0], [torch.nan, 2.0]]))
+    1.5
+    """
+    return losses.double().nanmean().item()
+
+
+def loss_by_position(losses: torch.Tensor, starts: Sequence[int] = (0, 8, 32, 128, 512, 2048, 8192)) -> dict[str, float]:
+    """Return the mean loss in ranges of positions, which begin at `starts` and end before the next one.
+
+    >>> loss_by_position(torch.tensor([[torch.nan, 1.0, 3.0, 4.0, 8.0]]), (0, 2, 3))
+    {'0-1': 1.0, '2': 3.0, '3-4': 6.0}
+    """
+    length = losses.shape[1]
+    starts = [start for start in starts if start < length]
+    found = {}
+    for low, end in zip(starts, [*starts[1:], length], strict=True):
+        if losses[:, low:end].isfinite().any():
+            found[f"{low}-{end - 1}" if end - low > 1 else str(low)] = mean_loss(losses[:, low:end])
+    return found

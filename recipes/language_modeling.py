@@ -1,0 +1,175 @@
+"""What does another position scheme cost a language model, and what does training on text win back? Masked LM for BERT, causal
+LM for GPT-2; with --start scratch the control: what if the model had been born with this scheme?
+
+    python recipes/language_modeling.py --model stdlib-gpt2 --scheme rotary --start fit
+    python recipes/language_modeling.py --scheme relative --train-file train.txt --validation-file valid.txt  # minilm
+    python recipes/language_modeling.py --model gpt2 --scheme rotary --dataset wikitext --dataset-config wikitext-2-raw-v1
+    python recipes/language_modeling.py --config recipes/configs/language_modeling.yaml --scheme none --start scratch
+
+A BERT checkpoint without a head for masked LM (sentence encoders have none) gets a fresh one, which is trained first, with the
+original encoder frozen and before the swap: it is the same for every scheme and seed, its loss is in the result, and its
+weights are in head.safetensors, which --head takes: then other runs need not train it again.
+
+Figures are of held-out text after training: loss in nats a token, perplexity = exp(loss), of masked tokens for BERT; by length,
+the same tokens cut into shorter or longer blocks. Before training: start_loss. Details: losses by position, the curve.
+"""
+
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+from statistics import mean
+from typing import Annotated
+
+import torch
+from accelerate import PartialState
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+
+from hf_posswap.calibration import text_batches
+from hf_posswap.errors import PosswapError
+from hf_posswap.language_modeling import (
+    FIXED_SEED,
+    MaskedBlocks,
+    TextConfig,
+    check_enough,
+    documents,
+    mask_tokens,
+    masked_lm_loss,
+    train_head,
+    trained_length,
+)  # fmt: skip
+from hf_posswap.measure.language_modeling import loss_by_position, mean_loss, token_losses
+from hf_posswap.recipe import cost, load_model, load_tokenizer, main
+from hf_posswap.text import shorter_blocks, spread, token_blocks
+from hf_posswap.training import TrainingConfig, train
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TextConfig):
+    """One run: the text, how it is cut and masked, and where a new head comes from."""
+
+    block_size: Annotated[int | None, "Tokens of a training sequence. Default: the trained length; for BERT up to 128."] = None
+    lengths: Annotated[
+        tuple[int, ...], "Lengths to measure at, repeatable. Default: a quarter, half and all of the block size."
+    ] = ()
+    mlm_probability: Annotated[float, "The share of tokens that is masked."] = 0.15
+    head: Annotated[str | None, "head.safetensors of another run. Default: a missing head is trained."] = None
+    head_steps: Annotated[int, "Steps of training a missing head."] = 200
+    head_learning_rate: Annotated[float, "Its peak learning rate."] = 1e-3
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 0 < self.mlm_probability < 1:
+            raise PosswapError(f"mlm_probability={self.mlm_probability} must lie between 0 and 1")
+        if self.head_steps < 1 or self.head_learning_rate <= 0:
+            raise PosswapError(f"head_steps={self.head_steps} and head_learning_rate={self.head_learning_rate} must be above 0")
+        if min(self.lengths, default=4) < 4 or (self.block_size or 4) < 4:
+            raise PosswapError("block_size and lengths must be at least 4 tokens")
+
+
+def run(config: Config, folder: Path, resume: bool) -> dict:
+    """Train and measure one scheme with one seed."""
+    trained, causal = trained_length(config)
+    block_size = config.block_size or (trained if causal else min(128, trained))
+    lengths = sorted({*(config.lengths or (max(4, block_size // 4), max(4, block_size // 2))), block_size})
+    if (config.max_positions or lengths[-1]) < lengths[-1]:
+        raise PosswapError(f"max_positions={config.max_positions} is less than the {lengths[-1]} tokens that are asked for")
+    tokenizer = load_tokenizer(config.model)
+    if not causal and tokenizer.mask_token is None:
+        raise PosswapError(f"the tokenizer of {config.model} has no mask token, which masked language modelling needs")
+    training, held_out = (documents(config, split, causal=causal) for split in ("train", "validation"))
+    blocks = token_blocks(training, tokenizer, block_size)
+    check_enough(blocks, config)
+    longest = spread(token_blocks(held_out, tokenizer, lengths[-1]), config.evaluation_tokens)
+    held = {n: (shorter_blocks(longest, tokenizer, n),) for n in lengths}
+    if causal:
+        rows = [{"input_ids": row, "labels": row} for row in blocks]
+    else:
+        held = {n: mask_tokens(*cut, tokenizer, config.mlm_probability) for n, cut in held.items()}
+        examples = config.max_steps * config.batch_size
+        rows = MaskedBlocks(blocks, tokenizer, config.mlm_probability, seed=config.seed, examples=examples)
+
+    head = {}
+
+    def prepare(model: PreTrainedModel, missing: set[str]) -> None:
+        if not causal and missing:
+            length = min(block_size, trained)
+            short, asked = (shorter_blocks(long, tokenizer, length) for long in (blocks, longest))
+            examples = config.head_steps * config.batch_size
+            new = MaskedBlocks(short, tokenizer, config.mlm_probability, seed=FIXED_SEED, examples=examples)
+            head.update(_new_head(model, missing, new, mask_tokens(asked, tokenizer, config.mlm_probability), config, folder))
+        elif config.head:
+            raise PosswapError(f"{config.model} has a head of its own: leave out --head")
+
+    model = load_model(
+        config,
+        AutoModelForCausalLM if causal else AutoModelForMaskedLM,
+        max_positions=lengths[-1] if lengths[-1] > trained else None,
+        fit_batches=lambda: text_batches(
+            training, tokenizer, trained, tokens=config.fit_tokens, causal=causal, seed=config.seed
+        ),
+        tokenizer=tokenizer,
+        prepare=prepare,
+    )
+    start = {n: token_losses(model, *cut) for n, cut in held.items()}
+    compute_loss = None if causal else masked_lm_loss
+    model, done = train(model, rows, config, compute_loss=compute_loss, output=folder, resume=resume)
+    losses = {n: token_losses(model, *cut) for n, cut in held.items()}
+    loss = mean_loss(losses[block_size])
+    every = max(1, len(done.losses) // 10)
+    return {
+        "figures": {
+            "perplexity": exp(loss),
+            **{f"perplexity_{n}": exp(mean_loss(found)) for n, found in losses.items()},
+            "loss": loss,
+            "start_loss": mean_loss(start[block_size]),
+        },
+        "cost": cost(model, done),
+        "details": {
+            "objective": "causal" if causal else "masked",
+            "trained_length": trained,
+            "block_size": block_size,
+            "evaluation_tokens": {str(n): int(found.isfinite().sum()) for n, found in losses.items()},
+            "start_loss": {str(n): mean_loss(found) for n, found in start.items()},
+            "loss": {str(n): mean_loss(found) for n, found in losses.items()},
+            "start_loss_by_position": loss_by_position(start[lengths[-1]]),
+            "loss_by_position": loss_by_position(losses[lengths[-1]]),
+            "curve": [
+                {"step": step + len(some), "training_loss": mean(some)}
+                for step in range(0, len(done.losses), every)
+                for some in [done.losses[step : step + every]]
+            ],
+            "new_head": head or None,
+        },
+    }
+
+
+def _new_head(
+    model: PreTrainedModel, missing: set[str], blocks: MaskedBlocks, held: tuple, config: Config, folder: Path
+) -> dict:
+    """Give a checkpoint a masked-LM head, trained or from a file; return what it cost and how well it predicts."""
+    encoder = {id(parameter) for parameter in model.base_model.parameters()}
+    new = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in encoder}
+    facts = {"parameters": sum(parameter.numel() for parameter in new.values()), "file": config.head}
+    if config.head:
+        found = load_file(config.head)
+        if {name: value.shape for name, value in found.items()} != {name: value.shape for name, value in new.items()}:
+            raise PosswapError(f"{config.head} does not fit {config.model}, whose head has {', '.join(new)}")
+        with torch.no_grad():
+            for name, parameter in new.items():
+                parameter.copy_(found[name])
+    else:
+        budget = TrainingConfig(
+            max_steps=config.head_steps, batch_size=config.batch_size, learning_rate=config.head_learning_rate,
+            dropout=False, mixed_precision=config.mixed_precision, seed=FIXED_SEED,
+        )  # fmt: skip
+        done = train_head(model, missing, blocks, budget)
+        facts |= {"steps": config.head_steps, "tokens": done.tokens, "seconds": done.seconds}
+        if PartialState().is_main_process:
+            weights = {name: parameter.detach().cpu().contiguous() for name, parameter in new.items()}
+            save_file(weights, folder / "head.safetensors")
+    return facts | {"loss_before_swap": mean_loss(token_losses(model, *held))}
+
+
+if __name__ == "__main__":
+    main(Config, run)

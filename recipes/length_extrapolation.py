@@ -1,0 +1,143 @@
+"""Does a swapped causal model read more than it was trained for, and what does a short fine-tune at a longer length win?
+
+    python recipes/length_extrapolation.py --scheme rotary --start fit
+    python recipes/length_extrapolation.py --scheme original     # the bar: the unswapped model, and a window that slides
+    python recipes/length_extrapolation.py --scheme learned:extend=tile --finetune-factor 0     # without a fine-tune
+    python recipes/length_extrapolation.py --scheme "rotary:scaling={rope_type=yarn,factor=8}" --start fit
+
+The same held-out tokens are cut into blocks of 1x, 2x, 4x, ... the trained length: the loss of each cut, before and after a
+fine-tune. Longer blocks help even a model that cannot use them, since fewer tokens stand at a block's beginning. So the
+original reads each cut, too, through a window of the trained length that slides over it: longer positions are of use only where
+they beat that. The swapped model reads the longest cut through the window as well: with the same weights and tokens, where the
+window is better new positions hurt, and where it is worse longer context helps.
+
+The scheme `original` can read longer blocks through the window only: those are its figures. Its fine-tune has blocks of the
+trained length and as many tokens a step as all others, so it is the bar after the fine-tune, too.
+
+Figures: loss_N before and tuned_loss_N after the fine-tune, in nats a token, N tokens a block. Details: the windows, and losses
+by position in the longest block. A picture of all is in loss.png.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from accelerate import PartialState
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_posswap.assets import model_source
+from hf_posswap.calibration import text_batches
+from hf_posswap.errors import PosswapError, UnsupportedModelError
+from hf_posswap.language_modeling import TextConfig, check_enough, documents, trained_length
+from hf_posswap.measure.language_modeling import loss_by_position, mean_loss, sliding_window_losses, token_losses
+from hf_posswap.plots import plot_loss_by_length
+from hf_posswap.recipe import ORIGINAL, cost, load_model, load_tokenizer, main
+from hf_posswap.text import shorter_blocks, spread, token_blocks
+from hf_posswap.training import train
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TextConfig):
+    """One run: how far to look, and how far to train."""
+
+    model: Annotated[str, "A model folder or Hub id of a causal model; stdlib-gpt2 is built in."] = "stdlib-gpt2"
+    batch_size: Annotated[int, "Sequences of the fine-tune's length a step, over all processes."] = 4
+    factors: Annotated[tuple[int, ...], "Multiples of the trained length to measure at, repeatable."] = (1, 2, 4, 8, 16)
+    finetune_factor: Annotated[int, "The multiple of the trained length to fine-tune at; 0: no fine-tune."] = 4
+    stride: Annotated[int | None, "How far the window slides. Default: a quarter of the trained length; 1 is exact."] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.factors or min(self.factors) < 1 or sorted(set(self.factors)) != list(self.factors):
+            raise PosswapError(f"factors={self.factors} must be whole numbers from 1 on, in rising order")
+        if self.finetune_factor < 0:
+            raise PosswapError(f"finetune_factor={self.finetune_factor} must be 1 or more, or 0 for no fine-tune")
+        if self.start == "scratch":
+            raise PosswapError(
+                "a model from scratch has no trained length: train it with recipes/language_modeling.py --lengths"
+            )
+
+
+def run(config: Config, folder: Path, resume: bool) -> dict:
+    """Swap, measure at all lengths, fine-tune, and measure again."""
+    trained, causal = trained_length(config)
+    if not causal:
+        raise UnsupportedModelError(
+            f"{config.model} is an encoder: this recipe takes causal models, GPT-2 or BERT as a decoder"
+        )
+    swapped, stride = config.scheme != ORIGINAL, config.stride or max(1, trained // 4)
+    if not 1 <= stride < trained:
+        raise PosswapError(f"stride={stride} must be from 1 to {trained - 1}, less than the trained length")
+    needed = trained * max(*config.factors, config.finetune_factor)
+    if (config.max_positions or needed) < needed:
+        raise PosswapError(f"max_positions={config.max_positions} is less than the {needed} tokens that are asked for")
+    tokenizer = load_tokenizer(config.model)
+    training, held_out = (documents(config, split, causal=True) for split in ("train", "validation"))
+    longest = spread(token_blocks(held_out, tokenizer, trained * config.factors[-1]), config.evaluation_tokens)
+    cuts = {trained * factor: shorter_blocks(longest, tokenizer, trained * factor) for factor in config.factors}
+    if config.finetune_factor:
+        length = trained * config.finetune_factor
+        rows = token_blocks(training, tokenizer, length)
+        check_enough(rows, config)
+        budget = config
+        if not swapped:  # shorter blocks, as many of them as make the same tokens
+            rows = shorter_blocks(rows, tokenizer, trained)
+            budget = replace(config, batch_size=config.batch_size * config.finetune_factor)
+
+    model = load_model(
+        config,
+        AutoModelForCausalLM,
+        max_positions=needed if swapped and needed > trained else None,
+        fit_batches=lambda: text_batches(training, tokenizer, trained, tokens=config.fit_tokens, causal=True, seed=config.seed),
+        tokenizer=tokenizer,
+    )
+    bar = AutoModelForCausalLM.from_pretrained(model_source(config.model)).to(model.device) if swapped else model
+    end = max(cuts)
+
+    def window(one: PreTrainedModel, lengths) -> dict[int, torch.Tensor]:
+        return {n: sliding_window_losses(one, cuts[n], trained, stride=stride) for n in lengths}
+
+    def measure(one: PreTrainedModel) -> dict[str, dict[int, torch.Tensor]]:
+        if not swapped:
+            return {"window": window(one, cuts)}
+        return {"whole": {n: token_losses(one, cut) for n, cut in cuts.items()}, "window": window(one, [end])}
+
+    found, done = {"original": {"window": window(bar, cuts)}}, None
+    if swapped:
+        found["swapped"] = measure(model)
+    if config.finetune_factor:
+        data = [{"input_ids": row, "labels": row} for row in rows]
+        model, done = train(model, data, budget, output=folder, resume=resume, description="fine-tune")
+        found["tuned"] = measure(model)
+    means = {
+        stage: {kind: {n: mean_loss(losses) for n, losses in by_length.items()} for kind, by_length in kinds.items()}
+        for stage, kinds in found.items()
+    }
+    if PartialState().is_main_process:
+        lines = {f"{stage}, {kind}": line for stage, kinds in means.items() for kind, line in kinds.items()}
+        plot_loss_by_length(lines, trained, f"{config.model}: {config.scheme}").savefig(folder / "loss.png", dpi=150)
+    starts = [0, trained // 16, trained // 4, *(trained * factor for factor in config.factors)]
+    kind = "whole" if swapped else "window"
+    stages = {"tuned_loss": "tuned", "loss": "swapped" if swapped else "original"}
+    return {
+        "figures": {
+            f"{name}_{n}": loss for name, stage in stages.items() if stage in means for n, loss in means[stage][kind].items()
+        },
+        "cost": cost(model, done),
+        "details": {
+            "trained_length": trained,
+            "stride": stride,
+            "evaluation_tokens": longest.numel(),
+            "loss": means,
+            "loss_by_position": {
+                stage: {kind: loss_by_position(by_length[end], starts) for kind, by_length in kinds.items()}
+                for stage, kinds in found.items()
+            },
+            "finetune_losses": done.losses if done else None,
+        },
+    }
+
+
+if __name__ == "__main__":
+    main(Config, run)

@@ -1,0 +1,443 @@
+"""Losses token by token against naive loops, masks that resume, a head for a model without one, and two recipes end to end."""
+
+import importlib.util
+import json
+import math
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForMaskedLM, BertForMaskedLM, BertModel
+
+import hf_posswap as posswap
+from hf_posswap import training
+from hf_posswap.errors import DataError
+from hf_posswap.language_modeling import MaskedBlocks, TextConfig, documents, mask_tokens, masked_lm_loss, train_head
+from hf_posswap.measure.damage import perplexity
+from hf_posswap.measure.language_modeling import loss_by_position, mean_loss, sliding_window_losses, token_losses
+from hf_posswap.recipe import main, read_config
+from hf_posswap.results import prepare_output
+from hf_posswap.text import read_documents, shorter_blocks, spread, token_blocks
+from hf_posswap.training import TrainingConfig, train
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+SENTENCES = ("the cat sat on the mat and then it was happy", "a sad dog ran under the log and it sat then")
+
+
+def _recipe(name):
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A text file of which the last tenth is other text than the rest."""
+    file = tmp_path / "text.txt"
+    file.write_text("\n".join(SENTENCES[i * i % 7 % 2] for i in range(400)))
+    return str(file)
+
+
+@pytest.fixture
+def gpt2(make_model, gpt2_tokenizer, tmp_path):
+    """A tiny saved GPT-2 with its tokenizer; it reads 32 tokens."""
+    return _save(make_model("gpt2", vocab_size=len(gpt2_tokenizer)), gpt2_tokenizer, tmp_path / "gpt2")
+
+
+@pytest.fixture
+def bert(make_model, bert_tokenizer, tmp_path):
+    """A tiny saved BERT without a head, with its tokenizer; it reads 32 tokens."""
+    return _save(make_model("bert", head=BertModel, vocab_size=len(bert_tokenizer)), bert_tokenizer, tmp_path / "bert")
+
+
+def _save(model, tokenizer, folder):
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def _start(name, tmp_path, monkeypatch, **options):
+    """Run a recipe as its command line does; return its result."""
+    arguments = [name]
+    for option, value in options.items():
+        flag = f"--{option.replace('_', '-')}"
+        if isinstance(value, bool):
+            arguments.append(flag if value else f"--no-{flag[2:]}")
+        else:
+            for one in value if isinstance(value, tuple) else (value,):
+                arguments += [flag, str(one)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    recipe = _recipe(name)
+    with pytest.raises(SystemExit) as stopped:
+        main(recipe.Config, recipe.run)
+    return stopped.value.code
+
+
+def _run(name, tmp_path, monkeypatch, **options):
+    options = {"output": tmp_path / "out", **options}
+    assert _start(name, tmp_path, monkeypatch, **options) in (0, None)
+    return json.loads((options["output"] / "result.json").read_text())
+
+
+TINY = {"max_steps": 4, "batch_size": 4, "evaluation_tokens": 256, "fit_tokens": 2048, "fit_steps": 2}
+
+
+# -- measures ----------------------------------------------------------------------------------------------------------
+
+
+def test_losses_against_one_context_at_a_time(make_swapped):
+    """Each token from all tokens before it, one by one, in float64; their mean is the perplexity that `compare` reports."""
+    model = make_swapped("gpt2", posswap.Rotary()).double()
+    tokens = torch.randint(2, 98, (3, 12), generator=torch.Generator().manual_seed(0))
+    losses = token_losses(model, tokens)
+    assert losses.dtype == torch.float64 and losses[:, 0].isnan().all() and losses.isnan().sum() == 3
+    for row in range(3):
+        for place in range(1, 12):
+            logits = model(tokens[row : row + 1, :place]).logits[0, -1]
+            assert losses[row, place].item() == pytest.approx(-logits.log_softmax(-1)[tokens[row, place]].item(), abs=1e-12)
+    assert mean_loss(losses) == pytest.approx(math.log(perplexity(model, tokens)), abs=1e-5)
+
+
+@pytest.mark.parametrize(("length", "window", "stride"), [(30, 8, 1), (30, 8, 3), (32, 8, 4), (20, 32, 5), (9, 8, 7)])
+def test_sliding_window_against_one_context_at_a_time(make_model, length, window, stride):
+    """Every token is predicted once, from what its window holds; positions start at 0 in each window."""
+    model = make_model("gpt2", n_positions=max(window, 8)).double()
+    tokens = torch.randint(2, 98, (2, length), generator=torch.Generator().manual_seed(0))
+    losses = sliding_window_losses(model, tokens, window, stride=stride)
+    for row in range(2):
+        for place in range(1, length):
+            start = 0
+            while start + window <= place:  # the first window that reaches this token
+                start = min(start + stride, length - window)
+            logits = model(tokens[row : row + 1, start:place]).logits[0, -1]
+            assert losses[row, place].item() == pytest.approx(-logits.log_softmax(-1)[tokens[row, place]].item(), abs=1e-12)
+    assert losses[:, 0].isnan().all() and losses.isnan().sum() == 2
+
+
+def test_sliding_window_of_one_stride(make_model):
+    """A stride beyond the window would leave tokens out."""
+    for stride in (0, 8, 9):
+        with pytest.raises(posswap.PosswapError, match="from 1 to 7"):
+            sliding_window_losses(make_model("gpt2"), torch.ones(1, 20, dtype=torch.long), 8, stride=stride)
+
+
+def test_losses_in_slices(make_model, monkeypatch):
+    """Neither the slices of logits nor the batches show in the numbers."""
+    model, tokens = make_model("gpt2").double(), torch.randint(2, 98, (5, 14), generator=torch.Generator().manual_seed(0))
+    whole = token_losses(model, tokens)
+    monkeypatch.setattr("hf_posswap.measure.language_modeling._LOGITS_A_SLICE", 99 * 4)
+    monkeypatch.setattr("hf_posswap.measure.language_modeling._TOKENS_A_BATCH", 28)
+    assert torch.allclose(token_losses(model, tokens), whole, equal_nan=True, atol=1e-12)
+
+
+def test_masked_losses(make_model, bert_tokenizer):
+    """The mean over masked tokens is transformers' own loss; so is the loss for training, gradients and all."""
+    model = make_model("bert").double()
+    tokens = torch.randint(5, len(bert_tokenizer), (6, 20), generator=torch.Generator().manual_seed(0))
+    inputs, labels = mask_tokens(tokens, bert_tokenizer, 0.3, seed=3)
+    losses = token_losses(model, inputs, labels)
+    expected = model(input_ids=inputs, labels=labels).loss
+    assert torch.equal(losses.isfinite(), labels != -100)
+    assert mean_loss(losses) == pytest.approx(expected.item(), abs=1e-12)
+    expected.backward()
+    wanted = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    masked_lm_loss(model, {"input_ids": inputs, "labels": labels}).backward()
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        assert torch.allclose(parameter.grad, gradient, atol=1e-6)  # logits go through float32
+    assert not model.cls._forward_pre_hooks
+
+
+def test_losses_by_position():
+    """Ranges of positions against loops; what is not predicted does not count."""
+    losses = torch.rand(7, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    losses[:, 0] = torch.nan
+    losses[3, 5:9] = torch.nan
+    found = loss_by_position(losses, (0, 1, 8, 32, 64))
+    assert list(found) == ["1-7", "8-31", "32-39"]
+    for name, value in found.items():
+        low, high = map(int, name.split("-"))
+        seen = [losses[row, p].item() for row in range(7) for p in range(low, high + 1) if losses[row, p] == losses[row, p]]
+        assert value == pytest.approx(sum(seen) / len(seen), abs=1e-12)
+
+
+def test_wrong_models(make_model):
+    """A model without a head, and a masked one without labels."""
+    with pytest.raises(posswap.PosswapError, match="no language-modelling head"):
+        token_losses(make_model("bert", head=BertModel), torch.ones(1, 4, dtype=torch.long))
+    with pytest.raises(posswap.PosswapError, match="labels"):
+        token_losses(make_model("bert"), torch.ones(1, 4, dtype=torch.long))
+
+
+# -- text and masks ----------------------------------------------------------------------------------------------------
+
+
+def test_the_same_tokens_at_every_length(gpt2_tokenizer, bert_tokenizer):
+    """Shorter blocks hold what the longer ones do, in order; [CLS] and [SEP] come around each of them."""
+    text = [" ".join(SENTENCES) * 9]
+    blocks = token_blocks(text, gpt2_tokenizer, 32)
+    assert torch.equal(shorter_blocks(blocks, gpt2_tokenizer, 8).flatten(), blocks.flatten())
+    assert torch.equal(shorter_blocks(blocks, gpt2_tokenizer, 32), blocks)
+    blocks = token_blocks(text, bert_tokenizer, 32)
+    short = shorter_blocks(blocks, bert_tokenizer, 12)
+    assert torch.equal(short[:, 1:-1].reshape(len(blocks), 30), blocks[:, 1:-1])
+    assert (short[:, 0] == bert_tokenizer.cls_token_id).all() and (short[:, -1] == bert_tokenizer.sep_token_id).all()
+    assert spread(blocks, 64).tolist() == [blocks[0].tolist(), blocks[-1].tolist()] and len(spread(blocks, 1)) == 1
+
+
+def test_masks(bert_tokenizer):
+    """By seed, epoch and sequence alone; special tokens never; training sees other masks in every epoch."""
+    blocks = token_blocks([" ".join(SENTENCES) * 40], bert_tokenizer, 32)
+    inputs, labels = mask_tokens(blocks, bert_tokenizer, 0.15)
+    torch.rand(3)
+    again = mask_tokens(blocks, bert_tokenizer, 0.15)
+    assert torch.equal(inputs, again[0]) and torch.equal(labels, again[1])
+    chosen = labels != -100
+    assert 0.1 < chosen.float().mean() < 0.2 and not chosen[:, 0].any() and not chosen[:, -1].any()
+    assert torch.equal(inputs[~chosen], blocks[~chosen]) and torch.equal(labels[chosen], blocks[chosen])
+    assert 0.7 < (inputs[chosen] == bert_tokenizer.mask_token_id).float().mean() < 0.9
+    data = {seed: MaskedBlocks(blocks, bert_tokenizer, 0.15, seed=seed, examples=len(blocks) + 1) for seed in (0, 1)}
+    assert len(data[0]) == 2 * len(blocks)
+    seen = {(seed, n): data[seed][n]["labels"] for seed in (1, 0) for n in (len(blocks) + 2, 2)}
+    assert len({tuple(labels.tolist()) for labels in seen.values()}) == 4
+    assert torch.equal(seen[1, 2], MaskedBlocks(blocks, bert_tokenizer, 0.15, seed=1, examples=1)[2]["labels"])
+    example = data[0][len(blocks) + 2]
+    assert torch.equal(torch.where(example["labels"] == -100, example["input_ids"], example["labels"]), blocks[2])
+
+
+def test_documents(tmp_path):
+    """One file is cut, two files are read whole, and options that need each other say so."""
+    for name, content in (("train", "first " * 20), ("held", "second " * 20)):
+        (tmp_path / f"{name}.txt").write_text(content)
+    one = TextConfig(train_file=str(tmp_path / "train.txt"))
+    parts = [documents(one, split, causal=True)[0] for split in ("train", "validation")]
+    assert "".join(parts) == "first " * 20 and len(parts[1]) == 12
+    two = TextConfig(train_file=str(tmp_path / "train.txt"), validation_file=str(tmp_path / "held.txt"))
+    assert [documents(two, split, causal=True) for split in ("train", "validation")] == [["first " * 20], ["second " * 20]]
+    (tmp_path / "table.csv").write_text("text\n" + "\n".join(f"row {i}" for i in range(40)))
+    assert len(read_documents(tmp_path / "table.csv", split=None)) == 40
+    assert len(documents(TextConfig(), "validation", causal=True)) > 20
+    for options, says in (
+        ({"dataset": "a", "train_file": "b"}, "not both"),
+        ({"validation_file": "b"}, "--train-file"),
+        ({"dataset_config": "b"}, "--dataset"),
+        ({"evaluation_tokens": 0}, "at least 1"),
+    ):
+        with pytest.raises(posswap.PosswapError, match=says):
+            TextConfig(**options)
+
+
+def test_masks_resume_bit_exactly(make_model, bert_tokenizer, tmp_path):
+    """Stopped and resumed, weights equal those of an uninterrupted run."""
+    blocks = token_blocks([" ".join(SENTENCES) * 14], bert_tokenizer, 16)[:20]
+    data = MaskedBlocks(blocks, bert_tokenizer, 0.3, seed=1, examples=8 * 8)
+    config = TrainingConfig(max_steps=8, batch_size=8, learning_rate=1e-2, checkpoint_every=3)
+
+    def run(folder, loss=masked_lm_loss, **options):
+        model = make_model("bert", hidden_dropout_prob=0.1)
+        return train(model, data, config, compute_loss=loss, output=tmp_path / folder, progress=False, **options)
+
+    class Stop(Exception):
+        pass
+
+    calls = []
+
+    def interrupted(model, batch):
+        calls.append(batch["labels"])
+        if len(calls) > 5:
+            raise Stop
+        return masked_lm_loss(model, batch)
+
+    whole, expected = run("whole")
+    with pytest.raises(Stop):
+        run("cut", interrupted)
+    resumed, done = run("cut", resume=True)
+    assert done.losses == expected.losses
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+
+
+def test_a_new_head(bert, bert_tokenizer):
+    """It learns; the encoder, with the embeddings that are tied to it, stays bit for bit; no seed but its own matters."""
+    blocks = token_blocks([" ".join(SENTENCES) * 40], bert_tokenizer, 16)
+    held = mask_tokens(blocks[::4], bert_tokenizer, 0.3)
+    config = TrainingConfig(max_steps=30, batch_size=8, learning_rate=1e-2, dropout=False)
+    heads = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model, loading = AutoModelForMaskedLM.from_pretrained(bert, output_loading_info=True)
+        missing = set(loading["missing_keys"])
+        encoder = {name: value.clone() for name, value in model.bert.state_dict().items()}
+        before = mean_loss(token_losses(model, *held))
+        train_head(model, missing, MaskedBlocks(blocks, bert_tokenizer, 0.3, seed=0, examples=240), config, progress=False)
+        assert mean_loss(token_losses(model, *held)) < before - 0.3
+        assert all(torch.equal(value, encoder[name]) for name, value in model.bert.state_dict().items())
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+        heads.append(model.cls.state_dict())
+    assert all(torch.equal(value, heads[1][name]) for name, value in heads[0].items())
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", sorted(RECIPES.glob("configs/l*.yaml")), ids=lambda file: file.stem)
+def test_configs(file):
+    """Each file is read by its recipe."""
+    name = next(name for name in ("language_modeling", "length_extrapolation") if file.stem.startswith(name))
+    config = read_config(_recipe(name).Config, file, {"scheme": "rotary"})
+    assert config.scheme == "rotary" and config.start == "fit"
+
+
+def test_causal_language_modeling(gpt2, text, tmp_path, monkeypatch):
+    """Loss falls, figures agree with each other; a resumed run and one with another seed."""
+    options = {"model": gpt2, "train_file": text, "scheme": "rotary", **TINY, "learning_rate": 1e-2, "max_steps": 12}
+    result = _run("language_modeling", tmp_path, monkeypatch, **options)
+    figures, details = result["figures"], result["details"]
+    assert figures["loss"] < figures["start_loss"] - 0.3
+    assert (
+        figures["perplexity"] == figures["perplexity_32"] == pytest.approx(torch.tensor(figures["loss"]).exp().item(), rel=1e-5)
+    )
+    assert {"perplexity_8", "perplexity_16"} < set(figures) and details["objective"] == "causal"
+    assert list(details["loss_by_position"]) == ["0-7", "8-31"] and details["new_head"] is None
+    assert len(details["curve"]) == 12 and result["cost"]["tokens"] == 12 * 4 * 32
+    other = _run("language_modeling", tmp_path, monkeypatch, **options, seed=1, output=tmp_path / "other")["figures"]
+    assert other["start_loss"] == figures["start_loss"] and other["loss"] != figures["loss"]
+
+
+def test_from_scratch(gpt2, text, tmp_path, monkeypatch):
+    """The control has none of the checkpoint's weights, and is longer than it where that is asked for."""
+    options = {"model": gpt2, "train_file": text, "scheme": "rotary", **TINY, "lengths": (16, 64)}
+    losses = {}
+    for start, seed in (("swap", 0), ("swap", 1), ("scratch", 0), ("scratch", 1)):
+        run = {"start": start, "seed": seed, "output": tmp_path / f"{start}-{seed}"}
+        result = _run("language_modeling", tmp_path, monkeypatch, **options, **run)
+        losses[start, seed] = result["figures"]["start_loss"]
+        assert set(result["details"]["loss"]) == {"16", "32", "64"}
+    assert losses["swap", 0] == losses["swap", 1] and len(set(losses.values())) == 3
+
+
+def test_masked_language_modeling(bert, text, tmp_path, monkeypatch):
+    """A head is trained before the swap, the same for each scheme and seed, and can be given; so are evaluation masks."""
+    common = {"model": bert, "train_file": text, "head_steps": 20, "head_learning_rate": 1e-2, **TINY}
+    runs = {}
+    for name, options in {
+        "plain": {},
+        "rotary": {"scheme": "rotary", "start": "fit", "seed": 3},
+        "given": {"scheme": "rotary", "start": "fit", "seed": 3, "head": tmp_path / "plain" / "head.safetensors"},
+        "longer": {"scheme": "rotary", "block_size": 48},
+    }.items():
+        runs[name] = _run("language_modeling", tmp_path, monkeypatch, **common, **options, output=tmp_path / name)
+    heads = {name: run["details"]["new_head"] for name, run in runs.items()}
+    assert heads["plain"]["loss_before_swap"] == runs["plain"]["figures"]["start_loss"]  # nothing was swapped
+    assert heads["plain"]["loss_before_swap"] == heads["rotary"]["loss_before_swap"] == heads["given"]["loss_before_swap"]
+    assert heads["plain"]["steps"] == 20 and "steps" not in heads["given"]
+    assert runs["rotary"]["figures"] == runs["given"]["figures"]
+    assert runs["rotary"]["figures"]["start_loss"] != runs["plain"]["figures"]["start_loss"]
+    saved = [load_file(tmp_path / name / "head.safetensors") for name in ("plain", "rotary")]
+    assert all(torch.equal(value, saved[1][name]) for name, value in saved[0].items()) and len(saved[0]) >= 4
+    assert runs["longer"]["details"]["block_size"] == 48 and heads["longer"]["steps"] == 20
+
+
+def test_a_head_of_its_own(make_model, bert_tokenizer, text, tmp_path, monkeypatch, capsys):
+    """A checkpoint with a head keeps it, and does not take another."""
+    model = _save(make_model("bert", head=BertForMaskedLM, vocab_size=len(bert_tokenizer)), bert_tokenizer, tmp_path / "mlm")
+    result = _run("language_modeling", tmp_path, monkeypatch, model=model, train_file=text, **TINY)
+    assert result["details"]["new_head"] is None and not (tmp_path / "out" / "head.safetensors").exists()
+    code = _start("language_modeling", tmp_path, monkeypatch, model=model, train_file=text, head="x", output=tmp_path / "no")
+    assert code == 2 and "head of its own" in " ".join(capsys.readouterr().err.split())
+
+
+def test_language_modeling_resumes(bert, text, tmp_path, monkeypatch):
+    """A run that was stopped ends with the figures of one that was not, masks and head included."""
+    options = {"model": bert, "train_file": text, "scheme": "rotary", **TINY, "head_steps": 3, "checkpoint_every": 2}
+    expected = _run("language_modeling", tmp_path, monkeypatch, **options)
+    save = training._save_checkpoint
+
+    def save_and_stop(*given):
+        save(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(training, "_save_checkpoint", save_and_stop)
+        config = read_config(_recipe("language_modeling").Config, None, options)
+        (tmp_path / "cut").mkdir()
+        prepare_output(asdict(config), tmp_path / "cut", False)
+        _recipe("language_modeling").run(config, tmp_path / "cut", False)
+    result = _run("language_modeling", tmp_path, monkeypatch, **options, output=tmp_path / "cut", resume=True)
+    assert result["figures"] == expected["figures"]
+
+
+def test_length_extrapolation(gpt2, text, tmp_path, monkeypatch):
+    """The swapped model reads all lengths, the original through the window; both fine-tune on as many tokens."""
+    options = {"model": gpt2, "train_file": text, **TINY, "factors": (1, 2, 4), "finetune_factor": 2, "stride": 8}
+    swapped = _run("length_extrapolation", tmp_path, monkeypatch, **options, scheme="rotary", start="fit")
+    names = [f"{stage}loss_{n}" for stage in ("tuned_", "") for n in (32, 64, 128)]
+    assert list(swapped["figures"]) == names
+    details = swapped["details"]
+    assert details["loss"]["swapped"]["whole"]["32"] == swapped["figures"]["loss_32"]
+    assert details["loss"]["tuned"]["whole"]["128"] == swapped["figures"]["tuned_loss_128"]
+    assert list(details["loss_by_position"]["swapped"]["whole"]) == ["0-1", "2-7", "8-31", "32-63", "64-127"]
+    assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
+    bar = _run("length_extrapolation", tmp_path, monkeypatch, **options, output=tmp_path / "bar")
+    assert list(bar["figures"]) == names
+    assert {str(n): bar["figures"][f"loss_{n}"] for n in (32, 64, 128)} == details["loss"]["original"]["window"]
+    assert bar["cost"]["tokens"] == swapped["cost"]["tokens"] == 4 * 4 * 64
+    # Positions of the rotary model do not matter, so in the first window nothing does.
+    first = [details["loss_by_position"]["swapped"][kind]["2-7"] for kind in ("whole", "window")]
+    assert first[0] == pytest.approx(first[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["learned:extend=tile", "learned:extend=interpolate", "sinusoidal", "relative", "none"])
+def test_every_scheme_extrapolates(gpt2, text, tmp_path, monkeypatch, scheme):
+    """Without a fine-tune, too."""
+    options = {"model": gpt2, "train_file": text, **TINY, "factors": (1, 2), "finetune_factor": 0}
+    figures = _run("length_extrapolation", tmp_path, monkeypatch, **options, scheme=scheme)["figures"]
+    assert list(figures) == ["loss_32", "loss_64"]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("language_modeling", {"block_size": 64}, "the original reads 32 tokens, not 64"),
+        ("language_modeling", {"block_size": 64, "scheme": "learned"}, "cannot hold max_positions=64"),
+        ("language_modeling", {"block_size": 64, "scheme": "rotary", "max_positions": 48}, "less than the 64 tokens"),
+        ("language_modeling", {"batch_size": 4000}, "fewer than one batch of 4000"),
+        ("language_modeling", {"lengths": 9000, "scheme": "rotary"}, "fewer than one block"),
+        ("language_modeling", {"mlm_probability": 1}, "between 0 and 1"),
+        ("language_modeling", {"lengths": 1}, "at least 4 tokens"),
+        ("length_extrapolation", {"scheme": "learned", "factors": (1, 2)}, "cannot hold max_positions"),
+        ("length_extrapolation", {"start": "scratch"}, "language_modeling.py"),
+        ("length_extrapolation", {"factors": (2, 1)}, "in rising order"),
+        ("length_extrapolation", {"stride": 32}, "from 1 to 31"),
+        ("length_extrapolation", {"finetune_factor": -1}, "0 for no fine-tune"),
+        ("length_extrapolation", {"scheme": "rotary", "max_positions": 64}, "less than the 512 tokens"),
+    ],
+)
+def test_bad_input(gpt2, text, tmp_path, monkeypatch, capsys, name, options, says):
+    """Told in a paragraph, before anything is trained."""
+    monkeypatch.setattr(_recipe(name), "train", None)
+    code = _start(name, tmp_path, monkeypatch, **{"model": gpt2, "train_file": text, "output": tmp_path / "out", **options})
+    said = " ".join(capsys.readouterr().err.split())
+    assert code == 2 and says in said and "Traceback" not in said
+
+
+def test_bad_input_comes_before_the_head(bert, text, tmp_path, monkeypatch, capsys):
+    """A scheme that does not fit is found before a head is trained for it; encoders have no window to slide."""
+    options = {"model": bert, "train_file": text, "block_size": 64, "scheme": "learned", "output": tmp_path / "out"}
+    code = _start("language_modeling", tmp_path, monkeypatch, **options)
+    assert code == 2 and "cannot hold" in capsys.readouterr().err and not (tmp_path / "out" / "head.safetensors").exists()
+    code = _start("length_extrapolation", tmp_path, monkeypatch, model=bert, train_file=text, output=tmp_path / "other")
+    assert code == 2 and "encoder" in capsys.readouterr().err
+
+
+def test_wrong_text(gpt2, tmp_path):
+    """No text at all."""
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(DataError, match="no text"):
+        read_documents(tmp_path / "empty.txt", split=None)
