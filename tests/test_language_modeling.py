@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, BertForMaskedLM, BertModel
 
 import hf_posswap as posswap
-from hf_posswap import training
+from hf_posswap import run_state
 from hf_posswap.errors import DataError
 from hf_posswap.language_modeling import MaskedBlocks, TextConfig, documents, mask_tokens, masked_lm_loss, train_head
 from hf_posswap.measure.damage import perplexity
@@ -357,14 +357,14 @@ def test_language_modeling_resumes(bert, text, tmp_path, monkeypatch):
     """A run that was stopped ends with the figures of one that was not, masks and head included."""
     options = {"model": bert, "train_file": text, "scheme": "rotary", **TINY, "head_steps": 3, "checkpoint_every": 2}
     expected = _run("language_modeling", tmp_path, monkeypatch, **options)
-    save = training._save_checkpoint
+    save = run_state.Checkpoints.save
 
     def save_and_stop(*given):
         save(*given)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(training, "_save_checkpoint", save_and_stop)
+        patched.setattr(run_state.Checkpoints, "save", save_and_stop)
         config = read_config(_recipe("language_modeling").Config, None, options)
         (tmp_path / "cut").mkdir()
         prepare_output(asdict(config), tmp_path / "cut", False)
