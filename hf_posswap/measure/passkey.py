@@ -60,7 +60,7 @@ class PasskeyTexts:
     >>> len(text.input_ids), tokenizer.decode(text.key)
     (52, ' 6245')
     >>> print(tokenizer.decode(text.input_ids)[:71], "...", tokenizer.decode(text.input_ids)[-42:])
-     The sky is blue. The pass key is 6245. Remember it. The sun is yellow ... What is the pass key? The pass key is 6245
+     The sky is blue. The pass key is 6245. Remember it. The sun is yellow. ... What is the pass key? The pass key is 6245
     """
 
     def __init__(
