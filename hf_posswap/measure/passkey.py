@@ -52,7 +52,16 @@ class PasskeyText:
 
 
 class PasskeyTexts:
-    """Draws texts for one tokenizer and one kind of model."""
+    """Draws texts for one tokenizer and one kind of model.
+
+    >>> from hf_posswap.recipe import load_tokenizer
+    >>> tokenizer = load_tokenizer("stdlib-gpt2")
+    >>> text = PasskeyTexts(tokenizer, "train", causal=True).draw(52, 0.5, random.Random(0))
+    >>> len(text.input_ids), tokenizer.decode(text.key)
+    (52, ' 6245')
+    >>> print(tokenizer.decode(text.input_ids)[:71], "...", tokenizer.decode(text.input_ids)[-42:])
+     The sky is blue. The pass key is 6245. Remember it. The sun is yellow. ... What is the pass key? The pass key is 6245
+    """
 
     def __init__(
         self,
