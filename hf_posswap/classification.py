@@ -15,17 +15,17 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.assets import model_source
-from hf_posswap.batching import pad
 from hf_posswap.calibration import text_batches
 from hf_posswap.compare import documents
 from hf_posswap.errors import DataError, PosswapError
-from hf_posswap.evaluation import evaluate_batches
 from hf_posswap.measure.word_order import word_order_examples
 from hf_posswap.recipe import RecipeConfig, cost, load_model, load_tokenizer
 from hf_posswap.results import write_json
 from hf_posswap.tables import Rows, TableConfig, Task, read_task
 from hf_posswap.text import stdlib_prose
 from hf_posswap.training import TrainingRun, train
+from hf_posswap.training.batching import pad
+from hf_posswap.training.evaluation import evaluate_batches
 
 WORD_ORDER = {"train": 4000, "validation": 1000}  # examples of the embedded task, where max_*_samples do not say
 

@@ -13,9 +13,9 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import hf_posswap as posswap
-from hf_posswap.batching import pad
-from hf_posswap.evaluation import evaluate_batches
 from hf_posswap.training import TrainingConfig, train
+from hf_posswap.training.batching import pad
+from hf_posswap.training.evaluation import evaluate_batches
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 99}
 DROPOUTS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

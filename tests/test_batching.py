@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from hf_posswap import PosswapError
-from hf_posswap.batching import BatchOrder, MicroBatches, collate_packed, count_terms, count_tokens, pack, pad, predicts_next
+from hf_posswap.training.batching import (
+    BatchOrder,
+    MicroBatches,
+    collate_packed,
+    count_terms,
+    count_tokens,
+    pack,
+    pad,
+    predicts_next,
+)
 
 LENGTHS = [3, 17, 5, 9, 2, 30, 8, 12, 4, 4, 11, 6, 25, 7, 10, 3, 19, 5, 1, 14]
 

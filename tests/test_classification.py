@@ -14,11 +14,11 @@ import torch
 from transformers import AutoModelForSequenceClassification, BertModel, GPT2LMHeadModel
 
 from hf_posswap import classification
-from hf_posswap.batching import pad
 from hf_posswap.classification import encode, predict
 from hf_posswap.errors import PosswapError
 from hf_posswap.recipe import load_model, load_tokenizer, read_config
 from hf_posswap.tables import Rows
+from hf_posswap.training.batching import pad
 
 ROOT = Path(__file__).parents[1]
 WORDS = "the a sat ran on under mat log and then it was happy sad".split()

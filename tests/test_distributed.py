@@ -14,8 +14,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 
 from hf_posswap import PosswapError
-from hf_posswap.launching import layer_class_names
 from hf_posswap.training import TrainingConfig, train
+from hf_posswap.training.launching import layer_class_names
 
 ROOT = Path(__file__).parents[1]
 JOB = Path(__file__).with_name("distributed_job.py")

@@ -7,8 +7,8 @@ import torch
 from transformers import BertForSequenceClassification
 
 from hf_posswap import PosswapError
-from hf_posswap.batching import pad
-from hf_posswap.evaluation import evaluate_batches
+from hf_posswap.training.batching import pad
+from hf_posswap.training.evaluation import evaluate_batches
 
 
 class Share(evaluate.Metric):

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, BertForMaskedLM, BertModel
 
 import hf_posswap as posswap
-from hf_posswap import run_state
 from hf_posswap.errors import DataError
 from hf_posswap.language_modeling import MaskedBlocks, TextConfig, documents, mask_tokens, masked_lm_loss, train_head
 from hf_posswap.measure.damage import perplexity
@@ -21,7 +20,7 @@ from hf_posswap.measure.language_modeling import loss_by_position, mean_loss, sl
 from hf_posswap.recipe import main, read_config
 from hf_posswap.results import prepare_output
 from hf_posswap.text import read_documents, shorter_blocks, spread, token_blocks
-from hf_posswap.training import TrainingConfig, train
+from hf_posswap.training import TrainingConfig, run_state, train
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 SENTENCES = ("the cat sat on the mat and then it was happy", "a sad dog ran under the log and it sat then")

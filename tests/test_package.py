@@ -77,6 +77,16 @@ def test_lower_layers_do_not_import_upper_ones():
         assert not {imported for imported in imports if imported.startswith(above)}, name
 
 
+def test_training_knows_no_recipe():
+    """The loop takes any model and any data: it imports errors, schemes and its own parts."""
+    visited = sorted((ROOT / "training").glob("*.py"))
+    assert len(visited) >= 8
+    allowed = ("hf_posswap.errors", "hf_posswap.schemes", "hf_posswap.training", "hf_posswap.attention", "hf_posswap.architectures")
+    for path in visited:
+        ours = {name for name in top_level_imports(path) if name.startswith("hf_posswap.")}
+        assert all(name.startswith(allowed) for name in ours), (path.name, ours)
+
+
 def test_schemes_import_without_transformers():
     """The schemes alone can be imported where importing transformers fails."""
     code = """

@@ -14,10 +14,10 @@ from transformers import BertForSequenceClassification
 
 import hf_posswap as posswap
 from hf_posswap import PosswapError
-from hf_posswap.batching import collate_packed, pack, pad
-from hf_posswap.budget import NOT_BUDGET, SCHEDULES
 from hf_posswap.errors import Interrupted
 from hf_posswap.training import TrainingConfig, train
+from hf_posswap.training.batching import collate_packed, pack, pad
+from hf_posswap.training.budget import NOT_BUDGET, SCHEDULES
 
 RAGGED = [3, 16, 5, 9, 2, 15, 8, 12, 4, 4, 11, 6, 13, 7, 10, 3, 14, 5, 2, 14, 9, 6, 16, 8]
 
@@ -363,7 +363,7 @@ def test_trackers(make_model, tmp_path, monkeypatch):
     assert {"learning_rate", "gradient_norm", "tokens_per_second"} <= set(seen.Tags()["scalars"])
     with pytest.raises(PosswapError, match="not a tracker"):
         _run(make_model("gpt2"), TrainingConfig(report_to=("tensorbord",)), output=tmp_path / "b")
-    monkeypatch.setattr("hf_posswap.launching.get_available_trackers", lambda: [])
+    monkeypatch.setattr("hf_posswap.training.launching.get_available_trackers", lambda: [])
     with pytest.raises(PosswapError, match="pip install comet-ml"):
         _run(make_model("gpt2"), TrainingConfig(report_to=("comet_ml",)), output=tmp_path / "b")
 
@@ -445,7 +445,7 @@ def test_signals_save_and_stop(make_model, tmp_path, number):
 
 def test_a_second_ctrl_c_acts_as_usual(make_model, tmp_path, monkeypatch):
     """It need not wait for the step; and without an output nothing is held back at all."""
-    monkeypatch.setattr("hf_posswap.run_state._ONE_PRESS", -1.0)
+    monkeypatch.setattr("hf_posswap.training.run_state._ONE_PRESS", -1.0)
 
     def stop(model, batch):
         os.kill(os.getpid(), signal.SIGINT)

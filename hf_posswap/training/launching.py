@@ -17,8 +17,8 @@ from accelerate.utils import (
 )
 
 from hf_posswap.architectures import ARCHITECTURES
-from hf_posswap.budget import TrainingConfig
 from hf_posswap.errors import PosswapError
+from hf_posswap.training.budget import TrainingConfig
 
 ON_CPUS = "on CPUs start with: ACCELERATE_USE_CPU=true torchrun --nproc-per-node N ..."
 

@@ -19,15 +19,13 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from transformers import get_scheduler
 
-from hf_posswap.batching import IGNORED, BatchOrder, MicroBatches, count_terms, count_tokens, predicts_next
-from hf_posswap.budget import TrainingConfig, TrainingRun
 from hf_posswap.errors import Interrupted, PosswapError
-from hf_posswap.launching import sharable, start_accelerator
-from hf_posswap.run_log import RunLog
-from hf_posswap.run_state import Checkpoints, StopRequest, accumulation_steps_of, remove_checkpoints
 from hf_posswap.schemes import AttentionPositions
-
-__all__ = ["TrainingConfig", "TrainingRun", "train"]
+from hf_posswap.training.batching import IGNORED, BatchOrder, MicroBatches, count_terms, count_tokens, predicts_next
+from hf_posswap.training.budget import TrainingConfig, TrainingRun
+from hf_posswap.training.launching import sharable, start_accelerator
+from hf_posswap.training.run_log import RunLog
+from hf_posswap.training.run_state import Checkpoints, StopRequest, accumulation_steps_of, remove_checkpoints
 
 Loss = Callable[[torch.nn.Module, dict], torch.Tensor]
 AfterStep = Callable[[torch.nn.Module, TrainingRun], None]

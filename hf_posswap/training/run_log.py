@@ -13,9 +13,9 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from hf_posswap.budget import TrainingRun
 from hf_posswap.errors import PosswapError
-from hf_posswap.run_state import StopRequest
+from hf_posswap.training.budget import TrainingRun
+from hf_posswap.training.run_state import StopRequest
 
 _SECONDS_BETWEEN_READINGS = 1.0
 _MOST_STEPS_BETWEEN_READINGS = 50

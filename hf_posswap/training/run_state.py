@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from hf_posswap.budget import TrainingRun
 from hf_posswap.errors import CheckpointError
+from hf_posswap.training.budget import TrainingRun
 
 _ONE_PRESS = 1.0  # seconds: launchers forward to their processes what the terminal has sent to these already
 

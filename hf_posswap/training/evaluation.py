@@ -10,9 +10,9 @@ from accelerate.utils import GradientAccumulationPlugin, broadcast_object_list
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from hf_posswap.batching import IGNORED
 from hf_posswap.errors import PosswapError
-from hf_posswap.launching import check_processes
+from hf_posswap.training.batching import IGNORED
+from hf_posswap.training.launching import check_processes
 
 
 class Metric(Protocol):
