@@ -11,21 +11,16 @@ from typing import Annotated
 import torch
 from accelerate import PartialState
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posswap.architectures import ARCHITECTURES
-from hf_posswap.assets import model_source
 from hf_posswap.calibration import text_batches
-from hf_posswap.compare import documents
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.measure.word_order import word_order_examples
-from hf_posswap.recipe import RecipeConfig, cost, load_model, load_tokenizer
+from hf_posswap.recipe import RecipeConfig, cost, load_family, load_model, load_tokenizer
 from hf_posswap.results import write_json
 from hf_posswap.tables import Rows, TableConfig, Task, read_task
-from hf_posswap.text import stdlib_prose
-from hf_posswap.training import TrainingRun, train
-from hf_posswap.training.batching import pad
-from hf_posswap.training.evaluation import evaluate_batches
+from hf_posswap.text import embedded_documents, stdlib_prose
+from hf_posswap.training import TrainingRun, evaluate_batches, pad, train
 
 WORD_ORDER = {"train": 4000, "validation": 1000}  # examples of the embedded task, where max_*_samples do not say
 
@@ -149,7 +144,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
 
 def trained_positions(config: RecipeConfig) -> int:
     """Return how many tokens the checkpoint reads before it is swapped."""
-    return AutoConfig.from_pretrained(model_source(config.model)).max_position_embeddings
+    return load_family(config.model)[0].max_position_embeddings
 
 
 def read_labelled(config: TableConfig) -> Task:
@@ -241,12 +236,11 @@ def _fit_batches(
     config: ClassificationConfig, task: Task, train_rows: Encoded, tokenizer, trained: int, fitted_on: list[str]
 ) -> list[torch.Tensor]:
     """Return the text that a swap is fitted on: the training texts, or the embedded text if they are too few."""
-    family = AutoConfig.from_pretrained(model_source(config.model))
-    causal = ARCHITECTURES[family.model_type].is_causal(family)
+    _, causal = load_family(config.model)
     longest = min(trained, config.max_positions or trained)
     enough = sum(train_rows.lengths) >= max(config.fit_tokens, 2 * longest)
     fitted_on.append("the training texts" if enough else "the embedded text")
-    texts = [*task.train.texts, *(task.train.pairs or [])] if enough else documents(None, "train", causal=causal)
+    texts = [*task.train.texts, *(task.train.pairs or [])] if enough else embedded_documents("train", causal=causal)
     return text_batches(texts, tokenizer, longest, tokens=config.fit_tokens, causal=causal)
 
 

@@ -15,23 +15,22 @@ from statistics import mean, stdev
 
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.assets import EMBEDDED_MODELS, model_source
 from hf_posswap.calibration import text_batches
 from hf_posswap.distillation import distillation_loss
-from hf_posswap.errors import PosswapError, UnsupportedModelError
+from hf_posswap.errors import PosswapError
 from hf_posswap.fitting import fit
 from hf_posswap.measure.damage import kl_divergence, perplexity, pooled_cosine, pooled_states
 from hf_posswap.measure.word_order import word_order_examples, word_order_preference, word_order_probe
+from hf_posswap.recipe import ORIGINAL, load_family, load_tokenizer
 from hf_posswap.results import prepare_output, provenance, write_json
 from hf_posswap.schemes import parse_scheme
 from hf_posswap.swap import swap
-from hf_posswap.text import Split, read_documents, stdlib_documents, stdlib_prose, token_blocks
+from hf_posswap.text import Split, embedded_documents, read_documents, stdlib_prose, token_blocks
 from hf_posswap.training import TrainingConfig, train
 
-ORIGINAL = "original"  # the unswapped checkpoint, in every comparison; its table is tiled where more positions are asked
 DEFAULT_SCHEMES = ("sinusoidal", "relative", "rotary", "none")
 FORMAT = 1
 
@@ -225,31 +224,16 @@ class _Bench:
 
 def load_checkpoint(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, bool]:
     """Load an unswapped model by its name on the command line: (model, tokenizer, whether it is causal)."""
-    source = model_source(name)
-    family = AutoConfig.from_pretrained(source)
-    architecture = ARCHITECTURES.get(family.model_type)
-    if architecture is None:
-        raise UnsupportedModelError(
-            f"{name} is a {family.model_type!r} model; a comparison starts from an unswapped checkpoint of: "
-            f"{', '.join(sorted(ARCHITECTURES))}"
-        )
-    causal = architecture.is_causal(family)
-    model = (AutoModelForCausalLM if causal else AutoModel).from_pretrained(source).eval()
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    if not 10 < len(tokenizer) <= family.vocab_size:  # for a folder without one, transformers makes one up
-        raise PosswapError(
-            f"{name}: the tokenizer has {len(tokenizer)} tokens and the model {family.vocab_size}: they do not belong together"
-        )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return model, tokenizer, causal
+    _, causal = load_family(name)
+    model = (AutoModelForCausalLM if causal else AutoModel).from_pretrained(model_source(name)).eval()
+    return model, load_tokenizer(name), causal
 
 
 def documents(data: str | None, split: Split, *, causal: bool, text_column: str = "text") -> list[str]:
-    """Return the text of one split: the user's, or the standard library's, of which an encoder reads the English."""
+    """Return the text of one split: the user's, or the embedded one."""
     if data is not None:
         return read_documents(data, split=split, text_column=text_column)
-    return list(stdlib_documents(split).values()) if causal else ["\n".join(stdlib_prose(split))]
+    return embedded_documents(split, causal=causal)
 
 
 def figures_of(row: dict) -> Iterator[tuple[str, str, float, float | None]]:

@@ -12,14 +12,12 @@ from typing import Annotated
 import torch
 from torch.nn import functional
 from torch.utils.data import Dataset
-from transformers import AutoConfig, DataCollatorForLanguageModeling, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DataCollatorForLanguageModeling, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posswap.architectures import ARCHITECTURES
-from hf_posswap.assets import model_source
-from hf_posswap.errors import DataError, PosswapError, UnsupportedModelError
+from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.measure.language_modeling import lm_head
-from hf_posswap.recipe import RecipeConfig
-from hf_posswap.text import Split, read_documents, stdlib_documents, stdlib_prose
+from hf_posswap.recipe import RecipeConfig, load_family
+from hf_posswap.text import Split, embedded_documents, read_documents
 from hf_posswap.training import TrainingConfig, TrainingRun, train
 
 FIXED_SEED = 0  # of what must not differ between the runs of a comparison: masks of held-out text, a new head
@@ -49,7 +47,7 @@ class TextConfig(RecipeConfig):
 
 
 def documents(config: TextConfig, split: Split, *, causal: bool) -> list[str]:
-    """Return the text of one split; of the embedded text, an encoder reads the English and a causal model the code, too."""
+    """Return the text of one split: the user's, or the embedded one."""
     if config.dataset:
         name = f"{config.dataset}:{config.dataset_config}" if config.dataset_config else config.dataset
         return read_documents(name, split=split, text_column=config.text_column)
@@ -58,18 +56,13 @@ def documents(config: TextConfig, split: Split, *, causal: bool) -> list[str]:
         return read_documents(file, split=None, text_column=config.text_column)
     if config.train_file:
         return read_documents(config.train_file, split=split, text_column=config.text_column)
-    return list(stdlib_documents(split).values()) if causal else ["\n".join(stdlib_prose(split))]
+    return embedded_documents(split, causal=causal)
 
 
 def trained_length(config: RecipeConfig) -> tuple[int, bool]:
     """Return how many tokens the checkpoint reads, and whether it is causal."""
-    family = AutoConfig.from_pretrained(model_source(config.model))
-    if family.model_type not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"{config.model} is a {family.model_type!r} model; recipes start from an unswapped checkpoint of: "
-            f"{', '.join(sorted(ARCHITECTURES))}"
-        )
-    return family.max_position_embeddings, ARCHITECTURES[family.model_type].is_causal(family)
+    family, causal = load_family(config.model)
+    return family.max_position_embeddings, causal
 
 
 def check_enough(blocks: torch.Tensor, config: TrainingConfig) -> None:

@@ -34,7 +34,7 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env, set_seed
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from hf_posswap.architectures import ARCHITECTURES
@@ -62,12 +62,17 @@ class RecipeConfig(TrainingConfig):
         Literal[STARTS],
         "cold drops the table, swap starts warm, fit fits to the original before training, scratch draws all weights anew.",
     ] = "swap"
+    report_to: Annotated[tuple[str, ...], "Trackers: tensorboard, trackio, wandb and others of accelerate; none for none."] = (
+        "tensorboard",
+    )
     max_positions: Annotated[int | None, "The longest input of the swapped model. Default: what the recipe needs."] = None
     fit_tokens: Annotated[int, "Tokens of training text that the start `fit` reads."] = 65_536
     fit_steps: Annotated[int, "Steps of that fit for each layer."] = 100
 
     def __post_init__(self):
         super().__post_init__()
+        if "none" in self.report_to:  # the command line has no other way to say so
+            object.__setattr__(self, "report_to", ())
         if self.scheme != ORIGINAL:
             parse_scheme(self.scheme)
         if self.start not in STARTS:
@@ -75,6 +80,16 @@ class RecipeConfig(TrainingConfig):
         for name in ("fit_tokens", "fit_steps"):
             if getattr(self, name) < 1:
                 raise PosswapError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+def load_family(name: str, **options) -> tuple[PreTrainedConfig, bool]:
+    """Return the configuration of an unswapped checkpoint, by its name on the command line, and whether it is causal."""
+    config = AutoConfig.from_pretrained(model_source(name), **options)
+    if config.model_type not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{name} is a {config.model_type!r} model; give an unswapped checkpoint of: {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return config, ARCHITECTURES[config.model_type].is_causal(config)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -103,13 +118,7 @@ def load_model(
     swapped, with the names of weights that the checkpoint lacks: to train a new head that all schemes start from.
     """
     set_seed(config.seed)
-    source = model_source(config.model)
-    family = AutoConfig.from_pretrained(source, **options)
-    if family.model_type not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"{config.model} is a {family.model_type!r} model; recipes start from an unswapped checkpoint of: "
-            f"{', '.join(sorted(ARCHITECTURES))}"
-        )
+    source, (family, _) = model_source(config.model), load_family(config.model, **options)
     if tokenizer is not None and family.pad_token_id is None:
         family.pad_token_id = tokenizer.pad_token_id
     trained = family.max_position_embeddings

@@ -18,10 +18,9 @@ from matplotlib.figure import Figure
 from hf_posswap.errors import PosswapError
 from hf_posswap.plots import COLOURS, MARKERS
 from hf_posswap.results import write_json
+from hf_posswap.training.budget import NOT_BUDGET
 
 FREE = ("scheme", "start", "seed")
-# How a run is carried out, and not what it learns from how much: these may differ, and tables name the hardware.
-NOT_BUDGET = ("checkpoint_every", "checkpoints_kept", "mixed_precision")
 COST = {"tokens_per_second": ("tokens/s", 1.0, "{:,.0f}"), "peak_memory_bytes": ("peak MiB", 2**20, "{:,.0f}")}
 
 

@@ -68,6 +68,11 @@ def stdlib_prose(split: Split) -> list[str]:
     return list(dict.fromkeys(paragraphs))
 
 
+def embedded_documents(split: Split, *, causal: bool) -> list[str]:
+    """Return the embedded text of one split as documents; an encoder reads the English of it, a causal model the code, too."""
+    return list(stdlib_documents(split).values()) if causal else ["\n".join(stdlib_prose(split))]
+
+
 def _docstrings(source: str) -> list[str]:
     try:
         tree = ast.parse(source)

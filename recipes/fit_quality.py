@@ -29,7 +29,7 @@ from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.measure import kl_divergence, perplexity, pooled_cosine, pooled_states
 from hf_posswap.report import fit_table
 from hf_posswap.results import provenance, write_json
-from hf_posswap.text import read_documents, stdlib_documents, stdlib_prose, token_blocks
+from hf_posswap.text import embedded_documents, read_documents, token_blocks
 
 TEXTS = ("given", "embedded", "shuffled", "random", "written")
 
@@ -61,7 +61,7 @@ class Bench:
     def _documents(self, data: str | None, split: str) -> list[str]:
         if data is not None:
             return read_documents(data, split=split)
-        return list(stdlib_documents(split).values()) if self.causal else ["\n".join(stdlib_prose(split))]
+        return embedded_documents(split, causal=self.causal)
 
     def batches(self, text: str, seed: int) -> list[torch.Tensor]:
         """Return token ids of the kind of text that was asked for."""

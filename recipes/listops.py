@@ -24,9 +24,9 @@ from accelerate import PartialState
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hf_posswap.errors import PosswapError, SequenceTooLongError
-from hf_posswap.measure.listops import TOKEN_IDS, ListOpsExamples, collate, depth, listops_expressions
+from hf_posswap.measure.listops import TOKEN_IDS, ListOpsExamples, depth, listops_expressions
 from hf_posswap.recipe import RecipeConfig, cost, load_model, main
-from hf_posswap.training import train
+from hf_posswap.training import pad, train
 
 _SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads"}
 _LENGTH_GROUPS = 4
@@ -75,7 +75,7 @@ def run(config: ListOpsConfig, folder: Path, resume: bool) -> dict:
     shape = {name: getattr(config, name) for name in ("min_length", "max_length", "max_depth", "max_args")}
     expressions = listops_expressions(config.train_examples + config.examples, **shape, seed=config.seed)
     trained, tested = expressions[config.examples :], expressions[: config.examples]
-    model, done = train(model, ListOpsExamples(trained), config, collate=collate, output=folder, resume=resume)
+    model, done = train(model, ListOpsExamples(trained), config, collate=pad, output=folder, resume=resume)
     answers = list(ListOpsExamples(tested))
     right = predict(model, answers, config.batch_size).eq(torch.stack([example["labels"] for example in answers])).tolist()
     labels = Counter(int(example["labels"]) for example in answers)
@@ -110,7 +110,7 @@ def predict(model: PreTrainedModel, examples: list[dict], batch_size: int) -> to
     found = torch.zeros(len(examples), dtype=torch.long)
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
-        batch = {name: rows.to(PartialState().device) for name, rows in collate([examples[n] for n in chosen]).items()}
+        batch = {name: rows.to(PartialState().device) for name, rows in pad([examples[n] for n in chosen]).items()}
         found[chosen] = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.argmax(-1).cpu()
     return found
 

@@ -22,17 +22,15 @@ from statistics import mean
 from typing import Annotated, Literal
 
 from accelerate import PartialState
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForQuestionAnswering
+from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
 
-from hf_posswap.architectures import ARCHITECTURES
-from hf_posswap.assets import model_source
 from hf_posswap.calibration import text_batches
-from hf_posswap.compare import documents
 from hf_posswap.errors import PosswapError, SequenceTooLongError
-from hf_posswap.measure.passkey import PasskeyExamples, PasskeyTexts, collate, depth_texts, point_at_keys, recall_keys
+from hf_posswap.measure.passkey import PasskeyExamples, PasskeyTexts, depth_texts, point_at_keys, recall_keys
 from hf_posswap.plots import plot_heat_maps
-from hf_posswap.recipe import RecipeConfig, cost, load_model, load_tokenizer, main
-from hf_posswap.training import train
+from hf_posswap.recipe import RecipeConfig, cost, load_family, load_model, load_tokenizer, main
+from hf_posswap.text import embedded_documents
+from hf_posswap.training import pad, train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +65,7 @@ class PasskeyConfig(RecipeConfig):
 def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
     """Train on short texts, ask at all lengths and depths, and draw the heat map."""
     tokenizer = load_tokenizer(config.model)
-    checkpoint = AutoConfig.from_pretrained(model_source(config.model))
-    family = ARCHITECTURES.get(checkpoint.model_type)  # an unknown one is told of when the model is loaded
-    causal = family is not None and family.is_causal(checkpoint)
+    checkpoint, causal = load_family(config.model)
     if not causal and not config.train and "QuestionAnswering" not in str(checkpoint.architectures):
         raise PosswapError(f"{config.model} has no question-answering head: it must be trained to point at keys")
     texts, tested = (
@@ -83,7 +79,7 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
     def fit_batches() -> list:
         longest = checkpoint.max_position_embeddings
         return text_batches(
-            documents(None, "train", causal=causal), tokenizer, longest, tokens=config.fit_tokens, causal=causal
+            embedded_documents("train", causal=causal), tokenizer, longest, tokens=config.fit_tokens, causal=causal
         )
 
     auto_class = AutoModelForCausalLM if causal else AutoModelForQuestionAnswering
@@ -95,7 +91,7 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
     done = None
     if config.train:
         examples = PasskeyExamples(texts, config.train_lengths, config.max_steps * config.batch_size, seed=config.seed)
-        model, done = train(model, examples, config, collate=collate, output=folder, resume=resume)
+        model, done = train(model, examples, config, collate=pad, output=folder, resume=resume)
     started = time.perf_counter()
     panels = {}
     if PartialState().is_main_process:

@@ -12,9 +12,10 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from hf_posswap.errors import DataError, PosswapError
-from hf_posswap.measure.listops import OPERATORS, SYMBOLS, TOKEN_IDS, ListOpsExamples, collate, depth, evaluate
+from hf_posswap.measure.listops import OPERATORS, SYMBOLS, TOKEN_IDS, ListOpsExamples, depth, evaluate
 from hf_posswap.measure.listops import listops_expressions as draw
 from hf_posswap.recipe import load_model, read_config
+from hf_posswap.training import pad
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 TINY = {"min_length": 4, "max_length": 12, "max_depth": 2, "max_args": 5}
@@ -132,7 +133,7 @@ def test_impossible_bounds():
 
 def test_batches():
     """Symbols have one id each between [CLS] and [SEP]; padding is masked and has none of them."""
-    batch = collate(list(ListOpsExamples(["[MAX 1 9 ]", "3"])))
+    batch = pad(list(ListOpsExamples(["[MAX 1 9 ]", "3"])))
     names = {number: symbol for symbol, number in TOKEN_IDS.items()}
     rows = [[names[number] for number in row] for row in batch["input_ids"].tolist()]
     assert rows[0] == "[CLS] [MAX 1 9 ] [SEP]".split() and rows[1] == "[CLS] 3 [SEP] [PAD] [PAD] [PAD]".split()

@@ -19,13 +19,13 @@ from hf_posswap.measure.passkey import (
     PasskeyExamples,
     PasskeyText,
     PasskeyTexts,
-    collate,
     depth_texts,
     point_at_keys,
     recall_keys,
 )
 from hf_posswap.recipe import read_config
 from hf_posswap.text import split_of
+from hf_posswap.training import pad
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 DIGITS = [str(digit) for digit in range(10)]
@@ -64,7 +64,7 @@ def prose(monkeypatch):
     """Other prose for each split, in place of the standard library's, which takes long to read."""
     chosen = {"train": [PROSE], "validation": ["The last key is the red key of the school."]}
     monkeypatch.setattr("hf_posswap.measure.passkey.stdlib_prose", chosen.get)
-    monkeypatch.setattr("hf_posswap.compare.stdlib_documents", lambda split: {"": PROSE * 40})
+    monkeypatch.setattr("hf_posswap.text.stdlib_documents", lambda split: {"": PROSE * 40})
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_prose_as_filler(tokenizer, prose):
 def test_training_examples(tokenizer):
     """A causal model is asked for the key alone; an encoder for its span; padding is neither."""
     texts = PasskeyTexts(tokenizer.it, "train", causal=tokenizer.causal)
-    batch = collate([PasskeyExamples(texts, (length,), 1)[0] for length in (40, 64)])
+    batch = pad([PasskeyExamples(texts, (length,), 1)[0] for length in (40, 64)])
     assert batch["input_ids"].shape == (2, 64)
     if tokenizer.causal:
         for row, length in zip(range(2), (40, 64), strict=True):

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from statistics import median
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 from hf_posswap.errors import DataError
@@ -136,13 +135,3 @@ class ListOpsExamples(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         text = self.expressions[index]
         return {"input_ids": encode(text), "labels": torch.tensor(evaluate(text))}
-
-
-def collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Pad to the longest of the batch, on the right, and mask it."""
-    ids = [example["input_ids"] for example in examples]
-    return {
-        "input_ids": pad_sequence(ids, True, TOKEN_IDS["[PAD]"]),
-        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], True),
-        "labels": torch.stack([example["labels"] for example in examples]),
-    }

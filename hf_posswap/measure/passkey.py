@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -163,15 +162,6 @@ class PasskeyExamples(Dataset):
         labels = torch.full_like(ids, -100)
         labels[-len(text.key) :] = ids[-len(text.key) :]
         return {"input_ids": ids, "labels": labels}
-
-
-def collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Pad to the longest of the batch, on the right, and mask it."""
-    batch = {"attention_mask": pad_sequence([torch.ones_like(example["input_ids"]) for example in examples], True)}
-    for name in examples[0]:
-        rows = [example[name] for example in examples]
-        batch[name] = pad_sequence(rows, True, -100 if name == "labels" else 0) if rows[0].dim() else torch.stack(rows)
-    return batch
 
 
 def depth_texts(texts: PasskeyTexts, length: int, depth: float, count: int, *, seed: int = 0) -> list[PasskeyText]:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, field
+from typing import Annotated
 
 from accelerate.utils import DynamoBackend
 
@@ -42,27 +43,30 @@ class TrainingConfig:
     True
     """
 
-    max_steps: int = 100
-    batch_size: int = 16  # sequences a step, over all processes and accumulation steps
-    learning_rate: float = 3e-4
-    # Position tables of attention layers start at zero in a trained network and have far to go: they learn this much faster.
-    table_learning_rate_factor: float = 10.0
-    lr_scheduler_type: str = "cosine"
-    warmup_ratio: float = 0.1
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    gradient_accumulation_steps: int = 1
-    # On one process: where memory does not suffice, start again with twice the accumulation steps; the batch stays what it is.
-    auto_find_batch_size: bool = False
-    gradient_checkpointing: bool = False  # compute activations twice and keep fewer
-    torch_compile: str | None = None  # the backend, such as "inductor"; None: what `accelerate launch` says
-    dropout: bool = True  # False: short tuning of a trained model, where noise costs more than it teaches
-    train_sampling_strategy: str = "random"  # "group_by_length": batches of about one length, for less padding
-    mixed_precision: str | None = None  # None: whatever `accelerate launch` or `accelerate config` says
-    seed: int = 0
-    report_to: tuple[str, ...] = ()  # trackers, such as "tensorboard"
-    checkpoint_every: int = 0  # steps; 0: only the end result is kept
-    checkpoints_kept: int = 2
+    max_steps: Annotated[int, "Optimizer steps."] = 100
+    batch_size: Annotated[int, "Sequences a step, over all processes and accumulation steps."] = 16
+    learning_rate: Annotated[float, "Its peak."] = 3e-4
+    # They start at zero in a trained network and have far to go.
+    table_learning_rate_factor: Annotated[float, "Position tables of attention learn so much faster."] = 10.0
+    lr_scheduler_type: Annotated[str, f"One of {', '.join(SCHEDULES)}."] = "cosine"
+    warmup_ratio: Annotated[float, "The share of steps in which the rate rises."] = 0.1
+    weight_decay: Annotated[float, "Of matrices; position tables, biases and norms have none."] = 0.0
+    max_grad_norm: Annotated[float, "Gradients are clipped to it."] = 1.0
+    gradient_accumulation_steps: Annotated[int, "Parts of a batch that are computed one after the other."] = 1
+    # The batch stays what it is, and so does the budget.
+    auto_find_batch_size: Annotated[bool, "Where memory does not suffice, start again with more accumulation steps."] = False
+    gradient_checkpointing: Annotated[bool, "Compute activations twice and keep fewer."] = False
+    torch_compile: Annotated[str | None, "The backend, such as inductor. Default: what accelerate launch says."] = None
+    # Short tuning of a trained model is better without: noise costs more than it teaches.
+    dropout: Annotated[bool, "Train with the dropout that the model's config names."] = True
+    train_sampling_strategy: Annotated[str, "random, or group_by_length: batches of about one length have less padding."] = (
+        "random"
+    )
+    mixed_precision: Annotated[str | None, "no, bf16 or fp16. Default: what accelerate launch says."] = None
+    seed: Annotated[int, "Of the order of examples, of dropout and of new weights."] = 0
+    report_to: Annotated[tuple[str, ...], "Trackers: tensorboard, trackio, wandb and others of accelerate; repeatable."] = ()
+    checkpoint_every: Annotated[int, "Save a checkpoint after every so many steps; 0: none but when stopped."] = 0
+    checkpoints_kept: Annotated[int, "How many of them are kept."] = 2
 
     def __post_init__(self):
         if min(self.max_steps, self.batch_size, self.gradient_accumulation_steps, self.checkpoints_kept) < 1:
