@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, get_scheduler
 
 import hf_posswap as posswap
-from hf_posswap.compare import provenance, write_json
+from hf_posswap.results import provenance, write_json
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.batching import BatchOrder, MicroBatches
 
