@@ -1,7 +1,5 @@
 """The command line: swap, describe and compare."""
 
-import logging
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +8,6 @@ import typer
 from rich.console import Console
 from rich.markdown import Markdown
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.assets import EMBEDDED_MODELS, model_source
@@ -23,6 +20,7 @@ from hf_posswap.fitting import fit as fit_swapped
 from hf_posswap.report import write_report
 from hf_posswap.schemes import SCHEMES, parse_scheme
 from hf_posswap.swap import describe, swap
+from hf_posswap.terminal import run_program
 from hf_posswap.text import read_documents, stdlib_prose
 
 app = typer.Typer(
@@ -162,18 +160,8 @@ def _load(source: str) -> PreTrainedModel:
 
 
 def main() -> None:
-    """Run the command line; what users did wrong is told in one paragraph, without a traceback."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
-    try:
-        app(standalone_mode=True)
-    except (PosswapError, OSError) as error:
-        Console(stderr=True).print(f"hf-posswap: {error}", style="red", highlight=False, markup=False)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    """Run the command line."""
+    run_program("hf-posswap", app)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ the output folder say what was run and what came out. Comparing schemes and seed
 """
 
 import inspect
-import logging
-import os
 import resource
 import sys
 import types
@@ -35,7 +33,6 @@ from accelerate.utils import parse_flag_from_env, set_seed
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
 
 from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.assets import model_source
@@ -45,6 +42,7 @@ from hf_posswap.results import lock, prepare_output, provenance, write_json
 from hf_posswap.schemes import parse_scheme
 from hf_posswap.surgery import geometry_of
 from hf_posswap.swap import swap
+from hf_posswap.terminal import run_program
 from hf_posswap.training import TrainingConfig, TrainingRun
 
 ORIGINAL = "original"  # the scheme of a model that is left as it is
@@ -162,16 +160,11 @@ def cost(model: PreTrainedModel, run: TrainingRun | None = None) -> dict:
 
 
 def main(config_class: type[RecipeConfig], run: Callable[[RecipeConfig, Path, bool], dict]) -> None:
-    """Run a recipe from the command line; what users did wrong is told in one paragraph, without a traceback.
+    """Run a recipe from the command line.
 
     `run(config, folder, resume)` works in `folder` and returns {"figures": {name: number}, "cost": {...}} and what else the
     result file shall hold; it is called on all processes, and the main one writes.
     """
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
     held, module = [], inspect.getmodule(run)
     program = Path(module.__file__).stem
 
@@ -194,18 +187,11 @@ def main(config_class: type[RecipeConfig], run: Callable[[RecipeConfig, Path, bo
 
     command.__doc__ = module.__doc__
     command.__signature__ = inspect.Signature(_parameters(config_class, Path("runs") / program.replace("_", "-")))
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command()(command)
     try:
-        app()
-    except (PosswapError, OSError) as error:
-        Console(stderr=True).print(f"{program}: {error}", style="red", highlight=False, markup=False)
-        raise SystemExit(2) from None
+        run_program(program, command)
     finally:
         for one in held:
             one.release()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
 
 
 def read_config(config_class: type[RecipeConfig], file: Path | None, given: dict) -> RecipeConfig:

@@ -39,6 +39,7 @@ from tqdm import tqdm
 import hf_posswap
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.results import provenance, write_json
+from hf_posswap.terminal import run_program
 
 WORKER = Path(__file__).with_name("attention_worker.py")
 FORMAT = 1
@@ -386,14 +387,8 @@ def command(
 
 
 def main() -> None:
-    """Run the command line; what users did wrong is told in one paragraph, without a traceback."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command()(command)
-    try:
-        app()
-    except (PosswapError, OSError) as error:
-        Console(stderr=True).print(f"benchmark_attention: {error}", style="red", highlight=False, markup=False)
-        raise SystemExit(2) from None
+    """Run the command line."""
+    run_program("benchmark_attention", command)
 
 
 if __name__ == "__main__":

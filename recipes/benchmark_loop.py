@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 
 import hf_posswap as posswap
 from hf_posswap.results import provenance, write_json
+from hf_posswap.terminal import run_program
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.batching import BatchOrder, MicroBatches
 
@@ -94,4 +95,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program("benchmark_loop", main)

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from hf_posswap.errors import PosswapError
 from hf_posswap.recipe import ORIGINAL, STARTS
 from hf_posswap.runs import load_runs, write_comparison
+from hf_posswap.terminal import run_program
 
 FOLDER = Path(__file__).parent
 
@@ -71,14 +72,8 @@ def command(
 
 
 def main() -> None:
-    """Run the command line; what users did wrong is told in one paragraph, without a traceback."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command()(command)
-    try:
-        app()
-    except (PosswapError, OSError) as error:
-        Console(stderr=True).print(f"compare: {error}", style="red", highlight=False, markup=False)
-        raise SystemExit(2) from None
+    """Run the command line."""
+    run_program("compare", command)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ import typer
 from scipy.stats import spearmanr
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 import hf_posswap as posswap
 from hf_posswap.architectures import ARCHITECTURES
@@ -29,6 +28,7 @@ from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.measure import kl_divergence, perplexity, pooled_cosine, pooled_states
 from hf_posswap.report import fit_table
 from hf_posswap.results import provenance, write_json
+from hf_posswap.terminal import run_program
 from hf_posswap.text import embedded_documents, read_documents, token_blocks
 
 TEXTS = ("given", "embedded", "shuffled", "random", "written")
@@ -178,6 +178,4 @@ def _read_pairs(path: Path) -> tuple[list[str], list[str], list[float]]:
 
 
 if __name__ == "__main__":
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    typer.run(main)
+    run_program("fit_quality", main)

@@ -20,16 +20,13 @@ Writes results.json, results.md and recovery.png into --output, and every finish
 
 import copy
 import json
-import logging
 import math
-import os
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Annotated
 
-import torch
 import typer
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -39,7 +36,6 @@ from matplotlib.ticker import EngFormatter, LogFormatter
 from rich.console import Console
 from rich.markdown import Markdown
 from transformers import PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 import hf_posswap as posswap
 from hf_posswap.calibration import text_batches
@@ -50,6 +46,7 @@ from hf_posswap.measure.damage import damage, perplexity
 from hf_posswap.plots import COLOURS
 from hf_posswap.results import prepare_output, provenance, write_json
 from hf_posswap.schemes import parse_scheme
+from hf_posswap.terminal import run_program
 from hf_posswap.text import token_blocks
 from hf_posswap.training import TrainingConfig, TrainingRun, train
 
@@ -419,21 +416,8 @@ def command(
 
 
 def main() -> None:
-    """Run the command line; what users did wrong is told in one paragraph, without a traceback."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command()(command)
-    try:
-        app()
-    except (PosswapError, OSError) as error:
-        Console(stderr=True).print(f"heal: {error}", style="red", highlight=False, markup=False)
-        raise SystemExit(2) from None
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    """Run the command line."""
+    run_program("heal", command)
 
 
 if __name__ == "__main__":
