@@ -44,6 +44,7 @@ from hf_posswap.surgery import geometry_of
 from hf_posswap.swap import swap
 from hf_posswap.terminal import run_program
 from hf_posswap.training import TrainingConfig, TrainingRun
+from hf_posswap.training.launching import share_weights
 
 ORIGINAL = "original"  # the scheme of a model that is left as it is
 STARTS = ("cold", "swap", "fit", "scratch")
@@ -112,7 +113,7 @@ def load_model(
 
     Seeded, so that a head the checkpoint lacks starts the same for every scheme. `max_positions` is what the recipe needs
     where the user said nothing; `fit_batches()` gives the text for the start `fit` (`text_batches`). The main process alone
-    fits; the other ones get its weights when training begins. `prepare(model, missing)` is called on the original before it is
+    fits; the other ones get its weights. `prepare(model, missing)` is called on the original before it is
     swapped, with the names of weights that the checkpoint lacks: to train a new head that all schemes start from.
     """
     set_seed(config.seed)
@@ -140,9 +141,10 @@ def load_model(
         if config.start == "fit":
             if fit_batches is None:
                 raise PosswapError("this recipe has no text to fit on: take another --start")
+            model.to(PartialState().device)
             if PartialState().is_main_process:
-                model.to(PartialState().device)
                 fit(model, fit_batches(), reconstruct=config.fit_steps, seed=config.seed, progress=progress)
+            share_weights(model)
     return model.to(PartialState().device).eval()
 
 

@@ -49,6 +49,7 @@ from hf_posswap.schemes import parse_scheme
 from hf_posswap.terminal import run_program
 from hf_posswap.text import token_blocks
 from hf_posswap.training import TrainingConfig, TrainingRun, train
+from hf_posswap.training.launching import share_weights
 
 STARTS = {"cold": ":", "swap": "--", "fit": "-"}  # and how their lines look; the original has none
 SHARES = (90, 95, 99)  # per cent of the cold swap's damage
@@ -175,12 +176,14 @@ class _Bench:
         row = {"scheme": scheme, "start": start, "seed": seed}
         if main:
             row["reference"] = self.reference(scheme)
-        if start == "fit" and main:  # the others get these weights when training begins
+        if start == "fit" and main:
             steps, rate = self.config.fit_steps, self.config.fit_learning_rate
             report = posswap.fit(
                 model, self.fit_batches, reconstruct=steps, learning_rate=rate, seed=seed, progress=self.progress
             )
             row["fit"] = {"seconds": report.seconds, "tokens": report.tokens, "tokens_held_out": report.tokens_held_out}
+        if start == "fit":
+            share_weights(model)
         config = TrainingConfig(
             max_steps=self.config.max_steps,
             batch_size=self.config.batch_size,

@@ -16,6 +16,7 @@ import hf_posswap as posswap
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.batching import pad
 from hf_posswap.training.evaluation import evaluate_batches
+from hf_posswap.training.launching import share_weights
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 99}
 DROPOUTS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -103,6 +104,10 @@ def ddp(folder: Path) -> dict:
     except posswap.PosswapError as error:
         seen["uneven"] = str(error)
 
+    torch.manual_seed(PartialState().process_index)
+    shared = torch.nn.Linear(3, 2)
+    share_weights(shared)
+    seen["shared"] = shared.weight.tolist()
     classifier = bert(BertForSequenceClassification, num_labels=3).train()
     rows = ragged_rows(203, classes=3)
     seen["examples"] = evaluate_batches(classifier, rows, Counter(), collate=pad, batch_size=8, progress=False)

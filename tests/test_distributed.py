@@ -64,6 +64,11 @@ def test_two_processes_take_the_steps_of_one(alone, together):
         assert rank["ragged"] == pytest.approx(alone["ragged"], abs=1e-4) and rank["tokens"] == alone["tokens"]
 
 
+def test_weights_are_those_of_the_first(alone, together):
+    """What one process has fitted, all have, before any training."""
+    assert together[0]["shared"] == together[1]["shared"] == alone["shared"]
+
+
 def test_two_processes_stop_together(folder, alone, together):
     """NaN on one process stops both and keeps the checkpoint before; a signal to one saves both, and they go on exactly."""
     for rank in (alone, *together):

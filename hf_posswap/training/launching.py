@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DataLoaderConfiguration,
@@ -115,3 +115,13 @@ def layer_class_names(model: torch.nn.Module) -> list[str] | None:
     config = getattr(model, "config", None)
     architecture = ARCHITECTURES.get(getattr(config, "model_type", "").removeprefix("posswap-"))
     return architecture and sorted({type(layer).__name__ for layer in architecture.layers(model.base_model)})
+
+
+def share_weights(model: torch.nn.Module) -> None:
+    """Give all processes the weights of the first one, in place; on one process nothing happens.
+
+    DDP does so by itself when training begins. FSDP does not: each process would go on with the shard of a model of its own.
+    """
+    if PartialState().num_processes > 1:
+        for tensor in model.state_dict().values():
+            torch.distributed.broadcast(tensor, 0)
