@@ -61,6 +61,8 @@ def choose(
     # The first rows of each batch, so that all lengths stay.
     share = min(1.0, _TOKENS_A_TRIAL / sum(batch["input_ids"].numel() for batch in checked))
     text = [{key: value[: max(2, round(len(value) * share))] for key, value in batch.items()} for batch in checked]
+    # Batches of a row or two cannot be cut: then every so many of them.
+    text = text[:: max(1, sum(batch["input_ids"].numel() for batch in text) // _TOKENS_A_TRIAL)]
     settled = replace(scheme, **{name: scheme.choices[name][0] for name in scheme.open_options()})
     trials = [(name, value) for name in scheme.open_options() for value in scheme.choices[name]]
     damages: dict[str, float] = {}  # by the scheme as a string: one with scalings has no hash

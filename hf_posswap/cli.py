@@ -48,23 +48,30 @@ def swap_command(
             "'auto': text at hand, the standard library's for an encoder, the model's own writing for a causal model."
         ),
     ] = None,
-    fit_tokens: Annotated[int, typer.Option(help="Tokens to fit on and to measure the fit with.")] = 65_536,
-    reconstruct: Annotated[int, typer.Option(help="Steps for each layer; 0: the closed form alone.")] = 100,
-    text_column: Annotated[str, typer.Option(help="The column of a table that holds the text.")] = "text",
+    fit_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to fit on and to measure the fit with. Default: 65536.")
+    ] = None,
+    reconstruct: Annotated[
+        int | None, typer.Option(help="Steps for each layer; 0: the closed form alone. Default: 100.")
+    ] = None,
+    text_column: Annotated[str | None, typer.Option(help="The column of a table with the text. Default: text.")] = None,
 ):
     """Swap a checkpoint's positions, fit the new ones if asked to, and save the result."""
+    for name, value in (("--fit-tokens", fit_tokens), ("--reconstruct", reconstruct), ("--text-column", text_column)):
+        if fit is None and value is not None:
+            raise PosswapError(f"{name} is about a fit: pass --fit FILE or --fit auto, too")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} exists already: choose another --output")
     source = model_source(model)
     loaded = _load(source)
     tokenizer = AutoTokenizer.from_pretrained(source)
     chosen = parse_scheme(scheme)
-    batches = None if fit is None else _calibration(fit, text_column, loaded, tokenizer, fit_tokens)
+    batches = None if fit is None else _calibration(fit, text_column or "text", loaded, tokenizer, fit_tokens or 65_536)
     if batches is not None and chosen.open_options():
         chosen = choose(loaded, chosen, batches, max_positions=max_positions)
     swap(loaded, chosen, max_positions=max_positions, warm_start=not cold)
     if batches is not None:
-        typer.echo(fit_swapped(loaded, batches, reconstruct=reconstruct))
+        typer.echo(fit_swapped(loaded, batches, reconstruct=100 if reconstruct is None else reconstruct))
     output.mkdir(parents=True, exist_ok=True)
     loaded.save_pretrained(output)
     typer.echo(describe(loaded))

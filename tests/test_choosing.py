@@ -36,6 +36,19 @@ def test_chooses_the_least_damage(make_model, monkeypatch):
     assert posswap.describe(model).new == posswap.Learned()
 
 
+def test_many_small_batches_are_cut_too(make_model, monkeypatch):
+    """Text in batches of one row is thinned, evenly: a trial costs the same."""
+    seen = []
+
+    def planted(trial, text, **options):
+        seen.append(text)
+        return type("Report", (), {"after": type("Damage", (), {"total": 1.0})})
+
+    monkeypatch.setattr(choosing, "fit", planted)
+    posswap.choose(make_model("gpt2"), "rotary:fraction=auto", list(_text(4_000).split(1)), progress=False)
+    assert all(8_192 <= sum(batch["input_ids"].numel() for batch in text) <= 16_384 + 32 for text in seen) and len(seen) == 3
+
+
 def test_real_fits_decide(make_model):
     """With real fits the choice is the candidate whose own fit ends with the least damage."""
     model = make_model("gpt2")

@@ -50,6 +50,9 @@ def test_swap_then_describe(folder, tmp_path, monkeypatch, capsys):
         (("--scheme", "rotray"), "did you mean 'rotary'"),
         (("--scheme", "relative:clip=0"), "clip=0"),
         (("--scheme", "rotary", "--max-positions", "3"), "max_positions=3"),
+        (("--scheme", "rotary", "--fit-tokens", "999"), "--fit-tokens is about a fit"),
+        (("--scheme", "rotary", "--reconstruct", "0"), "--reconstruct is about a fit"),
+        (("--scheme", "rotary", "--text-column", "text"), "--text-column is about a fit"),
     ],
 )
 def test_refusals_leave_nothing_behind(folder, tmp_path, monkeypatch, capsys, arguments, says):
