@@ -10,7 +10,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def plot_perplexity_by_length(model: dict) -> Figure:
-    """Perplexity against input length for each scheme: right after the swap (dashed) and after tuning (solid)."""
+    """Perplexity against input length for each scheme: right after the swap (dashed), after fit and tuning (solid)."""
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.subplots()
     lengths = sorted(int(n) for n in model["evaluation_tokens"])
@@ -44,7 +44,7 @@ def plot_perplexity_by_length(model: dict) -> Figure:
     axes.tick_params(which="both", labelsize=8)
     axes.set_xlabel("input length (tokens)")
     axes.set_ylabel("held-out perplexity, lower is better")
-    axes.set_title(f"{model['model']}: dashed right after the swap, solid after tuning", fontsize=10)
+    axes.set_title(f"{model['model']}: dashed right after the swap, solid after fit and tuning", fontsize=10)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     return figure
 

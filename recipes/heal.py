@@ -324,13 +324,21 @@ def _tokens(values: list[int | None]) -> str:
 
 
 def plot(results: dict) -> Figure:
-    """Draw damage against tokens, the mean over seeds in a band from the least to the most; both axes are logarithmic."""
+    """Draw damage against tokens, the mean over seeds in a band from the least to the most; both axes are logarithmic.
+
+    Where the text itself teaches, damage is not what is wanted less of: then it is perplexity, relative to the original's.
+    """
+    taught = results["config"].get("text_weight", 0.0) > 0
+
+    def value(point: dict) -> float:
+        return point["perplexity"] / results["original"]["perplexity"] if taught else max(point["damage"], 1e-12)
+
     figure = Figure(figsize=(8.0, 4.5), layout="constrained")
     axes = figure.subplots()
     colours = {scheme: COLOURS[index % len(COLOURS)] for index, scheme in enumerate(results["config"]["schemes"])}
     for (scheme, start), rows in _groups(results).items():
         tokens = [point["tokens"] for point in rows[0]["curve"]]
-        points = [[max(row["curve"][i]["damage"], 1e-12) for row in rows] for i in range(len(tokens))]
+        points = [[value(row["curve"][i]) for row in rows] for i in range(len(tokens))]
         line = {"color": colours[scheme], "linestyle": STARTS.get(start, "-."), "marker": "o", "markersize": 3}
         axes.plot(tokens, [mean(values) for values in points], **line)
         if len(rows) > 1:
@@ -342,11 +350,15 @@ def plot(results: dict) -> Figure:
     axes.set_xticks(sorted({0, *tokens[::-2]}))
     axes.minorticks_off()
     axes.xaxis.set_major_formatter(EngFormatter(places=0, sep=""))
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(LogFormatter())  # labels where less than a decade is seen
+    if taught:
+        axes.axhline(1, color="0.7", linewidth=1, zorder=0)
+        axes.set_ylabel("perplexity on held-out text / the original's")
+    else:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(LogFormatter())  # labels where less than a decade is seen
+        axes.set_ylabel(f"damage on held-out text ({results['measure']})")
     axes.set_xlabel("tokens of distillation")
-    axes.set_ylabel(f"damage on held-out text ({results['measure']})")
     axes.set_title(f"{results['config']['model']}: what distillation from the original wins back", fontsize=10)
     handles = [Line2D([], [], color=colour, linewidth=3, label=scheme) for scheme, colour in colours.items()]
     handles += [Line2D([], [], color="0.3", linestyle=STARTS[start], label=start) for start in results["config"]["starts"]]
