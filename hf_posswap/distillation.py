@@ -34,7 +34,7 @@ def distillation_loss(
     head = original.get_output_embeddings() is not None
     if text_weight and not (head and _is_causal(original)):
         raise PosswapError(
-            f"text_weight={text_weight} needs a causal model with its head: others do not predict the next token"
+            f"text_weight={text_weight} needs a causal model with its head: nothing else predicts the next token"
         )
 
     def loss(model: torch.nn.Module, batch: dict) -> torch.Tensor:

@@ -112,7 +112,7 @@ def test_starts(recipe, folder, start, monkeypatch):
     result = module.run(config, folder / "out", False)
     assert result["fitted_on"] == ("the training texts" if start == "fit" else None)
     if start == "fit":
-        monkeypatch.setattr(classification, "documents", lambda *given, causal: ["the cat sat on the mat " * 200])
+        monkeypatch.setattr(classification, "embedded_documents", lambda *given, causal: ["the cat sat on the mat " * 200])
         config = module.Config(**_files(folder, scheme="rotary", start=start, fit_tokens=99_999))
         assert module.run(config, folder / "out2", False)["fitted_on"] == "the embedded text"
 
