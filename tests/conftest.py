@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test may reach the network
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: more threads than cores wait for each other, spinning
 
 import pytest
 import torch
