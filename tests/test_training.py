@@ -446,16 +446,20 @@ def test_signals_save_and_stop(make_model, tmp_path, number):
 def test_a_second_ctrl_c_acts_as_usual(make_model, tmp_path, monkeypatch):
     """It need not wait for the step; and without an output nothing is held back at all."""
     monkeypatch.setattr("hf_posswap.training.run_state._ONE_PRESS", -1.0)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born ignoring it
 
     def stop(model, batch):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)  # not os.kill: what is sent twice before it is handled arrives once
         return model(**batch).loss
 
-    for output in (tmp_path, None):
-        with pytest.raises(KeyboardInterrupt):
-            _run(make_model("gpt2"), TrainingConfig(max_steps=2, batch_size=8), compute_loss=stop, output=output)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    try:
+        for output in (tmp_path, None):
+            with pytest.raises(KeyboardInterrupt):
+                _run(make_model("gpt2"), TrainingConfig(max_steps=2, batch_size=8), compute_loss=stop, output=output)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_folder_with_checkpoints_is_not_begun_again(make_model, tmp_path):
