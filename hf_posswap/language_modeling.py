@@ -81,7 +81,8 @@ def mask_tokens(
 
     Of the chosen tokens 80 % become [MASK], 10 % random tokens, 10 % stay: transformers' DataCollatorForLanguageModeling.
     """
-    collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability, seed=seed)
+    # Older versions of transformers take a seed of 0 for none.
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability, seed=seed + 1)
     batch = collate([{"input_ids": row} for row in blocks])
     return batch["input_ids"], batch["labels"]
 
@@ -104,7 +105,7 @@ class MaskedBlocks(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if index >= len(self):
             raise IndexError(index)
-        seed = random.Random(f"{self.seed} {index}").getrandbits(63)
+        seed = random.Random(f"{self.seed} {index}").getrandbits(62)
         row = index % len(self.blocks)
         input_ids, labels = mask_tokens(self.blocks[row : row + 1], self.tokenizer, self.probability, seed)
         return {"input_ids": input_ids[0], "labels": labels[0]}
