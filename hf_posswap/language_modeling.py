@@ -7,7 +7,7 @@ same for every scheme and seed.
 
 import random
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from torch.nn import functional
@@ -33,6 +33,11 @@ class TextConfig(RecipeConfig):
     validation_file: Annotated[str | None, "Default: a tenth of the training file, which is then not trained on."] = None
     text_column: Annotated[str, "The column of a table that holds the text."] = "text"
     evaluation_tokens: Annotated[int, "Held-out tokens that each figure is measured on."] = 32_768
+
+    REPLACES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "train_file": ("dataset", "dataset_config"),
+        "dataset": ("dataset_config", "train_file", "validation_file"),
+    }
 
     def __post_init__(self):
         super().__post_init__()

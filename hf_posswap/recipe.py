@@ -23,7 +23,7 @@ import types
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 import typer
@@ -67,6 +67,9 @@ class RecipeConfig(TrainingConfig):
     max_positions: Annotated[int | None, "The longest input of the swapped model. Default: what the recipe needs."] = None
     fit_tokens: Annotated[int, "Tokens of training text that the start `fit` reads."] = 65_536
     fit_steps: Annotated[int, "Steps of that fit for each layer."] = 100
+
+    # What an option of the command line takes the place of in a configuration file, beside itself.
+    REPLACES: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     def __post_init__(self):
         super().__post_init__()
@@ -199,6 +202,7 @@ def main(config_class: type[RecipeConfig], run: Callable[[RecipeConfig, Path, bo
 def read_config(config_class: type[RecipeConfig], file: Path | None, given: dict) -> RecipeConfig:
     """Return a configuration from a YAML file, with what was given on the command line over it; unknown keys are errors."""
     hints = get_type_hints(config_class)
+    hints = {field.name: hints[field.name] for field in fields(config_class)}
     values = {}
     if file is not None:
         values = yaml.safe_load(file.read_text()) or {}
@@ -212,6 +216,9 @@ def read_config(config_class: type[RecipeConfig], file: Path | None, given: dict
             if not _fits(value, hints[name]):
                 raise PosswapError(f"{file}: {name} must be {_name(hints[name])}, not {value!r}")
             values[name] = tuple(value) if isinstance(value, list) else value
+        for name in given:
+            for replaced in config_class.REPLACES.get(name, ()):
+                values.pop(replaced, None)
     values |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     return config_class(**values)
 

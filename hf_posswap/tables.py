@@ -9,7 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from hf_posswap.errors import DataError
 
@@ -44,6 +44,11 @@ class TableConfig:
     max_train_samples: Annotated[int | None, "Train on so many rows, drawn with data_seed."] = None
     max_eval_samples: Annotated[int | None, "Measure on so many rows, drawn with data_seed."] = None
     data_seed: Annotated[int, "Of what is drawn or held out: the same rows for every scheme and seed."] = 0
+
+    REPLACES: ClassVar[dict[str, tuple[str, ...]]] = {  # so that a configuration for a Hub data set takes local files, too
+        "train_file": ("dataset", "dataset_config", "validation_split"),
+        "dataset": ("dataset_config", "validation_split", "train_file", "validation_file", "test_file"),
+    }
 
 
 @dataclass(frozen=True)

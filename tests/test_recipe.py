@@ -12,6 +12,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import hf_posswap as posswap
+from hf_posswap.classification import ClassificationConfig
+from hf_posswap.language_modeling import TextConfig
 from hf_posswap.recipe import RecipeConfig, cost, load_model, load_tokenizer, read_config
 from hf_posswap.results import lock
 
@@ -23,6 +25,8 @@ RECIPE = '''
 """
 from dataclasses import dataclass
 from typing import Annotated
+from hf_posswap.classification import ClassificationConfig
+from hf_posswap.language_modeling import TextConfig
 from hf_posswap.recipe import RecipeConfig, main
 
 
@@ -72,9 +76,20 @@ def test_command_line_over_file_over_defaults(tmp_path):
     assert read_config(Config, _file(tmp_path, ""), {}) == Config()
 
 
+def test_local_files_take_the_place_of_a_hub_data_set(tmp_path):
+    """A configuration that names a Hub data set is good for local files too, and the other way round."""
+    file = _file(tmp_path, "dataset: nyu-mll/glue\ndataset_config: cola\nmetric: matthews\n")
+    config = read_config(ClassificationConfig, file, {"train_file": "mine.csv"})
+    assert (config.dataset, config.dataset_config, config.train_file, config.metric) == (None, None, "mine.csv", "matthews")
+    file = _file(tmp_path, "train_file: mine.txt\nvalidation_file: held.txt\n")
+    config = read_config(TextConfig, file, {"dataset": "Salesforce/wikitext"})
+    assert (config.dataset, config.train_file, config.validation_file) == ("Salesforce/wikitext", None, None)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("REPLACES: {}", "unknown option 'REPLACES'"),
         ("depht: 5", "unknown option 'depht'; known are .*depth"),
         ("depth: five", "depth must be int, not 'five'"),
         ("depth: true", "depth must be int, not True"),
