@@ -51,10 +51,11 @@ def command(
         if not script.exists():
             raise PosswapError(f"there is no {script}")
         jobs = []
-        for one in scheme or [ORIGINAL, "sinusoidal", "relative", "rotary", "none"]:
-            # The original has one start, unless the question is what it would have been from nothing.
-            starts = [s for s in start or ["swap"] if s == "scratch"] or ["swap"] if one == ORIGINAL else start or ["swap"]
-            jobs += [(one, s, n) for s in starts for n in seed or [0, 1, 2]]
+        for number in seed or [0, 1, 2]:  # one seed after the other: what is stopped half way has whole seeds to collect
+            for one in scheme or [ORIGINAL, "sinusoidal", "relative", "rotary", "none"]:
+                # The original has one start, unless the question is what it would have been from nothing.
+                starts = [s for s in start or ["swap"] if s == "scratch"] or ["swap"] if one == ORIGINAL else start or ["swap"]
+                jobs += [(one, how, number) for how in starts]
         for one, how, number in tqdm(jobs, desc=script.stem, unit="run"):
             folder = output / "runs" / "-".join("".join(c if c.isalnum() else "-" for c in x) for x in (one, how, str(number)))
             if (folder / "result.json").exists():
