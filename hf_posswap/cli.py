@@ -5,19 +5,16 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.markdown import Markdown
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_posswap.architectures import ARCHITECTURES
-from hf_posswap.assets import EMBEDDED_MODELS, model_source
+from hf_posswap.assets import model_source
 from hf_posswap.calibration import text_batches, written_text
 from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.choosing import choose
-from hf_posswap.compare import DEFAULT_SCHEMES, CompareConfig, compare
+from hf_posswap.compare import compare
 from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.fitting import fit as fit_swapped
-from hf_posswap.report import write_report
 from hf_posswap.schemes import SCHEMES, parse_scheme
 from hf_posswap.swap import describe, swap
 from hf_posswap.terminal import run_program
@@ -90,51 +87,7 @@ def describe_command(model: Annotated[str, typer.Argument(help="A model folder o
     typer.echo(describe(_load(model_source(model))))
 
 
-@app.command("compare")
-def compare_command(
-    output: Annotated[Path, typer.Option(help="Folder for results.json, results.md, plots and models.")] = Path("runs/compare"),
-    model: Annotated[
-        list[str] | None, typer.Option(help=f"A model folder or Hub id; repeatable. Default: {', '.join(EMBEDDED_MODELS)}.")
-    ] = None,
-    schemes: Annotated[str, typer.Option(help="Schemes, separated by spaces.")] = " ".join(DEFAULT_SCHEMES),
-    data: Annotated[str | None, typer.Option(help="Text, csv, json or parquet file, folder, or Hub dataset.")] = None,
-    text_column: Annotated[str, typer.Option(help="The column of a table that holds the text.")] = "text",
-    seeds: Annotated[str, typer.Option(help="Seeds of the tuning, separated by commas.")] = "0",
-    max_steps: Annotated[int, typer.Option(help="Tuning steps, the same for every scheme.")] = CompareConfig.max_steps,
-    batch_size: Annotated[int, typer.Option(help="Sequences a step.")] = CompareConfig.batch_size,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.")] = CompareConfig.learning_rate,
-    fit_tokens: Annotated[int, typer.Option(help="Tokens that every scheme is fitted on.")] = CompareConfig.fit_tokens,
-    reconstruct: Annotated[int, typer.Option(help="Steps of that fit for each layer.")] = CompareConfig.reconstruct,
-    evaluation_tokens: Annotated[int, typer.Option(help="Held-out tokens a figure.")] = CompareConfig.evaluation_tokens,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted comparison.")] = False,
-):
-    """Take checkpoints through schemes under one budget: damage, fit, short tuning, word order, length.
-
-    Without options it runs on what is built in, offline: a BERT (all-MiniLM-L6-v2) and a small GPT-2.
-    """
-    try:
-        chosen = tuple(int(seed) for seed in seeds.split(","))
-    except ValueError:
-        raise PosswapError(f"--seeds {seeds!r} must be whole numbers separated by commas, such as 0,1,2") from None
-    config = CompareConfig(
-        models=tuple(model or EMBEDDED_MODELS),
-        schemes=tuple(schemes.split()),
-        data=data,
-        text_column=text_column,
-        seeds=chosen,
-        max_steps=max_steps,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        fit_tokens=fit_tokens,
-        reconstruct=reconstruct,
-        evaluation_tokens=evaluation_tokens,
-    )
-    results = compare(config, output, resume=resume)
-    written = write_report(results, output)
-    console = Console()
-    console.print(Markdown((output / "results.md").read_text()))
-    for path in [*written, *sorted((output / "models").iterdir())]:
-        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+app.command("compare")(compare)
 
 
 def _calibration(source: str, text_column: str, model: PreTrainedModel, tokenizer, tokens: int) -> list[torch.Tensor]:

@@ -32,7 +32,15 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env, set_seed
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.assets import model_source
@@ -105,6 +113,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def load_original(name: str) -> PreTrainedModel:
+    """Load an unswapped checkpoint as the cost of a swap is measured on it: a causal model with its head, an encoder bare."""
+    _, causal = load_family(name)
+    return (AutoModelForCausalLM if causal else AutoModel).from_pretrained(model_source(name)).eval()
 
 
 def load_model(

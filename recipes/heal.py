@@ -39,15 +39,15 @@ from transformers import PreTrainedModel
 
 import hf_posswap as posswap
 from hf_posswap.calibration import text_batches
-from hf_posswap.compare import ORIGINAL, documents, load_checkpoint
 from hf_posswap.distillation import distillation_loss
 from hf_posswap.errors import PosswapError
 from hf_posswap.measure.damage import damage, perplexity
 from hf_posswap.plots import COLOURS
+from hf_posswap.recipe import ORIGINAL, load_family, load_original, load_tokenizer
 from hf_posswap.results import prepare_output, provenance, write_json
 from hf_posswap.schemes import parse_scheme
 from hf_posswap.terminal import run_program
-from hf_posswap.text import token_blocks
+from hf_posswap.text import embedded_documents, read_documents, token_blocks
 from hf_posswap.training import TrainingConfig, TrainingRun, train
 from hf_posswap.training.launching import share_weights
 
@@ -133,7 +133,8 @@ class _Bench:
 
     def __init__(self, config: HealConfig, accelerator: Accelerator, progress: bool):
         self.config, self.accelerator, self.progress = config, accelerator, progress
-        self.checkpoint, tokenizer, self.causal = load_checkpoint(config.model)
+        self.causal = load_family(config.model)[1]
+        self.checkpoint, tokenizer = load_original(config.model), load_tokenizer(config.model)
         # Nothing reaches a pooler from the states of layers, and processes that train together wait for every gradient.
         if getattr(self.checkpoint, "pooler", None) is not None:
             self.checkpoint.pooler.requires_grad_(False)
@@ -145,7 +146,9 @@ class _Bench:
                 f"block_size={self.block_size} must be from 3 to {longest}, the length {config.model} was trained at"
             )
         training, held_out = (
-            documents(config.data, split, causal=self.causal, text_column=config.text_column)
+            read_documents(config.data, split=split, text_column=config.text_column)
+            if config.data
+            else embedded_documents(split, causal=self.causal)
             for split in ("train", "validation")
         )
         self.rows = [{"input_ids": row} for row in token_blocks(training, tokenizer, self.block_size)]

@@ -1,28 +1,29 @@
-"""Write the tables of README.md from the registries and from the committed result file.
+"""Write the tables of README.md from the registries and from the committed result files.
 
-    python recipes/update_readme.py                                    # after the registries changed
-    python recipes/update_readme.py runs/three-seeds/results.json      # after a new comparison; copies it to results/
+    python recipes/update_readme.py
 
-The fit tables come from recipes/results/fit/*/results.json, written by recipes/fit_quality.py, those of healing are
-recipes/results/heal/*/results.md, written by recipes/heal.py; the speed tables come from
-recipes/results/attention/*/results.json, written by recipes/benchmark_attention.py.
+Tables of recipes come from recipes/results/*/comparison.json, which recipes/compare.py wrote, those of fits from
+fit/*/results.json (recipes/fit_quality.py), those of healing are heal/*/results.md (recipes/heal.py), and the speed tables come
+from attention/*/results.json (recipes/benchmark_attention.py).
 
 The tests compare the README with what this prints, so the page cannot drift.
 """
 
 import json
 import re
-import shutil
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 from hf_posswap import ARCHITECTURES, SCHEMES
 from hf_posswap.checkpoint import SWAPPED_CLASSES
-from hf_posswap.report import fit_table, markdown_table, provenance_line, write_report
+from hf_posswap.report import fit_table, provenance_line
+from hf_posswap.runs import background, markdown
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "recipes" / "results" / "compare.json"
+RESULTS = ROOT / "recipes" / "results"
+
+# Which figures of a comparison the page shows; all of them are in the comparison.md next to its results.
+TASKS = {}
 
 
 def matrix() -> str:
@@ -37,10 +38,11 @@ def matrix() -> str:
     return "\n".join(lines)
 
 
-def results_tables(results: dict) -> str:
-    """The tables of a comparison, one for each model, and what stands behind them."""
-    tables = [f"**{model['model']}**\n\n{markdown_table(model)}" for model in results["models"]]
-    return "\n\n".join([*tables, provenance_line(results)])
+def comparison_table(folder: Path, title: str, figures: tuple[str, ...] = ()) -> str:
+    """The table of one comparison, and what stands behind it."""
+    runs = json.loads((folder / "comparison.json").read_text())["runs"]
+    files = f"[All figures]({folder.relative_to(ROOT)}/comparison.md), [runs]({folder.relative_to(ROOT)}/comparison.json)"
+    return f"**{title}**\n\n{markdown(runs, figures=figures)}\n\n{background(runs)} {files}."
 
 
 def fit_tables(folder: Path) -> str:
@@ -103,14 +105,16 @@ def speed_tables(folder: Path) -> str:
     )
 
 
-def render(readme: str, results: dict) -> str:
+def render(readme: str) -> str:
     """Return the README with the generated blocks replaced."""
+    costs = [comparison_table(path.parent, path.parent.name) for path in sorted(RESULTS.glob("swap_cost/*/comparison.json"))]
     blocks = (
         ("matrix", matrix()),
-        ("fit", fit_tables(RESULTS.parent / "fit")),
-        ("heal", "\n\n".join(path.read_text().strip() for path in sorted((RESULTS.parent / "heal").glob("*/results.md")))),
-        ("results", results_tables(results)),
-        ("speed", speed_tables(RESULTS.parent / "attention")),
+        ("fit", fit_tables(RESULTS / "fit")),
+        ("heal", "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("heal/*/results.md")))),
+        ("results", "\n\n".join(costs)),
+        ("tasks", "\n\n".join(comparison_table(RESULTS / name, name, figures) for name, figures in TASKS.items())),
+        ("speed", speed_tables(RESULTS / "attention")),
     )
     for name, block in blocks:
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
@@ -121,9 +125,5 @@ def render(readme: str, results: dict) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        RESULTS.parent.mkdir(exist_ok=True)
-        shutil.copyfile(sys.argv[1], RESULTS)
-        write_report(json.loads(RESULTS.read_text()), RESULTS.parent)
     page = ROOT / "README.md"
-    page.write_text(render(page.read_text(), json.loads(RESULTS.read_text())))
+    page.write_text(render(page.read_text()))

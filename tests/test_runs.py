@@ -11,6 +11,7 @@ from statistics import stdev
 import pytest
 
 import hf_posswap as posswap
+from hf_posswap import cli
 from hf_posswap.recipe import RecipeConfig
 from hf_posswap.runs import background, check_budgets, load_runs, markdown, write_comparison
 
@@ -146,5 +147,39 @@ def test_running_a_recipe(tmp_path):
     assert done.returncode == 0, done.stderr
     table = (tmp_path / "out" / "comparison.md").read_text()
     assert "| original | 14.0 |" in table and "| none, cold | 14.0 |" in table
-    done = subprocess.run([sys.executable, str(tmp_path / "compare.py")], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "give a recipe to run" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["recipes/nothing.py"], "there is no recipes/nothing.py"),
+        (["--scheme", "original", "--scheme", "rotray"], "did you mean 'rotary'"),
+        (["--collect", "here", "--", "--model", "minilm"], "not both"),
+        (["--start", "warm"], "known are cold, swap, fit, scratch"),
+    ],
+)
+def test_bad_comparisons(arguments, says, tmp_path, monkeypatch, capsys):
+    """Found before the first run."""
+    monkeypatch.setattr(sys, "argv", ["hf-posswap", "compare", "--output", str(tmp_path / "out"), *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 2 and says in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_default_recipe(tmp_path, monkeypatch, capsys):
+    """Without a recipe `hf-posswap compare` runs what a swap costs, as a module; options after -- go to it."""
+    asked = []
+
+    def run(command, **_):
+        asked.append(command)
+        _run(Path(command[command.index("--output") + 1]), {"kl": 0.5}, scheme=command[command.index("--scheme") + 1])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    arguments = ["--scheme", "original", "--scheme", "none", "--seed", "0", "--output", str(tmp_path), "--", "--model", "gpt2"]
+    monkeypatch.setattr(sys, "argv", ["hf-posswap", "compare", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert not stopped.value.code, capsys.readouterr().err
+    assert [command[:5] for command in asked] == [[sys.executable, "-m", "hf_posswap.swap_cost", "--model", "gpt2"]] * 2

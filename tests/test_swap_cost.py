@@ -1,0 +1,139 @@
+"""What a swap costs: the recipe on tiny models, its measures against the definitions, and the tables of the README."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertModel
+
+import hf_posswap as posswap
+from hf_posswap.measure import kl_divergence, perplexity, pooled_cosine, pooled_states, word_order_examples
+from hf_posswap.swap_cost import SwapCostConfig, run
+
+ROOT = Path(__file__).parents[1]
+SENTENCES = "the cat sat on the mat. a dog ran under the log and sat. then it was happy and the cat ran on. "
+
+
+@pytest.fixture
+def options(make_model, bert_tokenizer, gpt2_tokenizer, tmp_path):
+    """Two tiny models, a tiny text, and a small budget."""
+    torch.manual_seed(0)
+    for name, model, tokenizer in (
+        ("bert", make_model("bert", head=BertModel), bert_tokenizer),
+        ("gpt2", make_model("gpt2", vocab_size=99, bos_token_id=1, eos_token_id=1), gpt2_tokenizer),
+    ):
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    words = "Alpha beta gamma delta the cat dog sat ran on under mat log and then".split()
+    lines = [" ".join(words[i % 5 :] + words[: i % 5]) + f" w{i} the end." for i in range(400)]
+    (tmp_path / "text.txt").write_text("\n".join(lines))
+    return {
+        "train_file": str(tmp_path / "text.txt"), "max_steps": 2, "batch_size": 4, "evaluation_tokens": 256, "fit_steps": 2,
+        "fit_tokens": 512, "word_order_sentences": 40, "report_to": (),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_every_scheme_and_start(options, family, tmp_path):
+    """The original costs nothing; a fit costs less than a warm start, that less than a cold one; all under one budget."""
+    found = {}
+    for scheme, start in [("original", "swap"), *(("rotary", start) for start in ("cold", "swap", "fit"))]:
+        config = SwapCostConfig(model=str(tmp_path / family), scheme=scheme, start=start, **options)
+        found[start if scheme == "rotary" else scheme] = run(config, tmp_path / "runs" / f"{scheme}-{start}", False)
+    figures = {name: one["figures"] for name, one in found.items()}
+    assert len({json.dumps([one["cost"]["tokens"], one["details"]]) for one in found.values()}) == 1
+    if family == "bert":
+        names = {"cosine_32", "word_order"}
+        assert figures["original"]["cosine_32"] == pytest.approx(1.0, abs=1e-5)
+        assert figures["cold"]["cosine_32"] < figures["swap"]["cosine_32"] < figures["fit"]["cosine_32"] < 1
+    else:
+        names = {"perplexity_32", "perplexity_64", "perplexity_128", "kl", "word_order"}
+        assert figures["original"]["kl"] == pytest.approx(0.0, abs=1e-5)
+        assert figures["cold"]["kl"] > figures["fit"]["kl"] > 0 and figures["swap"]["kl"] > figures["fit"]["kl"]
+    for one in figures.values():
+        assert set(one) == names | {f"tuned_{name}" for name in names}
+    assert figures["fit"] != {name: figures["fit"][name.removeprefix("tuned_")] for name in figures["fit"]}
+
+
+def test_seeds_matter(options, tmp_path):
+    """The seed draws the text of the fit and the order of the tuning."""
+    config = {"model": str(tmp_path / "gpt2"), "scheme": "relative:clip=4", "start": "fit", **options}
+    first, again, other = (
+        run(SwapCostConfig(seed=seed, **config), tmp_path / f"run{number}", False)["figures"]
+        for number, seed in enumerate((0, 0, 1))
+    )
+    assert first == pytest.approx(again) and first["kl"] != other["kl"] and first["tuned_kl"] != other["tuned_kl"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"start": "scratch"}, "take the start cold, swap or fit"),
+        ({"word_order_sentences": 2}, "word_order_sentences=2"),
+        ({"scheme": "rotray"}, "did you mean 'rotary'"),
+    ],
+)
+def test_bad_options(changes, says):
+    """Found before anything is loaded."""
+    with pytest.raises(posswap.PosswapError, match=says):
+        SwapCostConfig(**changes)
+
+
+def test_perplexity_and_kl_against_the_model(make_model, make_swapped, tokens):
+    """Perplexity is exp of transformers' own loss; KL is zero on itself and that of the definition otherwise."""
+    model, other = make_model("gpt2"), make_swapped("gpt2", "rotary")
+    assert perplexity(model, tokens) == pytest.approx(model(input_ids=tokens, labels=tokens).loss.exp().item(), rel=1e-4)
+    assert kl_divergence(model, model, tokens) == pytest.approx(0, abs=1e-6)
+    p, q = (m(input_ids=tokens).logits.double().log_softmax(-1) for m in (model, other))
+    assert kl_divergence(other, model, tokens) == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4)
+
+
+def test_cosine_of_pooled_states(make_model, make_swapped, tokens):
+    """One for the model itself, less for a swapped one."""
+    model = make_model("bert")
+    states = pooled_states(model, tokens)
+    assert pooled_cosine(model, tokens, states) == pytest.approx(1, abs=1e-5)
+    assert pooled_cosine(make_swapped("bert", "rotary"), tokens, states) < 0.99
+
+
+def test_word_order_pairs_hold_the_same_words():
+    """Each pair differs in two neighbouring words and in nothing else."""
+    texts, labels = word_order_examples([SENTENCES.replace(". ", f" {i}. ").title() for i in range(20)], 30)
+    assert labels == [0, 1] * 15
+    for intact, swapped in zip(texts[0::2], texts[1::2], strict=True):
+        a, b = intact.split(), swapped.split()
+        changed = [i for i in range(len(a)) if a[i] != b[i]]
+        assert sorted(a) == sorted(b) and len(changed) == 2 and changed[1] == changed[0] + 1
+
+
+def test_readme_tables_are_what_the_result_files_say():
+    """The generated blocks of README.md equal what is generated now, and the result files name what made them."""
+    recipe = runpy.run_path(str(ROOT / "recipes" / "update_readme.py"))
+    readme = (ROOT / "README.md").read_text()
+    assert recipe["render"](readme) == readme
+    files = sorted(recipe["RESULTS"].rglob("comparison.json"))
+    assert files
+    for file in files:
+        for one in json.loads(file.read_text())["runs"]:
+            assert one["command"] and one["commit"] and "dirty" not in one["commit"] and one["versions"] and one["hardware"]
+
+
+def test_readme_python_example_runs(tmp_path, monkeypatch, bert_tokenizer):
+    """The README's example runs as printed, with a tiny BERT standing in for the download."""
+    readme = (ROOT / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    from transformers import BertConfig
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    tiny = BertModel(BertConfig(**sizes, initializer_range=0.3))
+    tiny.save_pretrained(tmp_path / "bert-base-uncased")
+    bert_tokenizer.save_pretrained(tmp_path / "bert-base-uncased")
+    (tmp_path / "some.txt").write_text(SENTENCES * 200)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert type(names["model"]) is BertModel and posswap.describe(names["again"]).new == posswap.Rotary()
