@@ -20,6 +20,7 @@ from hf_posswap.errors import (
     UnknownSchemeError,
     UnsupportedModelError,
 )
+from hf_posswap.export import NativeExport, export_native
 from hf_posswap.fitting import FitReport, fit
 from hf_posswap.schemes import (
     SCHEMES,
@@ -43,6 +44,7 @@ __all__ = [
     "DataError",
     "FitReport",
     "Learned",
+    "NativeExport",
     "NoPositions",
     "PosswapError",
     "Relative",
@@ -56,6 +58,7 @@ __all__ = [
     "choose",
     "describe",
     "embedded_model",
+    "export_native",
     "fit",
     "original",
     "register_architecture",

@@ -14,6 +14,7 @@ from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.choosing import choose
 from hf_posswap.compare import compare
 from hf_posswap.errors import CheckpointError, DataError, PosswapError
+from hf_posswap.export import export_native
 from hf_posswap.fitting import fit as fit_swapped
 from hf_posswap.schemes import SCHEMES, parse_scheme
 from hf_posswap.swap import describe, swap
@@ -85,6 +86,24 @@ def swap_command(
 def describe_command(model: Annotated[str, typer.Argument(help="A model folder or Hub id, swapped or not.")]):
     """Say what positions a checkpoint has."""
     typer.echo(describe(_load(model_source(model))))
+
+
+@app.command("export")
+def export_command(
+    model: Annotated[str, typer.Argument(help="The folder or Hub id of a swapped model.")],
+    output: Annotated[Path, typer.Option(help="A new folder for the model, its tokenizer and parity.json.")],
+):
+    """Write a swapped model as a stock class of transformers that computes the same, and say how near it comes.
+
+    BERT with rotary positions becomes RoFormer, GPT-2 GPT-NeoX; what is added to the embeddings becomes a plain table.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output} exists already: choose another --output")
+    loaded, tokenizer = _load(model), AutoTokenizer.from_pretrained(model)
+    native = export_native(loaded, tokenizer if len(tokenizer) > 10 else None)  # for a folder without one, one is made up
+    native.save_pretrained(output)
+    typer.echo(native.certificate)
+    typer.echo(f"saved to {output}: {type(native.model).__name__}.from_pretrained({str(output)!r}), without hf_posswap")
 
 
 app.command("compare")(compare)

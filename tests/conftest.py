@@ -51,6 +51,7 @@ CASES = {
     "rotary-half": Case(posswap.Rotary(layout="half", theta=100)),
     "rotary-partial": Case(posswap.Rotary(fraction=0.5)),
     "rotary-linear": Case(posswap.Rotary(fraction=0.5, layout="half", scaling={"rope_type": "linear", "factor": 2.0}), 64),
+    "rotary-unmarked": Case(posswap.Rotary(mark_first=False)),
     "none": Case(posswap.NoPositions()),
 }
 

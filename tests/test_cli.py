@@ -71,7 +71,21 @@ def test_existing_folder_is_kept(folder, tmp_path, monkeypatch, capsys):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize("command", ["swap", "describe", "compare"])
+def test_export(folder, tmp_path, monkeypatch, capsys):
+    """A swapped folder becomes one of RoFormer's; what cannot leaves nothing behind, and nothing is written over."""
+    for scheme in ("rotary", "relative"):
+        _call(monkeypatch, capsys, "swap", folder, "--scheme", scheme, "--output", tmp_path / scheme)
+    code, said = _call(monkeypatch, capsys, "export", tmp_path / "rotary", "--output", tmp_path / "native")
+    assert code == 0 and "-> RoFormerModel" in said.out and "left out" in said.out
+    assert type(AutoModel.from_pretrained(tmp_path / "native")).__name__ == "RoFormerModel"
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "native")) > 10
+    code, said = _call(monkeypatch, capsys, "export", tmp_path / "relative", "--output", tmp_path / "other")
+    assert code == 2 and "relative positions" in said.err and not (tmp_path / "other").exists()
+    code, said = _call(monkeypatch, capsys, "export", tmp_path / "rotary", "--output", tmp_path / "native")
+    assert code == 2 and "exists already" in said.err
+
+
+@pytest.mark.parametrize("command", ["swap", "describe", "compare", "export"])
 def test_help(monkeypatch, capsys, command):
     """Every command explains itself."""
     code, said = _call(monkeypatch, capsys, command, "--help")

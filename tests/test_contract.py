@@ -263,6 +263,7 @@ TURNS = {
         ({}, {"fraction": 0.5}),
         ({}, {"layout": "half"}),
         ({}, {"scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ({}, {"mark_first": False}),
     ],
     "none": [],
 }
@@ -279,7 +280,8 @@ def test_every_option_matters(make_model, family):
             for options in (before, after):
                 model, scheme = make_model(family), posswap.SCHEMES[name](**options)
                 # a balanced basis chooses its dimensions by the layout, which then does not show
-                posswap.swap(model, scheme, max_positions=64, warm_start=name != "rotary")
+                warm = name != "rotary" or "mark_first" in after
+                posswap.swap(model, scheme, max_positions=64, warm_start=warm)
                 torch.manual_seed(7)
                 for attention in model.architecture.self_attentions(model.base_model):
                     for parameter in getattr(attention, "positions", torch.nn.Module()).parameters():

@@ -57,19 +57,22 @@ class Constant(PositionEmbedding):
     A table's mean is not positional, yet the network has learned to expect it. Row 0 is an outlier in real tables: BERT's
     [CLS] always sits there, and GPT-2 hangs its attention sink on it. It marks the first token, and says nothing about
     the others. A warm start keeps both vectors, zeros drop them. They are added where the table was added, so
-    `inputs_embeds` and untied heads see what they saw.
+    `inputs_embeds` and untied heads see what they saw. Without `mark_first` all positions get the mean.
     """
 
-    def __init__(self, geometry: Geometry):
+    def __init__(self, geometry: Geometry, *, mark_first: bool = True):
         super().__init__(geometry)
-        self.first = nn.Parameter(torch.zeros(geometry.hidden_size))
+        self.first = nn.Parameter(torch.zeros(geometry.hidden_size)) if mark_first else None
         self.mean = nn.Parameter(torch.zeros(geometry.hidden_size))
 
     def fit_table(self, table: torch.Tensor) -> None:
-        self.first.copy_(table[0])
+        if self.first is not None:
+            self.first.copy_(table[0])
         self.mean.copy_(table.mean(0))
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        if self.first is None:
+            return self.mean.expand(*position_ids.shape, -1)
         return torch.where(position_ids[..., None] == 0, self.first, self.mean)  # (B, L, E)
 
 

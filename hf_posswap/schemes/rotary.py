@@ -20,7 +20,15 @@ import torch
 
 from hf_posswap.closed_form import balance, fit_kernel, kernel_moments, missing_scores, second_moment, write_kernel
 from hf_posswap.errors import PosswapError, UnknownSchemeError
-from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number
+from hf_posswap.schemes.base import (
+    AttentionPositions,
+    Constant,
+    Geometry,
+    PositionEmbedding,
+    Scheme,
+    check_choice,
+    check_number,
+)
 
 
 class RotaryPositions(AttentionPositions):
@@ -166,15 +174,18 @@ class Rotary(Scheme):
         scaling: What transformers' `rope_parameters` take, such as {"rope_type": "linear", "factor": 4.0}; types linear,
             dynamic, yarn, longrope, llama3. `dynamic` and `longrope` choose frequencies by the current length,
             as in transformers: keys cached before the trained length was passed keep the frequencies they had.
+        mark_first: Keep what the old table said at the first token (`Constant`). GPT-NeoX has no place for it: without it a
+            GPT-2 can be exported to that class (`posswap.export_native`), at the price of its attention sink.
 
     >>> Rotary(theta=500_000).to_dict()
-    {'name': 'rotary', 'theta': 500000, 'fraction': 1.0, 'layout': 'interleaved', 'scaling': None}
+    {'name': 'rotary', 'theta': 500000, 'fraction': 1.0, 'layout': 'interleaved', 'scaling': None, 'mark_first': True}
     """
 
     theta: float | Literal["auto"] = 10_000
     fraction: float | Literal["auto"] = 1.0
     layout: Literal["interleaved", "half"] = "interleaved"
     scaling: dict[str, Any] | None = None
+    mark_first: bool = True
 
     name: ClassVar[str] = "rotary"
     choices: ClassVar[dict[str, tuple]] = {"theta": (10_000, 1_000, 100, 100_000), "fraction": (1.0, 0.5, 0.25)}
@@ -186,6 +197,7 @@ class Rotary(Scheme):
         if self.fraction != "auto" and self.fraction > 1:
             raise PosswapError(f"rotary: fraction={self.fraction} must lie in (0, 1]")
         check_choice(self, "layout", ("interleaved", "half"))
+        check_choice(self, "mark_first", (True, False))
         if self.scaling is not None:
             self._check_scaling()
             object.__setattr__(self, "scaling", copy.deepcopy(self.scaling))  # the caller's dict stays the caller's
@@ -242,6 +254,9 @@ class Rotary(Scheme):
             factors = (self.scaling or {}).get(field)
             if factors is not None and len(factors) != dims // 2:
                 raise PosswapError(f"rotary: {field} must have {dims // 2} numbers, one a plane; it has {len(factors)}")
+
+    def embedding_module(self, geometry: Geometry) -> PositionEmbedding:
+        return Constant(geometry, mark_first=self.mark_first)
 
     def attention_module(self, geometry: Geometry) -> AttentionPositions:
         return RotaryPositions(self, geometry)

@@ -1,0 +1,205 @@
+"""Native export: every head, layout, scaling and dtype against the swapped model; what cannot be exported says why."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertForMaskedLM,
+    BertForNextSentencePrediction,
+    BertForSequenceClassification,
+    BertModel,
+    GPT2DoubleHeadsModel,
+    GPT2LMHeadModel,
+)
+
+import hf_posswap as posswap
+from hf_posswap.checkpoint import SWAPPED_CLASSES
+from hf_posswap.export import GPT_NEOX, ROFORMER
+
+HEADS = {kind.__name__: kind for kind in SWAPPED_CLASSES}
+SCALINGS = [
+    None,
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0], "factor": 2.0},
+    {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+]
+
+
+def _tokens(length, batch=2, first=None):
+    """Random tokens; `first` stands at the beginning and nowhere else."""
+    tokens = torch.randint(5, 98, (batch, length), generator=torch.Generator().manual_seed(length))
+    if first is not None:
+        tokens[:, 0] = first
+    return tokens
+
+
+def _outputs(model, tokens):
+    choices = "MultipleChoice" in type(model).__name__
+    found = model(tokens[:, None] if choices else tokens)
+    return [value for name, value in found.items() if isinstance(value, torch.Tensor) and name != "pooler_output"]
+
+
+def _equal(ours, theirs, tokens, tolerance=2e-5):
+    for one, other in zip(_outputs(ours, tokens), _outputs(theirs, tokens), strict=True):
+        assert one.float().std() > 1e-3 or one.numel() < 3
+        assert (one.float() - other.float()).abs().max() < tolerance
+
+
+@pytest.mark.parametrize(
+    ("layout", "fraction", "dtype"),
+    [
+        ("interleaved", 1.0, torch.float32),
+        ("half", 0.5, torch.float32),
+        ("interleaved", 0.5, torch.bfloat16),
+        ("half", 1.0, torch.float64),
+    ],
+)
+@pytest.mark.parametrize("head", [*ROFORMER, *GPT_NEOX], ids=lambda kind: kind.__name__)
+def test_rotary_heads(make_swapped, bert_tokenizer, head, layout, fraction, dtype):
+    """RoFormer and GPT-NeoX compute what BERT and GPT-2 with rotary positions do, far past the trained length."""
+    bert = head in ROFORMER
+    decoder = {"is_decoder": True} if head.__name__ == "BertLMHeadModel" else {}
+    act = {"hidden_act": "tanh"} if head is BertForSequenceClassification else {}
+    scheme = posswap.Rotary(layout=layout, fraction=fraction, theta=500, mark_first=bert and not decoder)
+    model = make_swapped("bert" if bert else "gpt2", scheme, head=head, max_positions=128, **decoder, **act).to(dtype)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    native = posswap.export_native(model, bert_tokenizer if bert else None)
+    assert type(native.model) is (ROFORMER | GPT_NEOX)[head] and native.model.dtype == dtype
+    assert native.model.config.max_position_embeddings == 128 and not native.model.training
+    # GPT-NeoX computes angles in float32, in every dtype.
+    tolerance = {torch.float32: 2e-5, torch.float64: 1e-6 if bert else 2e-5, torch.bfloat16: 0.5}[dtype]
+    _equal(model, native.model, _tokens(100, first=bert_tokenizer.cls_token_id if bert else None), tolerance)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert native.certificate.left_out == (("pooler.dense.weight", "pooler.dense.bias") if head is BertModel else ())
+    assert set(native.certificate.random) == {16, 128} and bool(native.certificate.text) == bert
+
+
+@pytest.mark.parametrize("case", ["sinusoidal", "sinusoidal-raw-t2t", "learned-interpolate", "none", "learned"])
+@pytest.mark.parametrize("head", HEADS)
+def test_additive_heads(make_swapped, head, case):
+    """What is added to the embeddings becomes the family's own table: every head, to the last bit."""
+    from conftest import CASES
+
+    family = "gpt2" if head.startswith("GPT2") else "bert"
+    decoder = {"is_decoder": True} if head == "BertLMHeadModel" else {}
+    model = make_swapped(family, CASES[case].scheme, head=HEADS[head], max_positions=CASES[case].max_positions, **decoder)
+    native = posswap.export_native(model)
+    assert type(native.model) is HEADS[head] and native.certificate.largest == 0
+    assert native.model.config.model_type == family and not hasattr(native.model.config, "position_scheme")
+    _equal(model, native.model, _tokens(model.config.max_position_embeddings), 1e-9)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: str(scaling and scaling["rope_type"]))
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_scalings(make_swapped, bert_tokenizer, family, scaling):
+    """Each length scaling, below and above the trained length; RoFormer refuses the two that look at the length."""
+    scheme = posswap.Rotary(fraction=0.5, scaling=scaling, mark_first=False)
+    model = make_swapped(family, scheme, max_positions=128)
+    if family == "bert" and scaling and scaling["rope_type"] in ("dynamic", "longrope"):
+        with pytest.raises(posswap.UnsupportedModelError, match="chooses angles by length"):
+            posswap.export_native(model)
+        return
+    native = posswap.export_native(model).model
+    for length in (20, 32, 33, 120):
+        _equal(model, native, _tokens(length), 1e-4)
+    unscaled = make_swapped(family, posswap.Rotary(fraction=0.5, mark_first=False), max_positions=128)
+    if scaling:  # the comparison can fail
+        assert (_outputs(unscaled, _tokens(120))[0] - _outputs(native, _tokens(120))[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("changes", [{"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True}, {"n_inner": 48}])
+def test_gpt2_variants(make_swapped, changes):
+    """Other scales of attention go into the queries."""
+    model = make_swapped("gpt2", posswap.Rotary(mark_first=False), **changes)
+    _equal(model, posswap.export_native(model).model, _tokens(30))
+
+
+def test_gpt_neox_generates_as_gpt2_does(make_swapped, tmp_path):
+    """With its cache and left padding, past the trained length, loaded where hf_posswap cannot be imported."""
+    model = make_swapped("gpt2", posswap.Rotary(mark_first=False), max_positions=128)
+    native = posswap.export_native(model)
+    native.save_pretrained(tmp_path / "native")
+    tokens = _tokens(20)
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(tokens, **options)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "native").generate(tokens, **options), expected)
+    program = f"""
+import sys; sys.modules["hf_posswap"] = None
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "native")!r})
+mask = torch.ones(2, 20, dtype=torch.long); mask[1, :5] = 0
+options = dict(max_new_tokens=60, do_sample=False, eos_token_id=None, pad_token_id=0)
+out = model.generate(torch.tensor({tokens.tolist()}), attention_mask=mask, **options)
+print(type(model).__name__, out.tolist() == {expected.tolist()})
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "GPTNeoXForCausalLM True", done.stderr
+
+
+def test_the_folder(make_swapped, bert_tokenizer, tmp_path):
+    """Weights, tokenizer and certificate; tied heads stay tied where that is right; nothing is written over."""
+    model = make_swapped("bert", posswap.Rotary(), head=BertForMaskedLM, max_positions=64)
+    native = posswap.export_native(model, bert_tokenizer)
+    assert native.model.config.tie_word_embeddings is False  # [CLS] reads another vector than the head
+    native.save_pretrained(tmp_path / "out")
+    facts = json.loads((tmp_path / "out" / "parity.json").read_text())
+    assert facts["target"] == "RoFormerForMaskedLM" and set(facts["random"]) == {"16", "64"} and facts["text"]
+    assert "RoFormerForMaskedLM" in str(native.certificate)
+    again = type(native.model).from_pretrained(tmp_path / "out")
+    _equal(native.model, again, _tokens(50), 1e-9)
+    with pytest.raises(posswap.CheckpointError, match="exists already"):
+        native.save_pretrained(tmp_path / "out")
+    unmarked = make_swapped("bert", posswap.Rotary(mark_first=False))
+    assert posswap.export_native(unmarked).model.config.tie_word_embeddings is True
+
+
+@pytest.mark.parametrize(
+    ("head", "scheme", "says"),
+    [
+        (BertForMaskedLM, posswap.Relative(clip=4), "no class of transformers has relative positions"),
+        (BertForMaskedLM, posswap.Rotary(), "pass the tokenizer"),
+        (BertForSequenceClassification, posswap.Rotary(mark_first=False), "gelu where BERT's pooler applies tanh"),
+        (BertForNextSentencePrediction, posswap.Rotary(mark_first=False), "no native counterpart"),
+        (GPT2DoubleHeadsModel, posswap.Rotary(mark_first=False), "no native counterpart"),
+        (GPT2LMHeadModel, posswap.Rotary(), "GPT-NeoX has no place for it"),
+        (GPT2LMHeadModel, None, "has not been swapped"),
+    ],
+)
+def test_what_cannot_be_exported(make_model, make_swapped, head, scheme, says):
+    """The reason is told, and what to do instead."""
+    family = "bert" if head.__name__.startswith("Bert") else "gpt2"
+    model = make_model(family, head=head) if scheme is None else make_swapped(family, scheme, head=head)
+    with pytest.raises(posswap.UnsupportedModelError, match=says):
+        posswap.export_native(model)
+
+
+@pytest.mark.parametrize("name", ["minilm", "stdlib-gpt2"])
+def test_real_checkpoints(name):
+    """The two embedded checkpoints, to four times their length, on real text."""
+    source = posswap.embedded_model(name)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    bert = name == "minilm"
+    model = (AutoModel if bert else AutoModelForCausalLM).from_pretrained(source)
+    posswap.swap(model, posswap.Rotary(mark_first=bert), max_positions=4 * model.config.max_position_embeddings)
+    certificate = posswap.export_native(model, tokenizer).certificate
+    assert max(certificate.text) == (2048 if bert else 1024)
+    assert 0 < certificate.largest < (1e-5 if bert else 1e-3) and certificate.deviation > 0.1
+
+
+def test_a_wrong_export_is_not_returned(make_swapped, monkeypatch):
+    """The certificate can fail: with the layouts confused, an export is an error."""
+    model = make_swapped("gpt2", posswap.Rotary(mark_first=False, layout="half"))
+    monkeypatch.setattr("hf_posswap.export._pairs_first", lambda positions: torch.arange(positions.geometry.head_dim))
+    with pytest.raises(posswap.PosswapError, match="does not compute what the swapped one does"):
+        posswap.export_native(model)
