@@ -12,6 +12,7 @@ from hf_posswap.assets import embedded_model
 from hf_posswap.calibration import text_batches
 from hf_posswap.checkpoint import register_architecture
 from hf_posswap.choosing import choose
+from hf_posswap.delta import load_delta, save_delta
 from hf_posswap.errors import (
     CheckpointError,
     DataError,
@@ -60,10 +61,12 @@ __all__ = [
     "embedded_model",
     "export_native",
     "fit",
+    "load_delta",
     "original",
     "register_architecture",
     "register_scheme",
     "restore",
+    "save_delta",
     "set_relative_implementation",
     "swap",
     "text_batches",

@@ -156,6 +156,7 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
         UnsupportedModelError: No native class computes the same function; the message says why.
         PosswapError: The exported model does not compute what the swapped one does.
 
+    >>> import hf_posswap as posswap
     >>> from transformers import BertConfig, BertForMaskedLM
     >>> config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50)
     >>> model = posswap.swap(BertForMaskedLM(config), posswap.Rotary(mark_first=False), max_positions=1024)

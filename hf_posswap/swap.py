@@ -205,7 +205,7 @@ def original(model: PreTrainedModel, *, share_weights: bool = False) -> PreTrain
     >>> from transformers import GPT2Config, GPT2Model
     >>> model = swap(GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64)), "rotary")
     >>> describe(original(model)).new, describe(model).new
-    (Learned(extend=None), Rotary(theta=10000, fraction=1.0, layout='interleaved', scaling=None))
+    (Learned(extend=None), Rotary(theta=10000, fraction=1.0, layout='interleaved', scaling=None, mark_first=True))
     """
     target, architecture = find_target(model)
     own = {id(p) for attention in architecture.self_attentions(target.base_model) for p in attention.parameters()}

@@ -1,0 +1,139 @@
+"""Position deltas: kilobytes that go onto the weights they were made from, and onto no others."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertForSequenceClassification, GPT2ForSequenceClassification, GPT2LMHeadModel
+
+import hf_posswap as posswap
+from hf_posswap.delta import ABOUT, WEIGHTS, weights_hash
+
+
+@pytest.fixture
+def delta(make_model, tmp_path):
+    """A delta with trained tables, its base and the model that it describes."""
+
+    def make(family, scheme, **options):
+        base, model = make_model(family), make_model(family)
+        # In an encoder a warm rotary rewrites queries and keys, and a delta has no place for those.
+        posswap.swap(model, scheme, warm_start=family == "gpt2" or scheme.name != "rotary", **options)
+        with torch.no_grad():
+            for attention in model.architecture.self_attentions(model.base_model):
+                for parameter in getattr(attention, "positions", torch.nn.Module()).parameters():
+                    parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
+        posswap.save_delta(model, tmp_path / "delta")
+        return base, model, tmp_path / "delta"
+
+    return make
+
+
+def test_round_trip(delta, case, family, tokens):
+    """Base and delta are the swapped model, to the last bit; restored, the base is what it was."""
+    base, model, folder = delta(family, case.scheme, max_positions=case.max_positions)
+    before = base(tokens).logits
+    assert posswap.load_delta(base, folder) is base
+    assert torch.equal(base(tokens).logits, model(tokens).logits) and posswap.describe(base).new == case.scheme
+    assert base.config.max_position_embeddings == (case.max_positions or 32)
+    assert sum(path.stat().st_size for path in folder.iterdir()) < 60_000
+    posswap.restore(base)
+    assert torch.equal(base(tokens).logits, before)
+
+
+@pytest.mark.parametrize(("family", "head"), [("gpt2", GPT2ForSequenceClassification), ("bert", BertForSequenceClassification)])
+def test_another_head(delta, make_model, family, head, tokens):
+    """A delta does not mind which head is on."""
+    base, model, folder = delta(family, posswap.Relative(clip=4))
+    other = make_model(family, head=head)
+    bare = {name: value for name, value in base.base_model.state_dict().items() if not name.startswith("pooler")}
+    other.base_model.load_state_dict(bare, strict=False)
+    posswap.load_delta(other, folder)
+    assert torch.equal(other.base_model(tokens).last_hidden_state, model.base_model(tokens).last_hidden_state)
+
+
+def test_other_weights_are_refused(delta, make_model):
+    """Other values, another dtype, another family, a swapped model: an error, and the model is as it was."""
+    base, _, folder = delta("gpt2", posswap.Relative(clip=4))
+    for other in (make_model("gpt2", seed=1), make_model("gpt2").bfloat16()):
+        before = weights_hash(other)
+        with pytest.raises(posswap.CheckpointError, match="made from other weights"):
+            posswap.load_delta(other, folder)
+        assert weights_hash(other) == before and type(other) is GPT2LMHeadModel
+    with pytest.raises(posswap.CheckpointError, match="is for a gpt2 model"):
+        posswap.load_delta(make_model("bert"), folder)
+    posswap.load_delta(base, folder)
+    with pytest.raises(posswap.PosswapError, match="swapped already"):
+        posswap.load_delta(base, folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"format": 9}, "delta format 9"),
+        ({"position_scheme": {"name": "relativ"}}, "did you mean 'relative'"),
+        ({"position_scheme": {"format": 1, "name": "relative", "clip": 5}}, "does not hold the weights"),
+        ({"max_positions": 3}, "max_positions=3"),
+        ({"base_model": None}, "the delta is broken"),
+    ],
+)
+def test_broken_deltas(delta, change, says):
+    """What the file says is checked, and the base stays as it is."""
+    base, _, folder = delta("gpt2", posswap.Relative(clip=4))
+    about = json.loads((folder / ABOUT).read_text())
+    (folder / ABOUT).write_text(json.dumps(about | change))
+    before = weights_hash(base)
+    with pytest.raises(posswap.CheckpointError, match=says):
+        posswap.load_delta(base, folder)
+    assert weights_hash(base) == before and not posswap.describe(base).swapped
+
+
+def test_broken_files(delta):
+    """Cut weights, weights of another scheme, a folder of something else."""
+    base, _, folder = delta("gpt2", posswap.Relative(clip=4))
+    weights = {name: value.clone() for name, value in load_file(folder / WEIGHTS).items()}  # not the file, mapped
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:100])
+    with pytest.raises(posswap.CheckpointError, match="the delta is broken"):
+        posswap.load_delta(base, folder)
+    weights.popitem()
+    save_file(weights, folder / WEIGHTS)
+    with pytest.raises(posswap.CheckpointError, match="does not hold the weights"):
+        posswap.load_delta(base, folder)
+    (folder / ABOUT).unlink()
+    with pytest.raises(posswap.CheckpointError, match="no position_delta.json"):
+        posswap.load_delta(base, folder)
+    assert not posswap.describe(base).swapped
+
+
+def test_changed_weights_cannot_be_a_delta(make_model, tmp_path, tokens):
+    """A balanced basis, a fit, training: the weights that changed are named, and nothing is written."""
+    base = make_model("bert")
+    balanced = posswap.swap(make_model("bert"), "rotary")
+    with pytest.raises(posswap.PosswapError, match=r"attention\.self\.(query|key)"):
+        posswap.save_delta(balanced, tmp_path / "out")
+    trained = posswap.swap(make_model("bert"), "relative:clip=4")
+    with torch.no_grad():
+        trained.bert.encoder.layer[1].output.dense.bias[3] += 1e-3
+    with pytest.raises(posswap.PosswapError, match=r"1 weights are not the base model's \(encoder.layer.1.output.dense.bias"):
+        posswap.save_delta(trained, tmp_path / "out", base_model=base)
+    with pytest.raises(posswap.PosswapError, match="not swapped"):
+        posswap.save_delta(base, tmp_path / "out")
+    with pytest.raises(posswap.PosswapError, match="must be an unswapped bert model"):
+        posswap.save_delta(trained, tmp_path / "out", base_model=make_model("gpt2"))
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("x")
+    with pytest.raises(posswap.CheckpointError, match="exists already"):
+        posswap.save_delta(posswap.swap(base, "none"), tmp_path / "full")
+
+
+def test_after_saving_and_loading(make_model, tmp_path, tokens):
+    """A swapped model from disk has no original at hand: pass it."""
+    base = make_model("gpt2")
+    posswap.swap(make_model("gpt2"), "relative:clip=4").save_pretrained(tmp_path / "model")
+    loaded = type(posswap.swap(make_model("gpt2"), "none")).from_pretrained(tmp_path / "model")
+    with pytest.raises(posswap.PosswapError, match="original"):
+        posswap.save_delta(loaded, tmp_path / "delta")
+    posswap.save_delta(loaded, tmp_path / "delta", base_model=base)
+    posswap.load_delta(base, tmp_path / "delta")
+    torch.testing.assert_close(base(tokens).logits, loaded(tokens).logits)  # one attends eagerly, the other by sdpa
