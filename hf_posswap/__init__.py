@@ -23,6 +23,7 @@ from hf_posswap.errors import (
 )
 from hf_posswap.export import NativeExport, export_native
 from hf_posswap.fitting import FitReport, fit
+from hf_posswap.rescue import load_relative_key
 from hf_posswap.schemes import (
     SCHEMES,
     Learned,
@@ -62,6 +63,7 @@ __all__ = [
     "export_native",
     "fit",
     "load_delta",
+    "load_relative_key",
     "original",
     "register_architecture",
     "register_scheme",

@@ -73,7 +73,7 @@ def swap(
     >>> model = BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32))
     >>> _ = swap(model, "relative:clip=8", max_positions=1024)
     >>> describe(model).new
-    Relative(clip=8, values=True, share_heads=False)
+    Relative(clip=8, values=True, share_heads=False, key_query=False)
     """
     if torch.is_inference_mode_enabled():
         raise PosswapError("a swap inside torch.inference_mode() would make parameters that can never be trained: swap outside")
@@ -339,6 +339,12 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
             f"{type(model).__name__} is not one of transformers' own {kind} classes, so a swapped copy of it could not be "
             f"loaded again: swap the {architecture.base_class.__name__} inside it, or use one of "
             f"{', '.join(sorted(c.__name__ for c in SWAPPED_CLASSES if issubclass(c.config_class, architecture.config_class)))}"
+        )
+    positions = getattr(model.config, "position_embedding_type", "absolute")
+    if positions not in ("absolute", None):
+        raise UnsupportedModelError(
+            f"this checkpoint has {positions!r} positions, which transformers 5 loads as absolute ones that were never "
+            "trained: load it with posswap.load_relative_key(path, auto_class)"
         )
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedModelError("this model is quantized: swap the full-precision checkpoint, then quantize")

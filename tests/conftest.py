@@ -47,6 +47,7 @@ CASES = {
     "relative-keys": Case(posswap.Relative(clip=4, values=False), 64),
     "relative-shared": Case(posswap.Relative(clip=3, share_heads=True)),
     "relative-shared-keys": Case(posswap.Relative(clip=40, values=False, share_heads=True)),
+    "relative-key-query": Case(posswap.Relative(clip=4, key_query=True)),
     "rotary": Case(posswap.Rotary(), 64),
     "rotary-half": Case(posswap.Rotary(layout="half", theta=100)),
     "rotary-partial": Case(posswap.Rotary(fraction=0.5)),

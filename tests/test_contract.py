@@ -257,7 +257,7 @@ TURNS = {
         ({}, {"layout": "tensor2tensor"}),
         ({}, {"project": False}),
     ],
-    "relative": [({}, {"clip": 5}), ({}, {"values": False}), ({}, {"share_heads": True})],
+    "relative": [({}, {"clip": 5}), ({}, {"values": False}), ({}, {"share_heads": True}), ({}, {"key_query": True})],
     "rotary": [
         ({}, {"theta": 100}),
         ({}, {"fraction": 0.5}),

@@ -54,7 +54,7 @@ def parse_scheme(scheme: Scheme | str) -> Scheme:
     """Return the scheme itself, or the one a string names: "rotary" or "rotary:theta=500000,fraction=0.5".
 
     >>> parse_scheme("relative:clip=16,values=false")
-    Relative(clip=16, values=False, share_heads=False)
+    Relative(clip=16, values=False, share_heads=False, key_query=False)
     """
     if isinstance(scheme, Scheme):
         return scheme

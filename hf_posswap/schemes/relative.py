@@ -3,12 +3,15 @@
 
     s_ij = scale * q_i . (k_j + a^K_r),   z_i = sum_j softmax(s_i)_j (v_j + a^V_r),   r = clip(j - i, -clip, clip) + clip
 
+With `key_query` the vectors meet keys, too: s_ij = scale * (q_i . k_j + q_i . a^K_r + k_j . a^K_r), method 4 of Huang et al.
+2020, "Improve Transformer Models with Better Relative Position Embeddings" (https://arxiv.org/abs/2009.13658).
+
 j is the key's position, i the query's: r < clip looks to the left. Tables are (H, R, D), or (R, D) when all heads share
 them as in the paper. With zero tables this is plain attention without positions.
 
 Two ways lead to the same numbers. Where distances run along the keys, as they do with and without padding and with a
 cache, `relative_attention` computes them at nearly the cost of plain attention. Other positions (packed documents, gaps),
-masks for each pair of query and key, eager attention, which returns probabilities, and compiled models take
+masks for each pair of query and key, eager attention, which returns probabilities, compiled models, and `key_query` take
 `attend_by_index`.
 """
 
@@ -58,7 +61,7 @@ class RelativePositions(AttentionPositions):
 
     def __init__(self, scheme: "Relative", geometry: Geometry):
         super().__init__()
-        self.clip = scheme.clip
+        self.clip, self.key_query = scheme.clip, scheme.key_query
         rows = 2 * scheme.clip + 1
         shape = (rows, geometry.head_dim) if scheme.share_heads else (geometry.num_heads, rows, geometry.head_dim)
         # Zero tables: the start that changes nothing but the missing table, and every entry gets a gradient.
@@ -84,7 +87,12 @@ class RelativePositions(AttentionPositions):
         return shared.key_mask
 
     def solve(self, observe, query_key, scaling) -> None:
-        """Vectors of keys, then those of values, from what the layer misses at each distance; see `closed_form`."""
+        """Vectors of keys, then those of values, from what the layer misses at each distance; see `closed_form`.
+
+        With `key_query` there is nothing to do: the products of keys would need equations of their own.
+        """
+        if self.key_query:
+            return
         shared = self.key_table.dim() == 2
         queries, masses, targets = [], [], []
         for evidence in observe():
@@ -142,7 +150,7 @@ class RelativePositions(AttentionPositions):
                 key, value = key[..., :length, :], value[..., :length, :]
             elif key_mask is not None:  # a sliding one holds the last keys only
                 key_mask = key_mask[:, -key.shape[-2] :]
-            if not return_probabilities and not _is_traced():
+            if not return_probabilities and not _is_traced() and not self.key_query:
                 mask = None if key_mask is None else key_mask.expand(len(query), -1)
                 output = attend(query, key, value, *tables, self.clip, causal, mask, dropout, scaling, self.implementation)
                 return output, None
@@ -152,7 +160,7 @@ class RelativePositions(AttentionPositions):
             seen = (torch.arange(first, first + key.shape[-2], device=query.device) <= shared.slots[:, :, None])[:, None]
             mask = seen if mask is None else mask & seen
         distances = shared.distances(self.clip, key.shape[-2])
-        return attend_by_index(query, key, value, *tables, distances, mask, scaling, dropout)
+        return attend_by_index(query, key, value, *tables, distances, mask, scaling, dropout, self.key_query)
 
 
 def _is_traced() -> bool:
@@ -180,6 +188,7 @@ def attend_by_index(
     mask: torch.Tensor | None,
     scaling: float,
     dropout: float,
+    key_query: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (B, H, Q, D) and the probabilities (B, H, Q, K), for any distances r (B or 1, Q, K) and any mask.
 
@@ -190,6 +199,8 @@ def attend_by_index(
     query = query * scaling
     by_distance = query @ key_table.mT  # (B, H, Q, R)
     scores = by_distance.gather(-1, index) + query @ key.mT  # (B, H, Q, K)
+    if key_query:
+        scores = scores + (key * scaling @ key_table.mT).gather(-1, index.mT).mT
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     elif mask is not None and not mask.is_floating_point():
@@ -231,14 +242,17 @@ class Relative(Scheme):
         clip: Distances beyond it look alike; there are 2 * clip + 1 vectors a table.
         values: Also add a vector to the values; False is the key term alone.
         share_heads: One table for all heads of a layer, as in the paper.
+        key_query: Multiply the vectors of keys with the keys, too (`relative_key_query` of transformers 4). Exact, but
+            several times as slow as without on long inputs, and without a closed form: `fit` has its steps alone.
 
     >>> Relative(clip=16, share_heads=True).to_dict()
-    {'name': 'relative', 'clip': 16, 'values': True, 'share_heads': True}
+    {'name': 'relative', 'clip': 16, 'values': True, 'share_heads': True, 'key_query': False}
     """
 
     clip: int = 64
     values: bool = True
     share_heads: bool = False
+    key_query: bool = False
 
     name: ClassVar[str] = "relative"
     summary: ClassVar[str] = "Shaw's clipped relative vectors in keys and values"
@@ -248,6 +262,7 @@ class Relative(Scheme):
         check_number(self, "clip", int, 1)
         check_choice(self, "values", (True, False))
         check_choice(self, "share_heads", (True, False))
+        check_choice(self, "key_query", (True, False))
 
     def attention_module(self, geometry: Geometry) -> AttentionPositions:
         return RelativePositions(self, geometry)

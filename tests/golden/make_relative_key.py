@@ -1,4 +1,5 @@
-"""Make relative_key.safetensors: what transformers 4.57 computes with position_embedding_type="relative_key".
+"""Make relative_key.safetensors and relative_key_query.safetensors: what transformers 4.57 computes with these
+values of position_embedding_type.
 
 transformers 5 has no relative positions for BERT any more, so its last answers are kept here. Run in an environment of
 its own, once:
@@ -18,8 +19,8 @@ from safetensors.torch import save_file
 from transformers import BertConfig, BertForMaskedLM, BertLMHeadModel
 
 
-def main():
-    """Write the file beside this script."""
+def main(kind: str):
+    """Write one file beside this script."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     options = {
@@ -30,7 +31,7 @@ def main():
         "intermediate_size": 48,
         "max_position_embeddings": 16,
         "initializer_range": 0.3,
-        "position_embedding_type": "relative_key",
+        "position_embedding_type": kind,
         "attn_implementation": "eager",
     }
     encoder = BertForMaskedLM(BertConfig(**options)).eval()
@@ -49,8 +50,9 @@ def main():
     weights = {name: value for name, value in encoder.state_dict().items() if "cls.predictions.decoder" not in name}
     tensors |= {f"weights.{name}": value.contiguous() for name, value in weights.items()}
     metadata = {"transformers": transformers.__version__, "torch": torch.__version__, "script": Path(__file__).name}
-    save_file(tensors, Path(__file__).with_name("relative_key.safetensors"), metadata)
+    save_file(tensors, Path(__file__).with_name(f"{kind}.safetensors"), metadata)
 
 
 if __name__ == "__main__":
-    main()
+    for name in ("relative_key", "relative_key_query"):
+        main(name)

@@ -1,0 +1,112 @@
+"""Checkpoints of transformers 4 with relative positions: golden outputs of 4.57.6, and no silent absolute model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForObjectDetection,
+    AutoModelForSequenceClassification,
+    BertConfig,
+)
+
+import hf_posswap as posswap
+
+GOLDEN = Path(__file__).parent / "golden"
+KINDS = ("relative_key", "relative_key_query")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request) -> str:
+    """Both types that transformers 4 had."""
+    return request.param
+
+
+@pytest.fixture
+def checkpoint(kind, tmp_path):
+    """A folder as transformers 4.57.6 wrote it, and what that version computed."""
+    with safe_open(GOLDEN / f"{kind}.safetensors", "pt") as file:
+        assert file.metadata()["transformers"] == "4.57.6"
+        golden = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    weights = {name.removeprefix("weights."): value for name, value in golden.items() if name.startswith("weights.")}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 64}
+    config = BertConfig(**sizes, max_position_embeddings=16, pad_token_id=0).to_dict()
+    config |= {"position_embedding_type": kind, "architectures": ["BertForMaskedLM"], "transformers_version": "4.57.6"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path, golden
+
+
+def test_outputs_of_transformers_4(checkpoint, backend):
+    """Encoder and decoder, with padding; also after saving and loading."""
+    folder, golden = checkpoint
+    real = golden["mask"].bool()
+    for auto_class, name in ((AutoModelForMaskedLM, "encoder"), (AutoModelForCausalLM, "decoder")):
+        if name == "decoder":
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(config | {"is_decoder": True}))
+        model = posswap.load_relative_key(folder, auto_class)
+        model.set_attn_implementation(backend)
+        model.save_pretrained(folder / name)
+        for one in (model, auto_class.from_pretrained(folder / name)):
+            logits = one(golden["tokens"], attention_mask=golden["mask"]).logits
+            assert_close(logits[real], golden[f"{name}_logits"][real], rtol=1e-5, atol=1e-5)
+
+
+def test_new_heads_are_named(checkpoint):
+    """A head that the checkpoint lacks is new, and is said to be; nothing else is."""
+    folder, _ = checkpoint
+    with pytest.warns(
+        UserWarning, match=r"lacks: bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias, classifier.w"
+    ):
+        posswap.load_relative_key(folder, AutoModelForSequenceClassification)
+
+
+def test_cache(checkpoint):
+    """Token by token is what one forward says; beyond the trained length, too, where distances are clipped."""
+    folder, golden = checkpoint
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"is_decoder": True}))
+    model = posswap.load_relative_key(folder, AutoModelForCausalLM, max_positions=40)
+    tokens = golden["tokens"].repeat(1, 2)
+    whole, cache, steps = model(tokens).logits, None, []
+    for token in tokens.split(1, dim=1):
+        out = model(token, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        steps.append(out.logits)
+    assert_close(torch.cat(steps, dim=1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_stock_load_is_noticed(checkpoint):
+    """transformers 5 makes an absolute model of it; whoever swaps or describes that one is told."""
+    folder, _ = checkpoint
+    stock = AutoModel.from_pretrained(folder)
+    for verb in (posswap.describe, lambda model: posswap.swap(model, "rotary")):
+        with pytest.raises(posswap.UnsupportedModelError, match="load_relative_key"):
+            verb(stock)
+
+
+def test_what_is_refused(checkpoint, make_model, tmp_path, kind):
+    """Absolute checkpoints, missing tables, classes without BERT, options that do not exist."""
+    folder, _ = checkpoint
+    make_model("bert").save_pretrained(tmp_path / "plain")
+    with pytest.raises(posswap.UnsupportedModelError, match="'absolute' positions"):
+        posswap.load_relative_key(tmp_path / "plain")
+    with pytest.raises(posswap.UnsupportedModelError, match="AutoModelForObjectDetection has no BERT"):
+        posswap.load_relative_key(folder, AutoModelForObjectDetection)
+    with pytest.raises(posswap.PosswapError, match="unknown option 'revison'"):
+        posswap.load_relative_key(folder, revison="main")
+    with pytest.raises(posswap.PosswapError, match="max_positions=8"):
+        posswap.load_relative_key(folder, max_positions=8)
+    weights = {name: value.clone() for name, value in load_file(folder / "model.safetensors").items()}
+    del weights["bert.encoder.layer.1.attention.self.distance_embedding.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(posswap.CheckpointError, match=f"says {kind}, and what that needs is missing.*layer.1"):
+        posswap.load_relative_key(folder)
