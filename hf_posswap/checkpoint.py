@@ -2,14 +2,15 @@
 
 A swapped model must never be mistaken for a plain one: a parameter-free scheme leaves no trace in the weights. So every head
 of a family gets a subclass whose `model_type` is `posswap-bert` or `posswap-gpt2`; its `__init__` builds the family's model
-and puts the scheme of the config in. `AutoModelFor...from_pretrained` finds it once hf_posswap is imported; without,
-transformers refuses the model type, and a stock class that is named outright refuses the shape of the table (see
-`PositionEmbedding`).
+and puts the scheme of the config in. `AutoModelFor...from_pretrained` finds it once hf_posswap is imported; without, a few
+lines of code that are saved next to the weights import it, if the user trusts remote code, or say what to install. A stock
+class that is named outright refuses the shape of the table (see `PositionEmbedding`).
 """
 
 import functools
 import inspect
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -28,6 +29,8 @@ from hf_posswap.schemes import AttentionPositions, PositionEmbedding, Scheme, sc
 from hf_posswap.surgery import geometry_of, install
 
 FORMAT = 1
+
+STUB = "modeling_hf_posswap.py"
 
 SWAPPED_CLASSES: dict[type, type] = {}  # transformers' class -> our subclass; filled when a family is registered
 CONFIG_CLASSES: dict[str, type[PreTrainedConfig]] = {}  # "bert" -> the config class of "posswap-bert"
@@ -87,6 +90,10 @@ class SwappedModel:
                 init.copy_(getattr(module, name), value)
         else:
             super()._init_weights(module)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoModel"):
+        """Do nothing: transformers would save a copy of this module with the model; what is saved is `STUB`."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
@@ -256,12 +263,45 @@ def register_architecture(architecture: Architecture) -> Architecture:
             continue
         listed = mapping[architecture.config_class]
         for model_class in listed if isinstance(listed, tuple) else (listed,):
-            auto_class.register(config_class, _swapped_class(model_class, config_class, architecture))
+            swapped = _swapped_class(model_class, config_class, architecture)
+            auto_class.register(config_class, swapped)
+            config_class.loaded_by[auto_class.__name__] = swapped.__name__
     if architecture.config_class in TOKENIZER_MAPPING:
         tokenizer = TOKENIZER_MAPPING[architecture.config_class]
         tokenizer = [kind for kind in (tokenizer if isinstance(tokenizer, tuple) else (tokenizer,)) if kind is not None]
         AutoTokenizer.register(config_class, tokenizer_class=tokenizer[-1])
     return architecture
+
+
+class SwappedConfig:
+    """Mixin in front of a family's config: what it saves can be loaded without an import of hf_posswap."""
+
+    loaded_by: ClassVar[dict[str, str]]  # Auto class -> our class, by name
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """As in transformers, and write `STUB`; inside a model's own save, so that push_to_hub sees the file as new."""
+        if type(self).__module__ == __name__ and self.loaded_by:
+            classes = {"AutoConfig": type(self).__name__, **self.loaded_by}
+            self.auto_map = {auto_class: f"{Path(STUB).stem}.{name}" for auto_class, name in classes.items()}
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            imports = "".join(f"    {name},\n" for name in sorted(set(classes.values())))
+            (Path(save_directory) / STUB).write_text(_STUB_TEXT.format(imports=imports))
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class="AutoConfig"):
+        """Do nothing, as `SwappedModel.register_for_auto_class`."""
+
+
+# transformers reads its imports before it runs it: without the package the user is told to install it.
+_STUB_TEXT = '''"""The position scheme of this model is in config.json; what it means is in hf_posswap: pip install hf_posswap
+
+With `import hf_posswap` the Auto classes load this model. Without, trust_remote_code=True does, by these imports alone.
+"""
+
+from hf_posswap.checkpoint import (  # noqa: F401
+{imports})
+'''
 
 
 def _config_class(architecture: Architecture) -> type[PreTrainedConfig]:
@@ -273,8 +313,9 @@ def _config_class(architecture: Architecture) -> type[PreTrainedConfig]:
         "__annotations__": {"position_scheme": dict[str, Any] | None},
         "model_type": f"posswap-{architecture.model_type}",
         "position_scheme": None,
+        "loaded_by": {},
     }
-    config_class = type(name, (base,), namespace)
+    config_class = type(name, (SwappedConfig, base), namespace)
     globals()[name] = CONFIG_CLASSES[architecture.model_type] = config_class
     return config_class
 

@@ -222,7 +222,8 @@ def _with_table(model: SwappedModel, stock: type, _) -> tuple[PreTrainedModel, t
     """The family itself, with what the scheme adds at each position as its learned table."""
     owner, name = model.architecture.table_owner(model.base_model)
     embedding = getattr(owner, name)
-    fields = {key: value for key, value in model.config.to_dict().items() if key not in ("position_scheme", "architectures")}
+    own = ("position_scheme", "architectures", "auto_map")
+    fields = {key: value for key, value in model.config.to_dict().items() if key not in own}
     config = model.architecture.config_class(**{**fields, "model_type": model.architecture.model_type})
     weights, prefix = _without(model, embedding)
     positions = torch.arange(config.max_position_embeddings, device=model.device)

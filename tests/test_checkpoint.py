@@ -1,6 +1,7 @@
 """Saved and loaded: the same logits bit for bit, here and in a fresh process, and nothing loads a folder wrongly."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from transformers import (
 )
 
 import hf_posswap as posswap
+from hf_posswap.checkpoint import STUB
 
 AUTO = {"bert": AutoModelForMaskedLM, "bert-decoder": AutoModelForCausalLM, "gpt2": AutoModelForCausalLM}
 STOCK = {"bert": BertForMaskedLM, "gpt2": GPT2LMHeadModel}
@@ -70,17 +72,25 @@ def test_second_round_trip(model, family, tokens, tmp_path):
 FRESH = """
 import json, sys, torch
 import transformers
-if sys.argv[1] == "plugin":
+mode = sys.argv[1]
+if mode == "plugin":
     import hf_posswap
+if mode == "missing":
+    class Missing:
+        def find_spec(self, name, *_):
+            if name.partition(".")[0] == "hf_posswap":
+                raise ModuleNotFoundError(f"No module named {name!r}")
+    sys.meta_path.insert(0, Missing())
 tokens = torch.tensor(json.loads(sys.argv[2]))
 torch.set_num_threads(1)
 for folder in sys.argv[3:]:
     auto = transformers.AutoModelForMaskedLM if "/bert-" in folder else transformers.AutoModelForCausalLM
     try:
-        model = auto.from_pretrained(folder, attn_implementation="eager").eval()
+        trusted = {"trust_remote_code": True} if mode in ("trusted", "missing") else {}
+        model = auto.from_pretrained(folder, attn_implementation="eager", **trusted).eval()
         torch.save(model(tokens).logits, folder + "/fresh.pt")
     except Exception as error:
-        print(type(error).__name__, " ".join(str(error).split()))
+        print("failed:", type(error).__name__, " ".join(str(error).split()))
 """
 
 
@@ -98,26 +108,50 @@ def folders(make_swapped, tokens, tmp_path):
 
 
 def run_fresh(mode: str, tokens, folders) -> list[str]:
-    """Load folders in a new interpreter; return what it printed."""
+    """Load folders in a new interpreter; return what failed."""
     command = [sys.executable, "-c", FRESH, mode, json.dumps(tokens.tolist()), *map(str, folders)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    cache = {"HF_MODULES_CACHE": str(next(iter(folders)).parent / "modules")}  # where transformers copies code to
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, env=os.environ | cache, check=False
+    )
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return [line for line in done.stdout.splitlines() if "failed: " in line]  # transformers asks on the same stream
 
 
-def test_fresh_process(folders, tokens):
-    """Another process, after `import hf_posswap`, computes the same logits bit for bit."""
-    assert run_fresh("plugin", tokens, folders) == []
+@pytest.mark.parametrize("mode", ["plugin", "trusted"])
+def test_fresh_process(folders, tokens, mode):
+    """Another process, after `import hf_posswap` or with trust_remote_code alone, computes the same logits bit for bit."""
+    assert run_fresh(mode, tokens, folders) == []
     for folder, logits in folders.items():
         assert torch.equal(torch.load(folder / "fresh.pt"), logits), folder.name
 
 
-def test_fresh_process_without_the_plugin(folders, tokens):
-    """Without the plugin, transformers refuses the model type of every folder and says its name."""
-    lines = run_fresh("bare", tokens, folders)
-    assert len(lines) == len(folders) == 10
-    for line, folder in zip(lines, folders, strict=True):
-        assert f"posswap-{folder.name.partition('-')[0]}" in line and line.startswith(("ValueError", "KeyError"))
+@pytest.mark.parametrize(
+    ("mode", "says"), [("bare", "pass the argument `trust_remote_code=True`"), ("missing", "pip install hf_posswap")]
+)
+def test_fresh_process_without_the_plugin(folders, tokens, mode, says):
+    """Without the plugin and without trust, transformers refuses every folder; trusted, it says what to install."""
+    lines = run_fresh(mode, tokens, folders)
+    assert len(lines) == len(folders) == 10 and all(says in line for line in lines)
+
+
+def test_saved_again_without_the_plugin(make_swapped, tokens, tmp_path):
+    """What was loaded through the few lines saves the same lines again, and no copy of this package."""
+    make_swapped("bert", "rotary").save_pretrained(tmp_path / "first")
+    program = (
+        "import sys, transformers\n"
+        "model = transformers.AutoModelForMaskedLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "model.save_pretrained(sys.argv[2])"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "first"), str(tmp_path / "second")]
+    cache = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | cache, check=False)
+    assert done.returncode == 0, done.stderr
+    first, second = ({path.name: path for path in (tmp_path / name).iterdir()} for name in ("first", "second"))
+    assert first.keys() == second.keys() and STUB in first
+    assert first[STUB].read_text() == second[STUB].read_text() and len(first[STUB].read_text()) < 1500
+    maps = [json.loads(files["config.json"].read_text())["auto_map"] for files in (first, second)]
+    assert maps[0] == maps[1] and maps[0]["AutoModelForMaskedLM"] == "modeling_hf_posswap.PosswapBertForMaskedLM"
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
