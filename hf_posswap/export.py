@@ -62,6 +62,7 @@ from transformers import (
 from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedModel
 from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
 from hf_posswap.schemes.rotary import Rotary, RotaryPositions
+from hf_posswap.swap import find_target
 from hf_posswap.text import embedded_documents, token_blocks
 
 ROFORMER = {
@@ -164,8 +165,13 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     >>> type(native.model).__name__, native.model.config.max_position_embeddings, native.certificate.largest < 1e-4
     ('RoFormerForMaskedLM', 1024, True)
     """
+    model, _ = find_target(model, dispatched=True)
     if not isinstance(model, SwappedModel):
-        raise UnsupportedModelError(f"a {type(model).__name__} has not been swapped: there is nothing to export")
+        raise UnsupportedModelError(f"this {type(model).__name__} has not been swapped: there is nothing to export")
+    if tokenizer is not None and len(tokenizer) > model.config.vocab_size:
+        raise PosswapError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model {model.config.vocab_size}: they do not belong together"
+        )
     stock = next(plain for plain, swapped in SWAPPED_CLASSES.items() if swapped is type(model))
     scheme, attention = model.base_model.position_scheme, model.architecture.self_attentions(model.base_model)[0]
     _check_weights(model)
@@ -429,9 +435,7 @@ def _certify(model: SwappedModel, exported: PreTrainedModel, tokenizer, left_out
         left_out=left_out,
     )
     if not certificate.largest <= TOLERANCE[model.dtype] * max(deviation, 1e-6):  # NaN, too
-        raise PosswapError(
-            f"the exported model does not compute what the swapped one does, nothing is returned:\n{certificate}"
-        )
+        raise PosswapError(f"the exported model does not compute what the swapped one does:\n{certificate}")
     return certificate
 
 

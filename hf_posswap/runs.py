@@ -74,7 +74,7 @@ def _rows(runs: list[dict], vary: Sequence[str]) -> dict[tuple, list[dict]]:
         config = run["config"]
         start = "" if config["scheme"] == "original" and config["start"] != "scratch" else config["start"]
         rows.setdefault((config["scheme"], start, *((name, str(config[name])) for name in vary)), []).append(run)
-    return rows
+    return dict(sorted(rows.items(), key=lambda item: item[0][0] != "original"))  # what all others are compared with
 
 
 def _label(row: tuple) -> str:

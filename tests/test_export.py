@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -16,6 +17,8 @@ from transformers import (
     BertModel,
     GPT2DoubleHeadsModel,
     GPT2LMHeadModel,
+    RoFormerConfig,
+    RoFormerForCausalLM,
 )
 
 import hf_posswap as posswap
@@ -53,6 +56,14 @@ def _equal(ours, theirs, tokens, tolerance=2e-5):
         assert (one.float() - other.float()).abs().max() < tolerance
 
 
+def _roformer_is_causal() -> bool:
+    """Whether this version of transformers masks the future in RoFormer as a decoder: 5.17 does not."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = RoFormerForCausalLM(RoFormerConfig(vocab_size=99, is_decoder=True, initializer_range=0.3, **sizes)).eval()
+    tokens = _tokens(8)
+    return torch.equal(model(tokens).logits[:, 0], model(torch.cat([tokens[:, :-1], tokens[:, :1]], dim=1)).logits[:, 0])
+
+
 @pytest.mark.parametrize(
     ("layout", "fraction", "dtype"),
     [
@@ -71,6 +82,10 @@ def test_rotary_heads(make_swapped, bert_tokenizer, head, layout, fraction, dtyp
     scheme = posswap.Rotary(layout=layout, fraction=fraction, theta=500, mark_first=bert and not decoder)
     model = make_swapped("bert" if bert else "gpt2", scheme, head=head, max_positions=128, **decoder, **act).to(dtype)
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    if decoder and not _roformer_is_causal():
+        with pytest.raises(posswap.PosswapError, match="does not compute what the swapped one does"):
+            posswap.export_native(model, bert_tokenizer)
+        return
     native = posswap.export_native(model, bert_tokenizer if bert else None)
     assert type(native.model) is (ROFORMER | GPT_NEOX)[head] and native.model.dtype == dtype
     assert native.model.config.max_position_embeddings == 128 and not native.model.training
@@ -195,6 +210,20 @@ def test_real_checkpoints(name):
     certificate = posswap.export_native(model, tokenizer).certificate
     assert max(certificate.text) == (2048 if bert else 1024)
     assert 0 < certificate.largest < (1e-5 if bert else 1e-3) and certificate.deviation > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # PEFT asks by the old name
+def test_adapters_and_tokenizers(make_swapped, bert_tokenizer):
+    """Adapters must be merged first, and are exported then; a tokenizer of another model is refused."""
+    model = make_swapped("bert", posswap.Rotary(mark_first=False))
+    adapted = get_peft_model(model, LoraConfig(target_modules=["query", "value"], init_lora_weights=False))
+    with pytest.raises(posswap.UnsupportedModelError, match="merge_and_unload"):
+        posswap.export_native(adapted)
+    merged = adapted.merge_and_unload()
+    _equal(merged, posswap.export_native(merged).model, _tokens(30))
+    small = make_swapped("bert", posswap.Rotary(), vocab_size=20)
+    with pytest.raises(posswap.PosswapError, match="tokens and the model 20"):
+        posswap.export_native(small, bert_tokenizer)
 
 
 def test_a_wrong_export_is_not_returned(make_swapped, monkeypatch):

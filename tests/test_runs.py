@@ -32,7 +32,7 @@ def _run(folder, figures, *, recipe="passkey", **changes):
 def _matrix(root):
     """Three rows of two seeds."""
     for seed in (0, 1):
-        _run(root / f"o{seed}", {"accuracy": 0.9 + seed / 100}, seed=seed)
+        _run(root / f"z{seed}", {"accuracy": 0.9 + seed / 100}, seed=seed)
         for start in ("cold", "fit"):
             value = {"cold": 0.5, "fit": 0.8}[start] + seed / 10
             _run(root / f"r-{start}-{seed}", {"accuracy": value}, scheme="rotary", start=start, seed=seed)
