@@ -23,7 +23,9 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "recipes" / "results"
 
 # Which figures of a comparison the page shows; all of them are in the comparison.md next to its results.
-TASKS = {}
+TASKS = {
+    "cola": ("matthews", "accuracy", "loss"),
+}
 
 
 def matrix() -> str:
