@@ -277,16 +277,22 @@ class SwappedConfig:
     """Mixin in front of a family's config: what it saves can be loaded without an import of hf_posswap."""
 
     loaded_by: ClassVar[dict[str, str]]  # Auto class -> our class, by name
+    importable: ClassVar[bool]  # whether an import of hf_posswap is enough to have these classes
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """As in transformers, and write `STUB`; inside a model's own save, so that push_to_hub sees the file as new."""
-        if type(self).__module__ == __name__ and self.loaded_by:
-            classes = {"AutoConfig": type(self).__name__, **self.loaded_by}
-            self.auto_map = {auto_class: f"{Path(STUB).stem}.{name}" for auto_class, name in classes.items()}
-            Path(save_directory).mkdir(parents=True, exist_ok=True)
-            imports = "".join(f"    {name},\n" for name in sorted(set(classes.values())))
-            (Path(save_directory) / STUB).write_text(_STUB_TEXT.format(imports=imports))
-        super().save_pretrained(save_directory, *args, **kwargs)
+        if not self.importable:
+            super().save_pretrained(save_directory, *args, **kwargs)
+            return
+        classes = {"AutoConfig": type(self).__name__, **self.loaded_by}
+        imports = "".join(f"    {name},\n" for name in sorted(set(classes.values())))
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        (Path(save_directory) / STUB).write_text(_STUB_TEXT.format(imports=imports))
+        self.auto_map = {auto_class: f"{Path(STUB).stem}.{name}" for auto_class, name in classes.items()}
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            del self.auto_map  # of the file, not of the config: `restore` gives back what was there
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
@@ -314,6 +320,7 @@ def _config_class(architecture: Architecture) -> type[PreTrainedConfig]:
         "model_type": f"posswap-{architecture.model_type}",
         "position_scheme": None,
         "loaded_by": {},
+        "importable": type(architecture).__module__.startswith("hf_posswap."),
     }
     config_class = type(name, (SwappedConfig, base), namespace)
     globals()[name] = CONFIG_CLASSES[architecture.model_type] = config_class

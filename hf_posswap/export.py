@@ -409,6 +409,7 @@ def _certify(model: SwappedModel, exported: PreTrainedModel, tokenizer, left_out
     causal = model.architecture.is_causal(model.config)
     longest = min(model.config.max_position_embeddings, LONGEST)
     cls = getattr(tokenizer, "cls_token_id", None)
+    text = embedded_documents("validation", causal=causal) if tokenizer is not None else None
     found, deviation = {"random": {}, "text": {}}, 0.0
     for length in sorted({min(16, longest), min(128, longest), longest}):
         generator = torch.Generator().manual_seed(length)
@@ -417,8 +418,8 @@ def _certify(model: SwappedModel, exported: PreTrainedModel, tokenizer, left_out
             tokens[tokens == cls] = (cls + 1) % model.config.vocab_size
             tokens[:, 0] = cls
         inputs = {"random": tokens}
-        if tokenizer is not None:
-            inputs["text"] = token_blocks(embedded_documents("validation", causal=causal), tokenizer, length)[:1]
+        if text is not None:
+            inputs["text"] = token_blocks(text, tokenizer, length)[:1]
         for kind, tokens in inputs.items():
             ours, theirs = (_outputs(one, tokens) for one in (model, exported))
             shared = [name for name in ours if name in theirs]  # RoFormer has no pooler
