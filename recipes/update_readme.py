@@ -25,6 +25,7 @@ RESULTS = ROOT / "recipes" / "results"
 # Which figures of a comparison the page shows; all of them are in the comparison.md next to its results.
 TASKS = {
     "cola": ("matthews", "accuracy", "loss"),
+    "sst2": ("accuracy", "loss"),
 }
 
 
