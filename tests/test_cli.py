@@ -80,9 +80,9 @@ def test_export(folder, tmp_path, monkeypatch, capsys):
     assert type(AutoModel.from_pretrained(tmp_path / "native")).__name__ == "RoFormerModel"
     assert len(AutoTokenizer.from_pretrained(tmp_path / "native")) > 10
     code, said = _call(monkeypatch, capsys, "export", tmp_path / "relative", "--output", tmp_path / "other")
-    assert code == 2 and "relative positions" in said.err and not (tmp_path / "other").exists()
+    assert code == 2 and "relative positions" in " ".join(said.err.split()) and not (tmp_path / "other").exists()
     code, said = _call(monkeypatch, capsys, "export", tmp_path / "rotary", "--output", tmp_path / "native")
-    assert code == 2 and "exists already" in said.err
+    assert code == 2 and "exists already" in " ".join(said.err.split())
 
 
 @pytest.mark.parametrize("command", ["swap", "describe", "compare", "export"])
