@@ -11,6 +11,7 @@ What stands after `--` goes to every run. Each is a process of its own, so that 
 are kept: the same command again does the rest. Writes comparison.json, .md, .html (one page, no other files) and pictures.
 """
 
+import json
 import shlex
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from tqdm import tqdm
 
 from hf_posswap.errors import PosswapError
 from hf_posswap.recipe import ORIGINAL, STARTS
+from hf_posswap.results import write_json
 from hf_posswap.runs import load_runs, write_comparison
 from hf_posswap.schemes import parse_scheme
 
@@ -53,6 +55,7 @@ def compare(
         raise PosswapError("give a recipe to run, or --collect folders of finished runs, not both")
     if not collect:
         program, jobs = _program(recipe), _jobs(scheme or SCHEMES, start or ["swap"], seed or [0, 1, 2])
+        _begin(output, {"recipe": program, "options": options or []})
         run_all([*shlex.split(launcher), *program, *(options or [])], jobs, output)
     written = write_comparison(load_runs(collect or [output / "runs"]), output, vary=vary or (), figures=figure or ())
     console = Console()
@@ -88,6 +91,17 @@ def _jobs(schemes: list[str], starts: list[str], seeds: list[int]) -> list[tuple
             possible = [one for one in starts if one == "scratch"] or ["swap"] if scheme == ORIGINAL else starts
             jobs += [(scheme, start, seed) for start in possible]
     return jobs
+
+
+def _begin(output: Path, asked: dict) -> None:
+    """Note what is run, or check that it is what a folder was begun with: finished runs of other options would be kept."""
+    file = output / "comparison_of.json"
+    if file.exists() and json.loads(file.read_text()) != asked:
+        raise PosswapError(
+            f"{output} was begun with another recipe or other options, see {file}, and its finished runs would be kept: choose "
+            "another --output, or give the same"
+        )
+    write_json(file, asked)
 
 
 def _program(recipe: str | None) -> list[str]:

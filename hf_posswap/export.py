@@ -15,8 +15,8 @@ What differs between ours and theirs is rewritten in weights, exactly:
   GPT-NeoX's tokens, whose head is then untied. Position 0 has a vector of its own. In an encoder, which reads [CLS] first and
   nowhere else, it goes into the embedding of [CLS]; elsewhere any token may come first, and there is no such place.
 
-An export ends with a certificate: both models read the same tokens, random ones and real text, short and as long as the model
-holds, with padding; the largest difference of their outputs is part of the result. One that is not small is an error.
+An export ends with a certificate (parity.py): both models read the same tokens, and the largest difference of their outputs is
+part of the result. One that is not small is an error.
 """
 
 import copy
@@ -61,9 +61,9 @@ from transformers import (
 
 from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedModel
 from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
+from hf_posswap.parity import Certificate, certify
 from hf_posswap.schemes.rotary import Rotary, RotaryPositions
 from hf_posswap.swap import find_target
-from hf_posswap.text import embedded_documents, token_blocks
 
 ROFORMER = {
     BertModel: RoFormerModel,
@@ -82,44 +82,13 @@ GPT_NEOX = {
     GPT2ForQuestionAnswering: GPTNeoXForQuestionAnswering,
 }
 
-# The largest difference that may be left, as a share of the standard deviation of the outputs: the formulas are the same, and
-# the order in which sums are rounded is not.
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 3e-1}
-
-LONGEST = 2048  # tokens of the longest input that is compared, where the model holds more
-
-# What a config says of the model as a whole; sizes are translated one by one.
+# What configs call by the same name.
 _COMMON = (
-    "vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "use_cache", "id2label", "label2id",
-    "problem_type",
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "bos_token_id", "eos_token_id", "pad_token_id",
+    "initializer_range", "use_cache", "id2label", "label2id", "problem_type",
 )  # fmt: skip
 
-
-@dataclass(frozen=True)
-class Certificate:
-    """How near the exported model is to the swapped one: largest absolute differences of outputs, and their deviation."""
-
-    source: str  # class and scheme
-    target: str  # class
-    dtype: str
-    output: str  # what was compared: logits; start_logits, end_logits; last_hidden_state; ...
-    random: dict[int, float]  # tokens a sequence -> largest difference
-    text: dict[int, float]  # the same on real text; empty without a tokenizer
-    deviation: float  # of the swapped model's outputs on random tokens
-    left_out: tuple[str, ...]  # weights that the native class has no place for
-
-    @property
-    def largest(self) -> float:
-        """The largest of all differences."""
-        return max([*self.random.values(), *self.text.values()])
-
-    def __str__(self) -> str:
-        lines = [f"{self.source} -> {self.target}, {self.dtype}: largest difference of {self.output} {self.largest:.2g}"]
-        for name, found in (("random tokens", self.random), ("text", self.text)):
-            lines += [f"  {name}, {length} tokens: {value:.2g}" for length, value in found.items()]
-        lines.append(f"  standard deviation of {self.output}: {self.deviation:.3g}")
-        lines += [f"  left out, {self.target} has no place for it: {name}" for name in self.left_out]
-        return "\n".join(lines)
+Converted = tuple[PreTrainedModel, tuple[str, ...], tuple[str, ...]]  # with a certificate's `left_out` and `holds_for`
 
 
 @dataclass(frozen=True)
@@ -194,11 +163,11 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        exported, left_out = convert(model, stock, tokenizer)
+        exported, left_out, holds_for = convert(model, stock, tokenizer)
         exported.to(model.device).eval()
         if model.can_generate():
             exported.generation_config = copy.deepcopy(model.generation_config)
-        certificate = _certify(model, exported, tokenizer, left_out)
+        certificate = certify(model, exported, tokenizer, left_out=left_out, holds_for=holds_for)
     finally:
         for module, training in modes.items():
             module.training = training
@@ -211,6 +180,8 @@ def _check_weights(model: SwappedModel) -> None:
         raise UnsupportedModelError("there are adapters around the model's layers: merge them first (merge_and_unload)")
     if getattr(model, "is_quantized", False) or any(not p.is_floating_point() for p in model.parameters()):
         raise UnsupportedModelError("a quantized model cannot be exported: export first, then quantize")
+    if len(dtypes := {str(parameter.dtype) for parameter in model.parameters()}) > 1:
+        raise UnsupportedModelError(f"the model's weights are {' and '.join(sorted(dtypes))}: give it one dtype, model.to(...)")
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1 or torch.device("meta") in devices:
         raise UnsupportedModelError(f"the model is spread over {sorted(map(str, devices))}: load it on one device")
@@ -224,7 +195,7 @@ def _build(kind: type, config: PreTrainedConfig, weights: dict[str, torch.Tensor
     return exported
 
 
-def _with_table(model: SwappedModel, stock: type, _) -> tuple[PreTrainedModel, tuple[str, ...]]:
+def _with_table(model: SwappedModel, stock: type, _) -> Converted:
     """The family itself, with what the scheme adds at each position as its learned table."""
     owner, name = model.architecture.table_owner(model.base_model)
     embedding = getattr(owner, name)
@@ -234,7 +205,7 @@ def _with_table(model: SwappedModel, stock: type, _) -> tuple[PreTrainedModel, t
     weights, prefix = _without(model, embedding)
     positions = torch.arange(config.max_position_embeddings, device=model.device)
     weights[f"{prefix}.weight"] = embedding(positions[None])[0]
-    return _build(stock, config, weights, model), ()
+    return _build(stock, config, weights, model), (), ()
 
 
 def _without(model: SwappedModel, embedding: nn.Module) -> tuple[dict[str, torch.Tensor], str]:
@@ -244,11 +215,11 @@ def _without(model: SwappedModel, embedding: nn.Module) -> tuple[dict[str, torch
 
 
 def _constant(model: SwappedModel) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Return (mean, first minus mean), float32, and whether the latter is something."""
+    """Return (mean, first minus mean), float64, and whether the latter is something."""
     owner, name = model.architecture.table_owner(model.base_model)
     constant = getattr(owner, name)
-    mean = constant.mean.float()
-    difference = torch.zeros_like(mean) if constant.first is None else constant.first.float() - mean
+    mean = constant.mean.double()
+    difference = torch.zeros_like(mean) if constant.first is None else constant.first.double() - mean
     return mean, difference, bool(difference.any())
 
 
@@ -258,7 +229,7 @@ def _pairs_first(positions: RotaryPositions) -> torch.Tensor:
     return torch.cat([positions.planes().flatten(), still])
 
 
-def _roformer(model: SwappedModel, stock: type, tokenizer) -> tuple[PreTrainedModel, tuple[str, ...]]:
+def _roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
     config, positions = model.config, model.architecture.self_attentions(model.base_model)[0].positions
     kind = (positions.scheme.scaling or {}).get("rope_type")
     if kind in ("dynamic", "longrope"):
@@ -283,10 +254,10 @@ def _roformer(model: SwappedModel, stock: type, tokenizer) -> tuple[PreTrainedMo
     weights, prefix = _without(model, model.base_model.embeddings.position_embeddings)
     embeddings = prefix.removesuffix("position_embeddings")
     types, words = (f"{embeddings}{name}.weight" for name in ("token_type_embeddings", "word_embeddings"))
-    weights[types] = (weights[types].float() + mean).to(model.dtype)
+    weights[types] = (weights[types].double() + mean).to(model.dtype)
     if marked:
         weights[words] = weights[words].clone()  # the head's own are another tensor now, and stay as they were
-        weights[words][cls] = (weights[words][cls].float() + difference).to(model.dtype)
+        weights[words][cls] = (weights[words][cls].double() + difference).to(model.dtype)
     order = _pairs_first(positions)
     for name in [name for name in weights if ".attention.self.query." in name or ".attention.self.key." in name]:
         heads = weights[name].unflatten(0, (config.num_attention_heads, -1))
@@ -302,14 +273,11 @@ def _roformer(model: SwappedModel, stock: type, tokenizer) -> tuple[PreTrainedMo
     base = "" if stock is BertModel else "roformer."
     weights[f"{base}encoder.embed_positions.weight"] = _angle_table(positions, config.max_position_embeddings, model)
     summary = {"summary_type": "first", "summary_use_proj": True, "summary_activation": "tanh"}
-    return _build(
+    exported = _build(
         ROFORMER[stock],
         RoFormerConfig(
             **{name: getattr(config, name) for name in _COMMON},
             **(summary if stock is BertForMultipleChoice else {}),
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
             intermediate_size=config.intermediate_size,
             hidden_act=config.hidden_act,
             hidden_dropout_prob=config.hidden_dropout_prob,
@@ -323,7 +291,11 @@ def _roformer(model: SwappedModel, stock: type, tokenizer) -> tuple[PreTrainedMo
         ),
         weights,
         model,
-    ), tuple(pooler)
+    )
+    holds_for = ("positions that count from the first token on: RoFormer takes no position_ids",)
+    if marked:
+        holds_for += ("inputs that begin with [CLS] and have it nowhere else: it carries what marked the first token",)
+    return exported, tuple(pooler), holds_for
 
 
 def _angle_table(positions: RotaryPositions, length: int, model: SwappedModel) -> torch.Tensor:
@@ -340,7 +312,7 @@ _NO_PLACE = (
 )
 
 
-def _gpt_neox(model: SwappedModel, stock: type, _) -> tuple[PreTrainedModel, tuple[str, ...]]:
+def _gpt_neox(model: SwappedModel, stock: type, _) -> Converted:
     config, positions = model.config, model.architecture.self_attentions(model.base_model)[0].positions
     scheme, geometry = positions.scheme, positions.geometry
     if config.add_cross_attention:
@@ -355,7 +327,7 @@ def _gpt_neox(model: SwappedModel, stock: type, _) -> tuple[PreTrainedModel, tup
     base = "" if stock is GPT2Model else "transformer."
     there = "" if stock is GPT2Model else "gpt_neox."
     words = own[f"{base}wte.weight"]
-    weights = {f"{there}embed_in.weight": (words.float() + mean).to(model.dtype)}
+    weights = {f"{there}embed_in.weight": (words.double() + mean).to(model.dtype)}
     for part in ("weight", "bias"):
         weights[f"{there}final_layer_norm.{part}"] = own[f"{base}ln_f.{part}"]
     for layer in range(config.num_hidden_layers):
@@ -382,13 +354,10 @@ def _gpt_neox(model: SwappedModel, stock: type, _) -> tuple[PreTrainedModel, tup
     dynamic = scaling["rope_type"] == "dynamic"
     if scaling["rope_type"] not in ("default", "linear", "dynamic"):
         scaling.setdefault("original_max_position_embeddings", geometry.trained_positions)
-    return _build(
+    exported = _build(
         GPT_NEOX[stock],
         GPTNeoXConfig(
             **{name: getattr(config, name) for name in _COMMON},
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
             intermediate_size=config.n_inner or 4 * config.hidden_size,
             hidden_act=config.activation_function,
             attention_dropout=config.attn_pdrop,
@@ -402,60 +371,5 @@ def _gpt_neox(model: SwappedModel, stock: type, _) -> tuple[PreTrainedModel, tup
         ),
         weights | head,
         model,
-    ), ()
-
-
-def _certify(model: SwappedModel, exported: PreTrainedModel, tokenizer, left_out: tuple[str, ...]) -> Certificate:
-    causal = model.architecture.is_causal(model.config)
-    longest = min(model.config.max_position_embeddings, LONGEST)
-    cls = getattr(tokenizer, "cls_token_id", None)
-    text = embedded_documents("validation", causal=causal) if tokenizer is not None else None
-    found, deviation = {"random": {}, "text": {}}, 0.0
-    for length in sorted({min(16, longest), min(128, longest), longest}):
-        generator = torch.Generator().manual_seed(length)
-        tokens = torch.randint(model.config.vocab_size, (1, length), generator=generator)
-        if cls is not None and not causal:  # [CLS] stands first, and nowhere else
-            tokens[tokens == cls] = (cls + 1) % model.config.vocab_size
-            tokens[:, 0] = cls
-        inputs = {"random": tokens}
-        if text is not None:
-            inputs["text"] = token_blocks(text, tokenizer, length)[:1]
-        for kind, tokens in inputs.items():
-            ours, theirs = (_outputs(one, tokens) for one in (model, exported))
-            shared = [name for name in ours if name in theirs]  # RoFormer has no pooler
-            found[kind][length] = max(float((theirs[name] - ours[name]).abs().max()) for name in shared)
-            deviation = max(deviation, max(float(ours[name].std()) for name in shared if ours[name].numel() > 1))
-    certificate = Certificate(
-        source=f"{type(model).__name__}, {model.base_model.position_scheme}",
-        target=type(exported).__name__,
-        dtype=str(model.dtype).removeprefix("torch."),
-        output=", ".join(shared),
-        random=found["random"],
-        text=found["text"],
-        deviation=deviation,
-        left_out=left_out,
     )
-    if not certificate.largest <= TOLERANCE[model.dtype] * max(deviation, 1e-6):  # NaN, too
-        raise PosswapError(f"the exported model does not compute what the swapped one does:\n{certificate}")
-    return certificate
-
-
-def _outputs(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what the head says of a sequence, and of one that is padded where there is a padding token; float64."""
-    tokens, padding = tokens.to(model.device), model.config.pad_token_id
-    if padding is not None and padding >= 0:
-        cut = tokens.clone()
-        cut[:, -max(1, tokens.shape[1] // 4) :] = padding
-        tokens = torch.cat([tokens, cut])
-        tokens[0, -1] = tokens[0, -1] if tokens[0, -1] != padding else (padding + 1) % model.config.vocab_size
-    mask = torch.ones_like(tokens)
-    mask[1:, -max(1, tokens.shape[1] // 4) :] = 0
-    choices = "MultipleChoice" in type(model).__name__
-    batch = {"input_ids": tokens, "attention_mask": mask}
-    outputs = model(**{name: value[:, None] for name, value in batch.items()} if choices else batch)
-    compared = {}
-    for name, value in outputs.items():  # a cache is none
-        if isinstance(value, torch.Tensor):
-            per_token = value.dim() > 1 and value.shape[:2] == tokens.shape
-            compared[name] = (value[mask.bool()] if per_token else value).double()
-    return compared
+    return exported, (), ()

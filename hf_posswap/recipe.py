@@ -200,7 +200,9 @@ def main(config_class: type[RecipeConfig], run: Callable[[RecipeConfig, Path, bo
         PartialState().wait_for_everyone()
         answer = run(config, output, resume)
         if PartialState().is_main_process:
-            about = {"format": FORMAT, "recipe": program, **provenance(f"python recipes/{program}.py")}
+            packaged = Path(module.__file__).parent == Path(__file__).parent  # then it may be there without the recipes
+            run_by = f"python -m hf_posswap.{program}" if packaged else f"python recipes/{program}.py"
+            about = {"format": FORMAT, "recipe": program, **provenance(run_by)}
             write_json(output / "result.json", {**about, "config": asdict(config), **answer})
             _show(answer["figures"], output / "result.json")
 

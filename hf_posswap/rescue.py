@@ -85,6 +85,8 @@ def load_relative_key(
         warnings.warn(f"new weights, which the checkpoint lacks: {', '.join(sorted(unread))}", stacklevel=2)
     # transformers remembers the old name, and would save under it.
     model._weight_conversions = None
+    # As after a swap: an adapter that named this checkpoint as its base would be put on an absolute model.
+    model.name_or_path = model.config._name_or_path = ""
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, RelativePositions):
