@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.file_download import repo_folder_name
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers import initialization as init
@@ -36,9 +38,25 @@ SWAPPED_CLASSES: dict[type, type] = {}  # transformers' class -> our subclass; f
 CONFIG_CLASSES: dict[str, type[PreTrainedConfig]] = {}  # "bert" -> the config class of "posswap-bert"
 
 
-def config_entry(scheme: Scheme, trained_positions: int) -> dict[str, Any]:
-    """Return what config.json stores under `position_scheme`: the format, the scheme with all fields, the trained length."""
-    return {"format": FORMAT, "trained_positions": trained_positions, **scheme.to_dict()}
+def config_entry(scheme: Scheme, trained_positions: int, base_model: dict[str, str | None] | None = None) -> dict[str, Any]:
+    """Return what config.json stores under `position_scheme`: the format, the scheme with all fields, the trained length.
+
+    And, where it came from the Hub, which model was swapped: {"id": ..., "revision": ...}.
+    """
+    entry = {"format": FORMAT, "trained_positions": trained_positions, **scheme.to_dict()}
+    return entry if base_model is None else entry | {"base_model": base_model}
+
+
+def on_hub(name_or_path: str) -> dict[str, str | None] | None:
+    """Return what a loaded checkpoint is on the Hub, {"id": ..., "revision": ...}; None where it is a folder, or nothing.
+
+    transformers does not say which commit it has loaded. Where the cache holds a single one, it was that one.
+    """
+    if not name_or_path or Path(name_or_path).exists():
+        return None
+    snapshots = Path(HF_HUB_CACHE, repo_folder_name(repo_id=name_or_path, repo_type="model"), "snapshots")
+    commits = [folder.name for folder in snapshots.iterdir()] if snapshots.is_dir() else []
+    return {"id": name_or_path, "revision": commits[0] if len(commits) == 1 else None}
 
 
 def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
@@ -57,6 +75,7 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
             "upgrade with pip install -U hf_posswap"
         )
     trained_positions = entry.pop("trained_positions")
+    entry.pop("base_model", None)
     if trained_positions < 1 or config.max_position_embeddings < 1:
         raise CheckpointError(
             f"config.json has trained_positions={trained_positions} and max positions {config.max_position_embeddings}: both "

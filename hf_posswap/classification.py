@@ -130,6 +130,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
         "figures": figures,
         "metric": metrics[0],
         "cost": cost(model, run),
+        "model": model,
         "curve": [row for row in rows if row["step"] < point["step"]] + [point],
         "losses": run.losses,
         "data": {

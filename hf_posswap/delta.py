@@ -1,7 +1,7 @@
 """Position deltas: a swap as a few kilobytes next to a base model that everybody has.
 
 Where a swap leaves the other weights as they are, all there is to share is the scheme and its parameters. A delta is a folder
-with position_delta.json (format, scheme, lengths, and of which weights: name, revision, SHA-256) and
+with position_delta.json (format, scheme, lengths, and of which weights: Hub id, revision, SHA-256) and
 position_delta.safetensors. It goes onto the weights that it was made from, and onto no others: the hash is of all weights
 of the headless model but the pooler, so it does not matter which head is on.
 """
@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import Architecture
-from hf_posswap.checkpoint import SwappedModel, config_entry
+from hf_posswap.checkpoint import SwappedModel, config_entry, on_hub
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.results import write_json
 from hf_posswap.schemes import scheme_from_dict
@@ -81,8 +81,7 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
         "position_scheme": entry,
         "max_positions": target.config.max_position_embeddings,
         "base_model": {
-            "name_or_path": base.name_or_path or None,
-            "revision": getattr(base.config, "_commit_hash", None),
+            **(on_hub(base.name_or_path) or {"id": None, "revision": None}),
             "sha256": weights_hash(base),
         },
     }
@@ -128,14 +127,15 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
             f"{folder_or_id} has delta format {version!r}, this hf_posswap reads format {FORMAT}: upgrade with "
             "pip install -U hf_posswap"
         )
-    known = f"{base.get('name_or_path')}, revision {base.get('revision')}"
+    known = f"{base.get('id')}, revision {base.get('revision')}"
     if kind != architecture.model_type:
         raise CheckpointError(f"{folder_or_id} is for a {kind} model ({known}), this is a {architecture.model_type}")
     if weights_hash(target) != digest:
         raise CheckpointError(
             f"{folder_or_id} was made from other weights ({known}): load that model, in the dtype it was in, and no other one"
         )
-    entry.pop("format", None), entry.pop("trained_positions", None)
+    for name in ("format", "trained_positions", "base_model"):
+        entry.pop(name, None)
     try:
         swap(target, scheme_from_dict(entry), max_positions=longest, warm_start=False)
     except PosswapError as error:

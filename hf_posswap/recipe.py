@@ -17,6 +17,7 @@ the output folder say what was run and what came out. Comparing schemes and seed
 """
 
 import inspect
+import os
 import resource
 import sys
 import types
@@ -32,6 +33,8 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env, set_seed
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -75,6 +78,7 @@ class RecipeConfig(TrainingConfig):
     max_positions: Annotated[int | None, "The longest input of the swapped model. Default: what the recipe needs."] = None
     fit_tokens: Annotated[int, "Tokens of training text that the start `fit` reads."] = 65_536
     fit_steps: Annotated[int, "Steps of that fit for each layer."] = 100
+    save_model: Annotated[bool, "Keep the trained model and its tokenizer, in the folder `model` of --output."] = False
 
     # What an option of the command line takes the place of in a configuration file, beside itself.
     REPLACES: ClassVar[dict[str, tuple[str, ...]]] = {}
@@ -181,8 +185,8 @@ def cost(model: PreTrainedModel, run: TrainingRun | None = None) -> dict:
 def main(config_class: type[RecipeConfig], run: Callable[[RecipeConfig, Path, bool], dict]) -> None:
     """Run a recipe from the command line.
 
-    `run(config, folder, resume)` works in `folder` and returns {"figures": {name: number}, "cost": {...}} and what else the
-    result file shall hold; it is called on all processes, and the main one writes.
+    `run(config, folder, resume)` works in `folder` and returns {"figures": {name: number}, "cost": {...}, "model": model} and
+    what else the result file shall hold; it is called on all processes, and the main one writes.
     """
     held, module = [], inspect.getmodule(run)
     program = Path(module.__file__).stem
@@ -198,7 +202,16 @@ def main(config_class: type[RecipeConfig], run: Callable[[RecipeConfig, Path, bo
             held.append(lock(output))
             prepare_output(asdict(config), output, resume)
         PartialState().wait_for_everyone()
+        if config.save_model and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3":
+            raise PosswapError(
+                "save_model: DeepSpeed's stage 3 leaves each process a part of the weights: take stage 2 or FSDP2"
+            )
         answer = run(config, output, resume)
+        model = answer.pop("model", None)
+        if config.save_model:
+            if model is None:
+                raise PosswapError(f"save_model: {program} makes no model to keep")
+            _save_model(model, config.model, output / "model")
         if PartialState().is_main_process:
             packaged = Path(module.__file__).parent == Path(__file__).parent  # then it may be there without the recipes
             run_by = f"python -m hf_posswap.{program}" if packaged else f"python recipes/{program}.py"
@@ -213,6 +226,18 @@ def main(config_class: type[RecipeConfig], run: Callable[[RecipeConfig, Path, bo
     finally:
         for one in held:
             one.release()
+
+
+def _save_model(model: PreTrainedModel, source: str, folder: Path) -> None:
+    """Write a trained model, on the main process; what FSDP2 has sharded is gathered there, which takes all of them."""
+    weights = None
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if PartialState().is_main_process:
+        tokenizer = load_tokenizer(source)
+        tokenizer.model_max_length = model.config.max_position_embeddings
+        model.save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
 
 
 def read_config(config_class: type[RecipeConfig], file: Path | None, given: dict) -> RecipeConfig:

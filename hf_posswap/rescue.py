@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from hf_posswap.checkpoint import CONFIG_CLASSES, SwappedModel, config_entry
+from hf_posswap.checkpoint import CONFIG_CLASSES, SwappedModel, config_entry, on_hub
 from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
 from hf_posswap.schemes.relative import Relative, RelativePositions
 
@@ -55,7 +55,8 @@ def load_relative_key(
     if (max_positions or trained) < trained:
         raise PosswapError(f"max_positions={max_positions} must be at least {trained}, what the checkpoint holds")
     scheme = Relative(clip=trained - 1, values=False, share_heads=True, key_query=kind == "relative_key_query")
-    own = {"position_scheme": config_entry(scheme, trained), "max_position_embeddings": max_positions or trained}
+    entry = config_entry(scheme, trained, on_hub(str(path_or_id)))
+    own = {"position_scheme": entry, "max_position_embeddings": max_positions or trained}
     fields = {name: value for name, value in fields.items() if name not in ("model_type", "architectures", "auto_map")}
     config = config_class(**fields | own)
     if type(config) not in (auto_class._model_mapping or {}):

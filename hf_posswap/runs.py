@@ -20,7 +20,7 @@ from hf_posswap.plots import COLOURS, MARKERS
 from hf_posswap.results import write_json
 from hf_posswap.training.budget import NOT_BUDGET
 
-FREE = ("scheme", "start", "seed")
+FREE = ("scheme", "start", "seed", "save_model")
 COST = {"tokens_per_second": ("tokens/s", 1.0, "{:,.0f}"), "peak_memory_bytes": ("peak MiB", 2**20, "{:,.0f}")}
 
 

@@ -21,6 +21,7 @@ from hf_posswap.checkpoint import (
     SwappedModel,
     config_entry,
     mark_part,
+    on_hub,
     read_config_entry,
 )
 from hf_posswap.closed_form import balance
@@ -141,9 +142,11 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, warm_
         for attention, (query, key) in zip(attentions, moments, strict=True):
             balance(architecture.query_key(attention), query, key, order)
     config = copy.deepcopy(target.config)
+    # A loaded swapped model knows what it was made from, any other one is that.
+    base_model = config.position_scheme.get("base_model") if isinstance(target, SwappedModel) else on_hub(config.name_or_path)
     config.__class__ = CONFIG_CLASSES[architecture.model_type]
     config.max_position_embeddings = geometry.max_positions
-    config.position_scheme = config_entry(scheme, geometry.trained_positions)
+    config.position_scheme = config_entry(scheme, geometry.trained_positions, base_model)
     config._name_or_path = ""
     set_config(target, config, config)
     base = target.base_model

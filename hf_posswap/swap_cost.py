@@ -105,6 +105,7 @@ def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
     return {
         "figures": figures | measure(model, "tuned_"),
         "cost": cost(model, done),
+        "model": model,
         "details": {
             "trained_length": trained,
             "tuning_tokens": done.tokens,

@@ -125,6 +125,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
             "start_loss": mean_loss(start[block_size]),
         },
         "cost": cost(model, done),
+        "model": model,
         "details": {
             "objective": "causal" if causal else "masked",
             "trained_length": trained,

@@ -125,6 +125,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
             f"{name}_{n}": loss for name, stage in stages.items() if stage in means for n, loss in means[stage][kind].items()
         },
         "cost": cost(model, done),
+        "model": model,
         "details": {
             "trained_length": trained,
             "stride": stride,

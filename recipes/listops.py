@@ -87,6 +87,7 @@ def run(config: ListOpsConfig, folder: Path, resume: bool) -> dict:
             "losses": done.losses,
         },
         "cost": cost(model, done),
+        "model": model,
     }
 
 

@@ -109,6 +109,7 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
         },
         "details": {"depths": config.depths, "lengths": config.lengths, **panels, "losses": done.losses if done else []},
         "cost": {**cost(model, done), "evaluation_seconds": time.perf_counter() - started},
+        "model": model,
     }
 
 
