@@ -35,6 +35,9 @@ from hf_posswap.schemes import (
     register_scheme,
     set_relative_implementation,
 )
+from hf_posswap.sharing.card import write_card
+from hf_posswap.sharing.hub import share
+from hf_posswap.sharing.results_file import leaderboard
 from hf_posswap.swap import describe, original, restore, swap
 
 __version__ = "0.1.0"
@@ -62,6 +65,7 @@ __all__ = [
     "embedded_model",
     "export_native",
     "fit",
+    "leaderboard",
     "load_delta",
     "load_relative_key",
     "original",
@@ -70,6 +74,8 @@ __all__ = [
     "restore",
     "save_delta",
     "set_relative_implementation",
+    "share",
     "swap",
     "text_batches",
+    "write_card",
 ]

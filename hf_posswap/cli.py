@@ -1,4 +1,4 @@
-"""The command line: swap, describe and compare."""
+"""The command line: one command for each thing that people do with a model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +17,9 @@ from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.export import export_native
 from hf_posswap.fitting import fit as fit_swapped
 from hf_posswap.schemes import SCHEMES, parse_scheme
+from hf_posswap.sharing.card import write_card
+from hf_posswap.sharing.hub import share
+from hf_posswap.sharing.results_file import leaderboard
 from hf_posswap.swap import describe, swap
 from hf_posswap.terminal import run_program
 from hf_posswap.text import read_documents, stdlib_prose
@@ -68,10 +71,14 @@ def swap_command(
     if batches is not None and chosen.open_options():
         chosen = choose(loaded, chosen, batches, max_positions=max_positions)
     swap(loaded, chosen, max_positions=max_positions, warm_start=not cold)
+    report = None
     if batches is not None:
-        typer.echo(fit_swapped(loaded, batches, reconstruct=100 if reconstruct is None else reconstruct))
+        report = fit_swapped(loaded, batches, reconstruct=100 if reconstruct is None else reconstruct)
+        typer.echo(report)
     output.mkdir(parents=True, exist_ok=True)
     loaded.save_pretrained(output)
+    if report is not None:
+        report.save(output)
     typer.echo(describe(loaded))
     # For a folder without a tokenizer transformers makes one up, with hardly a word in it.
     if len(tokenizer) > 10:
@@ -118,6 +125,67 @@ def _calibration(source: str, text_column: str, model: PreTrainedModel, tokenize
         raise DataError("the checkpoint has no tokenizer to read text with: fit in Python, where you pass token ids")
     documents = ["\n".join(stdlib_prose("train"))] if source == "auto" else read_documents(source, text_column=text_column)
     return text_batches(documents, tokenizer, model.config.max_position_embeddings, tokens=tokens, causal=causal)
+
+
+_RESULTS_HELP = "A folder that compare or a recipe wrote, with runs of this model's scheme; repeatable."
+_BASE_HELP = (
+    "What it was swapped from, if the folder does not say: owner/name, owner/name@revision, or local:name if on no Hub."
+)
+_LICENSE_HELP = "Of the weights, by the Hub's identifiers: as a rule the base model's."
+_EVAL_HELP = "DATASET:TASK:FIGURE for .eval_results/, the Hub's own leaderboards of registered benchmarks; repeatable."
+
+
+@app.command("card")
+def card_command(
+    folder: Annotated[Path, typer.Argument(help="A folder that swap or export wrote, or a delta.")],
+    results: Annotated[list[Path] | None, typer.Option(help=_RESULTS_HELP)] = None,
+    base_model: Annotated[str | None, typer.Option(help=_BASE_HELP)] = None,
+    license: Annotated[str | None, typer.Option(help=_LICENSE_HELP)] = None,
+    eval_result: Annotated[list[str] | None, typer.Option(help=_EVAL_HELP)] = None,
+):
+    """Write a model's card, its results as JSON and pictures into its folder; text of your own in the card stays."""
+    path = write_card(folder, results=results or (), base_model=base_model, license=license, eval_results=eval_result or ())
+    typer.echo(f"wrote {path}")
+    if license is None:
+        typer.echo("no --license was given: without one, others may not use the model")
+
+
+@app.command("push")
+def push_command(
+    folder: Annotated[Path, typer.Argument(help="A folder that swap or export wrote, or a delta.")],
+    repo_id: Annotated[str, typer.Argument(help="owner/name on the Hub; it is made where it does not exist.")],
+    results: Annotated[list[Path] | None, typer.Option(help=_RESULTS_HELP)] = None,
+    base_model: Annotated[str | None, typer.Option(help=_BASE_HELP)] = None,
+    license: Annotated[str | None, typer.Option(help=_LICENSE_HELP)] = None,
+    private: Annotated[bool | None, typer.Option("--private/--public", help="Of a new repository.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request.")] = False,
+    eval_result: Annotated[list[str] | None, typer.Option(help=_EVAL_HELP)] = None,
+):
+    """Write the card as `card` does, and push the folder to the Hub; what is there already is not sent again."""
+    typer.echo(
+        share(
+            folder,
+            repo_id,
+            results=results or (),
+            base_model=base_model,
+            license=license,
+            private=private,
+            create_pr=create_pr,
+            eval_results=eval_result or (),
+        )
+    )
+
+
+@app.command("leaderboard")
+def leaderboard_command(
+    places: Annotated[list[str], typer.Argument(help="Folders of shared models, or owner/name[@revision] on the Hub.")],
+    vary: Annotated[
+        list[str] | None, typer.Option(help="An option that may differ, and stands in the row; repeatable.")
+    ] = None,
+    figure: Annotated[list[str] | None, typer.Option(help="A column to show; repeatable. Default: all.")] = None,
+):
+    """Put what shared models say of themselves into one table for each recipe; unequal budgets are refused."""
+    typer.echo(leaderboard(places, vary=vary or (), figures=figure or ()))
 
 
 def _load(source: str) -> PreTrainedModel:

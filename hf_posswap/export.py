@@ -20,7 +20,6 @@ part of the result. One that is not small is an error.
 """
 
 import copy
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -61,7 +60,8 @@ from transformers import (
 
 from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedModel
 from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
-from hf_posswap.parity import Certificate, certify
+from hf_posswap.parity import PARITY_FILE, Certificate, certify
+from hf_posswap.results import weight_hashes, write_json
 from hf_posswap.schemes.rotary import Rotary, RotaryPositions
 from hf_posswap.swap import find_target
 
@@ -111,7 +111,8 @@ class NativeExport:
         self.model.save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
-        (folder / "parity.json").write_text(json.dumps(asdict(self.certificate), indent=2) + "\n")
+        about = {"format": 1, "weights": weight_hashes(folder), "certificate": asdict(self.certificate)}
+        write_json(folder / PARITY_FILE, about)
 
 
 @torch.no_grad()

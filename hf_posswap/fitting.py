@@ -8,7 +8,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -20,11 +20,14 @@ from transformers import PreTrainedModel
 from hf_posswap.architectures import Architecture
 from hf_posswap.calibration import check_batches, random_tokens, split_batches, written_text
 from hf_posswap.checkpoint import SwappedModel
-from hf_posswap.errors import DataError, PosswapError, UnsupportedModelError
+from hf_posswap.errors import CheckpointError, DataError, PosswapError, UnsupportedModelError
 from hf_posswap.layerwise import LayerFit, Walk
 from hf_posswap.measure.damage import Damage, damage
+from hf_posswap.results import weight_hashes, write_json
 from hf_posswap.swap import find_target, is_unchanged, original, rewriting_attention
 from hf_posswap.warm_start import plain_projections
+
+FIT_FILE = "posswap_fit.json"
 
 _TOKENS_A_BATCH = 2048  # of one step; memory for attention probabilities goes with it
 
@@ -73,6 +76,17 @@ class FitReport:
                     "longer ones too if the model shall read them"
                 )
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    def save(self, folder: str | Path) -> None:
+        """Write `FIT_FILE` next to the saved model, for its card: the report, and which weights it is of.
+
+        Raises:
+            CheckpointError: There are no weights in the folder.
+        """
+        hashes = weight_hashes(Path(folder))
+        if not hashes:
+            raise CheckpointError(f"there is no model in {folder}: save the fitted model there first")
+        write_json(Path(folder) / FIT_FILE, {"format": 1, "weights": hashes, "report": asdict(self)})
 
 
 def fit(

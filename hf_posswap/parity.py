@@ -16,6 +16,8 @@ from hf_posswap.text import embedded_documents, token_blocks
 # the order in which sums are rounded is not.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 3e-1}
 
+PARITY_FILE = "parity.json"
+
 LONGEST = 2048  # tokens of the longest input that is compared, where the model holds more
 
 
@@ -24,6 +26,7 @@ class Certificate:
     """How near the exported model is to the swapped one: largest absolute differences of outputs, and their deviation."""
 
     source: str  # class and scheme
+    position_scheme: dict  # as the swapped model's config has it
     target: str  # class
     dtype: str
     output: str  # what was compared: logits; start_logits, end_logits; last_hidden_state; ...
@@ -82,6 +85,7 @@ def certify(
             deviation = max(deviation, max(float(ours[name].std()) for name in shared if ours[name].numel() > 1))
     certificate = Certificate(
         source=f"{type(model).__name__}, {model.base_model.position_scheme}",
+        position_scheme=model.config.position_scheme,
         target=type(exported).__name__,
         dtype=str(model.dtype).removeprefix("torch."),
         output=", ".join(shared),

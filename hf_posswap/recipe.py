@@ -49,7 +49,7 @@ from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.assets import model_source
 from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
 from hf_posswap.fitting import fit
-from hf_posswap.results import lock, prepare_output, provenance, write_json
+from hf_posswap.results import lock, prepare_output, provenance, weight_hashes, write_json
 from hf_posswap.schemes import parse_scheme
 from hf_posswap.surgery import geometry_of
 from hf_posswap.swap import swap
@@ -216,7 +216,8 @@ def main(config_class: type[RecipeConfig], run: Callable[[RecipeConfig, Path, bo
             packaged = Path(module.__file__).parent == Path(__file__).parent  # then it may be there without the recipes
             run_by = f"python -m hf_posswap.{program}" if packaged else f"python recipes/{program}.py"
             about = {"format": FORMAT, "recipe": program, **provenance(run_by)}
-            write_json(output / "result.json", {**about, "config": asdict(config), **answer})
+            kept = {"weights": weight_hashes(output / "model")} if config.save_model else {}
+            write_json(output / "result.json", {**about, "config": asdict(config), **answer, **kept})
             _show(answer["figures"], output / "result.json")
 
     command.__doc__ = module.__doc__

@@ -1,5 +1,6 @@
 """Result files: what is written so that a figure can be traced and a run gone on with."""
 
+import hashlib
 import json
 import platform
 import re
@@ -72,6 +73,18 @@ def provenance(program: str = "hf-posswap") -> dict:
             "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
     }
+
+
+def weight_hashes(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each weight file of a saved model, which a result that is kept next to them belongs to."""
+    hashes = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while part := file.read(1 << 20):
+                digest.update(part)
+        hashes[path.name] = digest.hexdigest()
+    return hashes
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -11,14 +11,16 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, stdev
+from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
-from matplotlib.figure import Figure
 
 from hf_posswap.errors import PosswapError
-from hf_posswap.plots import COLOURS, MARKERS
 from hf_posswap.results import write_json
 from hf_posswap.training.budget import NOT_BUDGET
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 FREE = ("scheme", "start", "seed", "save_model")
 COST = {"tokens_per_second": ("tokens/s", 1.0, "{:,.0f}"), "peak_memory_bytes": ("peak MiB", 2**20, "{:,.0f}")}
@@ -68,13 +70,22 @@ def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:
 
 
 def _rows(runs: list[dict], vary: Sequence[str]) -> dict[tuple, list[dict]]:
-    """Group runs that differ in seed alone; an original has no start, unless it was trained from nothing."""
+    """Group runs that differ in seed alone."""
     rows = {}
     for run in runs:
-        config = run["config"]
-        start = "" if config["scheme"] == "original" and config["start"] != "scratch" else config["start"]
-        rows.setdefault((config["scheme"], start, *((name, str(config[name])) for name in vary)), []).append(run)
+        rows.setdefault(_row(run["config"], vary), []).append(run)
     return dict(sorted(rows.items(), key=lambda item: item[0][0] != "original"))  # what all others are compared with
+
+
+def _row(config: dict, vary: Sequence[str]) -> tuple:
+    """Return what a row's runs share; an original has no start, unless it was trained from nothing."""
+    start = "" if config["scheme"] == "original" and config["start"] != "scratch" else config["start"]
+    return (config["scheme"], start, *((name, str(config[name])) for name in vary))
+
+
+def row_label(run: dict, vary: Sequence[str] = ()) -> str:
+    """Return the name of the row of a table that a run is in."""
+    return _label(_row(run["config"], vary))
 
 
 def _label(row: tuple) -> str:
@@ -126,8 +137,12 @@ def background(runs: list[dict]) -> str:
     return f"{runs[0]['recipe']}; seeds {seeds} ({spread}); commit {commits}; {'; '.join(versions)}; {'; '.join(machines)}."
 
 
-def plot(runs: list[dict], name: str, vary: Sequence[str] = ()) -> Figure:
+def plot(runs: list[dict], name: str, vary: Sequence[str] = ()) -> "Figure":
     """Draw one figure: a line over lengths where runs have `name_128`, `name_256`, ..., else a bar a row; dots are seeds."""
+    from matplotlib.figure import Figure  # takes a second, the first time more
+
+    from hf_posswap.plots import COLOURS, MARKERS
+
     rows = _rows(runs, vary)
     lengths = sorted({int(n.removeprefix(f"{name}_")) for run in runs for n in run["figures"] if _is_length(n, name)})
     figure = Figure(figsize=(8.0, 4.0), layout="constrained")
@@ -164,6 +179,13 @@ def plot(runs: list[dict], name: str, vary: Sequence[str] = ()) -> Figure:
     return figure
 
 
+def plots(runs: list[dict], vary: Sequence[str] = (), figures: Sequence[str] = ()) -> "dict[str, Figure]":
+    """Draw what a comparison shows: a picture for each family of figures over lengths, else the main one, which comes first."""
+    names = list(figures) or list(dict.fromkeys(name for run in runs for name in run["figures"]))
+    families = [n for n in dict.fromkeys(n.rpartition("_")[0] for n in names) if sum(_is_length(m, n) for m in names) > 1]
+    return {name: plot(runs, name, vary) for name in families or names[:1]}
+
+
 def _is_length(figure: str, name: str) -> bool:
     return figure.startswith(f"{name}_") and figure.removeprefix(f"{name}_").isdigit()
 
@@ -172,10 +194,7 @@ def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = ()
     """Check the budgets; write comparison.json, comparison.md, PNG pictures and one self-contained comparison.html."""
     check_budgets(runs, vary)
     table = markdown(runs, vary=vary, figures=figures)
-    names = list(figures) or list(dict.fromkeys(name for run in runs for name in run["figures"]))
-    # A family of figures over lengths is one picture; else the main figure, which a recipe puts first.
-    families = [n for n in dict.fromkeys(n.rpartition("_")[0] for n in names) if sum(_is_length(m, n) for m in names) > 1]
-    pictures = {name: plot(runs, name, vary) for name in families or names[:1]}
+    pictures = plots(runs, vary, figures)
     text = f"{table}\n\n{background(runs)}\n"
     output.mkdir(parents=True, exist_ok=True)
     written = [output / "comparison.json", output / "comparison.md", output / "comparison.html"]
@@ -188,7 +207,7 @@ def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = ()
     return written
 
 
-def _page(runs: list[dict], text: str, pictures: dict[str, Figure]) -> str:
+def _page(runs: list[dict], text: str, pictures: "dict[str, Figure]") -> str:
     parts = [MarkdownIt("commonmark", {"html": False}).enable("table").render(text)]
     for name, figure in pictures.items():
         memory = io.BytesIO()
