@@ -17,6 +17,7 @@ import struct
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -100,6 +101,7 @@ class Hub:
         self.xet_files: dict[str, tuple[str, int]] = {}  # SHA-256 -> Xet's hash, size
         self.log: list[tuple[str, str, int]] = []  # method, path, status
         self.faults: list[tuple[str, str, int, dict]] = []
+        self.surprises: list[tuple[str, str, Callable[[], None]]] = []
         self.lock = threading.RLock()
         self.endpoint = ""
 
@@ -129,6 +131,14 @@ class Hub:
     def fail_next(self, method: str, pattern: str, status: int, *, times: int = 1, **headers: str) -> None:
         """Answer the next requests of this method, whose path matches, with an error."""
         self.faults += [(method, pattern, status, headers)] * times
+
+    def before_next(self, method: str, pattern: str, action: Callable[[], None]) -> None:
+        """Do something, as somebody else would, right before the next request of this method, whose path matches."""
+        self.surprises.append((method, pattern, action))
+
+    def stored(self) -> set[str]:
+        """Return the SHA-256 of all large files that have arrived."""
+        return {*self.blobs, *(_scan_shards(self.xet_folder) if self.xet_folder else ())}
 
     def contents(self, sha256: str) -> bytes:
         """Return a large file, however it was stored."""
@@ -206,6 +216,11 @@ class Handler(BaseHTTPRequestHandler):
                         return
                     self.answer(status, {"error": "asked for by the test"}, headers)
                     return
+            for place, (method, pattern, action) in enumerate(self.hub.surprises):
+                if method == self.command and re.search(pattern, url.path):
+                    del self.hub.surprises[place]
+                    action()
+                    break
             self.route(url.path)
 
     do_GET = do_POST = do_PUT = do_DELETE = do_HEAD = handle_any

@@ -1,0 +1,305 @@
+"""Scenarios of sharing, all against one Hub on loopback in a process of their own, since the client reads HF_ENDPOINT once.
+
+python tests/share_job.py xet|lfs FOLDER      # prints {scenario: "" or what went wrong} as its last line
+"""
+
+import json
+import os
+import sys
+import traceback
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from hub import File, Hub, Repo
+
+SCENARIOS = {}
+
+
+def scenario(function):
+    """Collect a scenario by its name."""
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def files(hub, name, revision="main"):
+    """Return the paths of a repository, but git's own."""
+    repo = hub.repos[name]
+    return set(repo.commits[repo.resolve(revision)].tree) - {".gitattributes"}
+
+
+@contextmanager
+def refused(words):
+    """Inside, our error is raised, says this, and does not show the token."""
+    import hf_posswap as posswap
+
+    try:
+        yield
+    except posswap.PosswapError as error:
+        assert words in str(error), str(error)
+        assert os.environ["HF_TOKEN"] not in str(error)
+    else:
+        raise AssertionError(f"not refused: {words}")
+
+
+def new_model(folder, seed=0):
+    """Write a swapped model whose layers are too small for anything but a test."""
+    import torch
+    from transformers import BertConfig, BertForMaskedLM
+
+    import hf_posswap as posswap
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
+    model = BertForMaskedLM(BertConfig(**sizes, initializer_range=0.3)).eval()
+    posswap.swap(model, "rotary:theta=500").save_pretrained(folder)
+    return model
+
+
+def push(folder, repo_id, **options):
+    """Share with a base that is on no Hub."""
+    import hf_posswap as posswap
+
+    return posswap.share(folder, repo_id, base_model="local:tiny", license="mit", **options)
+
+
+@scenario
+def push_and_pull(hub, folder):
+    """All files arrive, the model loads as it was; a second push of the same sends nothing; a changed card alone is sent."""
+    import torch
+    from transformers import AutoModelForMaskedLM
+
+    model = new_model(folder)
+    assert push(folder, "tester/first") == f"{hub.endpoint}/tester/first"
+    expected = {"README.md", "posswap_results.json", "config.json", "model.safetensors", "modeling_hf_posswap.py"}
+    assert files(hub, "tester/first") == expected, files(hub, "tester/first")
+    assert 'from_pretrained("tester/first")' in hub.repos["tester/first"].read("README.md").decode()
+    pulled = AutoModelForMaskedLM.from_pretrained("tester/first")
+    tokens = torch.arange(5, 25)[None]
+    assert torch.equal(pulled(tokens).logits, model(tokens).logits)
+    commits = len(hub.repos["tester/first"].commits)
+    push(folder, "tester/first")
+    assert len(hub.repos["tester/first"].commits) == commits
+    (folder / "README.md").write_text((folder / "README.md").read_text() + "\nMore.\n")
+    stored = hub.stored()
+    push(folder, "tester/first")
+    assert len(hub.repos["tester/first"].commits) == commits + 1 and hub.stored() == stored
+    assert b"More." in hub.repos["tester/first"].read("README.md")
+    for path in folder.rglob("*"):
+        assert not path.is_file() or os.environ["HF_TOKEN"].encode() not in path.read_bytes()
+
+
+@scenario
+def private(hub, folder):
+    """A new repository is as private as asked; one that is there is not changed, nor pushed to by mistake."""
+    new_model(folder)
+    push(folder, "tester/hidden", private=True)
+    assert hub.repos["tester/hidden"].private
+    push(folder, "tester/hidden")
+    push(folder, "tester/open", private=False)
+    with refused("tester/open is public already"):
+        push(folder, "tester/open", private=True)
+
+
+@scenario
+def pull_request(hub, folder):
+    """Into somebody else's repository: refused with the way out, and that way works, and leaves main alone."""
+    from transformers import AutoConfig
+
+    new_model(folder)
+    hub.repos["other/theirs"] = Repo("other/theirs", False)
+    with refused("open a pull request with create_pr=True"):
+        push(folder, "other/theirs")
+    assert (folder / "README.md").is_file() and files(hub, "other/theirs") == set()
+    url = push(folder, "other/theirs", create_pr=True)
+    assert url.endswith("/other/theirs/discussions/1"), url
+    assert files(hub, "other/theirs") == set() and "model.safetensors" in files(hub, "other/theirs", "refs/pr/1")
+    assert AutoConfig.from_pretrained("other/theirs", revision="refs/pr/1").position_scheme["theta"] == 500
+    with refused("you may not write to other/new"):
+        push(folder, "other/new")
+    with refused("there is no model other/new"):
+        push(folder, "other/new", create_pr=True)
+
+
+@scenario
+def busy(hub, folder):
+    """The commit is tried again where the Hub is busy, and where the connection is cut; in the end there is one."""
+    new_model(folder)
+    for number, status in enumerate((429, 503, 500, 0)):
+        hub.fail_next("POST", "/commit/", status, times=2 if status else 1, **{"Retry-After": "0"})
+        push(folder, f"tester/busy-{number}")
+        assert not hub.faults and len(hub.repos[f"tester/busy-{number}"].commits) == 2, status
+    hub.fail_next("POST", "/preupload/", 503)  # the client's own affair
+    push(folder, "tester/busy-upload")
+    assert not hub.faults and "model.safetensors" in files(hub, "tester/busy-upload")
+
+
+@scenario
+def giving_up(hub, folder):
+    """After some tries it says so; nothing is lost, nothing half there, and the same call goes on without sending twice."""
+    new_model(folder, seed=4)
+    hub.fail_next("POST", "/commit/", 503, times=6, **{"Retry-After": "0"})
+    with refused("the Hub answered 503"):
+        push(folder, "tester/later")
+    assert not hub.faults and files(hub, "tester/later") == set() and (folder / "model.safetensors").is_file()
+    stored = hub.stored()
+    push(folder, "tester/later")
+    assert "model.safetensors" in files(hub, "tester/later") and hub.stored() == stored
+    hub.repos["other/slow"] = Repo("other/slow", False)
+    hub.fail_next("POST", "/commit/", 502)  # it may have been opened: another one would be a second
+    with refused("the Hub answered 502"):
+        push(folder, "other/slow", create_pr=True)
+    hub.fail_next("POST", "/commit/", 0)
+    with refused("could not be reached"):
+        push(folder, "other/slow", create_pr=True)
+    assert not hub.faults and not hub.repos["other/slow"].pull_requests()
+
+
+@scenario
+def out_of_reach(hub, folder):
+    """Cut before anything is there: what is written here stays, and says where."""
+    new_model(folder)
+    hub.fail_next("POST", "/api/repos/create", 0, times=9)
+    try:
+        with refused(f"All files are in {folder}"):
+            push(folder, "tester/nowhere")
+    finally:
+        hub.faults.clear()
+    assert (folder / "README.md").is_file() and "tester/nowhere" not in hub.repos
+
+
+@scenario
+def somebody_else(hub, folder):
+    """A commit in between is not written over."""
+    new_model(folder)
+    push(folder, "tester/shared")
+    repo = hub.repos["tester/shared"]
+
+    def meanwhile():
+        head = repo.commits[repo.resolve("main")]
+        repo.commit("main", head.tree | {"NOTES.md": File(b"mine", None, 4)}, "theirs", head.oid)
+
+    hub.before_next("POST", "/commit/", meanwhile)
+    (folder / "README.md").write_text((folder / "README.md").read_text() + "\nMore.\n")
+    with refused("somebody has changed tester/shared meanwhile"):
+        push(folder, "tester/shared")
+    assert repo.read("NOTES.md") == b"mine" and b"More." not in repo.read("README.md")
+    push(folder, "tester/shared")
+    assert repo.read("NOTES.md") == b"mine" and b"More." in repo.read("README.md")
+
+
+@scenario
+def wrong_token(hub, folder):
+    """A token that the Hub does not know: told to log in, and the token is nowhere."""
+    new_model(folder)
+    right = os.environ["HF_TOKEN"]
+    os.environ["HF_TOKEN"] = "hf_wrong_and_secret"
+    try:
+        with refused("log in (hf auth login, or HF_TOKEN)"):
+            push(folder, "tester/unknown")
+    finally:
+        os.environ["HF_TOKEN"] = right
+    assert "tester/unknown" not in hub.repos and b"hf_wrong" not in b"".join(
+        path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    )
+
+
+@scenario
+def a_card_that_is_there(hub, folder):
+    """What somebody has written into the card on the Hub stays around ours when the folder has no card yet."""
+    new_model(folder)
+    hub.repos["tester/written"] = repo = Repo("tester/written", False)
+    text = b"---\nlanguage: de\n---\n\nRead me first.\n"
+    repo.commit("main", {"README.md": File(text, None, len(text))}, "by hand", repo.resolve("main"))
+    push(folder, "tester/written")
+    card = repo.read("README.md").decode()
+    assert "language: de" in card and "Read me first." in card and "written by hf_posswap: begin" in card
+
+
+@scenario
+def what_is_not_sent(hub, folder):
+    """Pickles, leftovers of training, links out of the folder, broken weights, strange indices, names: before any request."""
+    new_model(folder)
+    requests = len(hub.log)
+    with refused("is no name for a repository"):
+        push(folder, "tester/a/b")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("token")  # left alone
+
+    def try_with(name, make, words):
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        make(path)
+        with refused(words):
+            push(folder, "tester/never")
+        path.unlink()
+
+    try_with("training_args.bin", lambda p: p.write_bytes(b"x"), "no part of a shared model")
+    try_with("checkpoint-5/optimizer.pt", lambda p: p.write_bytes(b"x"), "no part of a shared model")
+    try_with("evil.py", lambda p: p.write_text("print()"), "no part of a shared model")
+    try_with("link.json", lambda p: p.symlink_to("/etc/hostname"), "leads out of the folder")
+    try_with("more.safetensors", lambda p: p.write_bytes(b"\x10" * 40), "cannot be read")
+    index = {"weight_map": {"a": "../../secret.safetensors"}}
+    try_with("model.safetensors.index.json", lambda p: p.write_text(json.dumps(index)), "which is no file next to it")
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    with refused("has no weights"):
+        push(folder, "tester/never")
+    (folder / "model.safetensors").write_bytes(weights)
+    assert not (folder / "README.md").exists() and len(hub.log) == requests
+    push(folder, "tester/always")
+    assert not [name for name in files(hub, "tester/always") if ".git" in name]
+
+
+@scenario
+def delta_and_leaderboard(hub, folder):
+    """A delta is shared and loaded by its id; leaderboards read repositories, by revision too, and say what is missing."""
+    import torch
+    from transformers import BertConfig, BertModel
+
+    import hf_posswap as posswap
+
+    torch.manual_seed(0)
+    base = BertModel(
+        BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50)
+    )
+    twin = BertModel(base.config)
+    twin.load_state_dict(base.state_dict())
+    posswap.save_delta(posswap.swap(twin, "relative:clip=4"), folder, base_model=base)
+    push(folder, "tester/delta")
+    assert str(posswap.describe(posswap.load_delta(base, "tester/delta")).new) == "relative:clip=4"
+    with refused("none of tester/delta has a comparison"):
+        posswap.leaderboard(["tester/delta"])
+    sha = hub.repos["tester/delta"].resolve("main")
+    with refused("has a comparison"):
+        posswap.leaderboard([f"tester/delta@{sha}"])
+    with refused("no revision nope"):
+        posswap.leaderboard(["tester/delta@nope"])
+    with refused("there is no model tester/absent"):
+        posswap.leaderboard(["tester/absent"])
+    hub.repos["tester/bare"] = Repo("tester/bare", False)
+    with refused("it was not shared with hf_posswap"):
+        posswap.leaderboard(["tester/bare"])
+    with refused("neither a folder nor a name"):
+        posswap.leaderboard(["a/b/c"])
+
+
+def main(storage: str, root: Path) -> None:
+    """Run all scenarios."""
+    with ExitStack() as stack:
+        chunks = root / "xet"
+        chunks.mkdir(parents=True)
+        hub = stack.enter_context(Hub.serve(chunks if storage == "xet" else None))
+        os.environ.update(hub.environment(root / "home"), TQDM_DISABLE="1")
+        found = {}
+        for name, function in SCENARIOS.items():
+            try:
+                function(hub, root / name)
+                found[name] = ""
+            except BaseException:
+                found[name] = traceback.format_exc()
+                hub.faults.clear()
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

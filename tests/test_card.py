@@ -1,0 +1,324 @@
+"""Cards, results files and leaderboards: written from what was measured, checked against the schema, nobody's markup."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from jsonschema import Draft202012Validator
+
+import hf_posswap as posswap
+from hf_posswap import cli
+from hf_posswap.recipe import RecipeConfig
+from hf_posswap.results import weight_hashes
+from hf_posswap.sharing.card import BEGIN, END
+from hf_posswap.sharing.results_file import RESULTS_FILE, SCHEMA, read_results
+
+ROOT = Path(__file__).parent.parent
+BASE = "local:tiny"
+
+
+def _run(folder, *, figures=None, weights=None, **changes):
+    """Write the result file of a run."""
+    config = asdict(RecipeConfig(**{"model": "tiny", **changes}))
+    figures = figures or {"accuracy": 0.5 + 0.1 * (config["start"] == "fit") + 0.01 * config["seed"], "accuracy_512": 0.25}
+    result = {
+        "format": 1, "recipe": "passkey", "command": f"python recipes/passkey.py --seed {config['seed']}", "commit": "abc",
+        "versions": {"hf_posswap": "0.1.0", "torch": "2", "transformers": "5"},
+        "hardware": {"cpu": "a cpu", "threads": 1, "accelerator": None}, "config": config, "figures": figures,
+        "cost": {"tokens_per_second": 1000.0, "peak_memory_bytes": 2**30, "processes": 1}, "details": {"losses": [1.0] * 99},
+    }  # fmt: skip
+    if weights:
+        result["weights"] = weights
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Three rows of two seeds: the original, and rotary as it is and fitted."""
+    for seed in (0, 1):
+        _run(tmp_path / f"runs/original-{seed}", seed=seed)
+        for start in ("swap", "fit"):
+            _run(tmp_path / f"runs/rotary-{start}-{seed}", seed=seed, scheme="rotary:theta=500", start=start)
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def swapped(make_model, tmp_path):
+    """A folder with a swapped model; where it came from, it does not say."""
+    model = posswap.swap(make_model("bert"), posswap.Rotary(theta=500), max_positions=128)
+    model.save_pretrained(tmp_path / "swapped")
+    return tmp_path / "swapped"
+
+
+@pytest.fixture
+def fitted(make_model, tmp_path):
+    """A folder with a fitted GPT-2 and the report of its fit."""
+    model = posswap.swap(make_model("gpt2", seed=3), "rotary:theta=500", max_positions=64)
+    report = posswap.fit(model, torch.randint(2, 98, (40, 32)), reconstruct=5, progress=False)
+    model.save_pretrained(tmp_path / "fitted")
+    report.save(tmp_path / "fitted")
+    return tmp_path / "fitted", report
+
+
+def test_a_card(fitted, results):
+    """What was swapped, what it cost, how swaps like it do, how to load it, limits; as the Hub reads it, too."""
+    folder, report = fitted
+    path = posswap.write_card(folder, results=[results], base_model="org/tiny@f00", license="mit", repo_id="me/tiny-rotary")
+    text = path.read_text()
+    card = ModelCard.load(path)
+    assert card.data.base_model == "org/tiny" and card.data.license == "mit" and card.data.pipeline_tag == "text-generation"
+    assert {"hf_posswap", "position-rotary"} <= set(card.data.tags)
+    found = {one.metric_name: one.metric_value for one in card.data.eval_results}
+    assert found["accuracy (mean over 2 seeds, standard deviation 0.00707)"] == pytest.approx(0.605)
+    assert f"| **all** | {report.before.total:.4f} | **{report.after.total:.4f}** |" in text
+    assert "| rotary:theta=500, fit | 0.605 ± 0.007 | 0.250 ± 0.000 |" in text and "*rotary:theta=500, fit*" in text
+    for words in (
+        "reads 64 tokens", "the base model reads 32", "revision `f00`", "`theta=500`", 'from_pretrained("me/tiny-rotary")',
+        "trust_remote_code=True", "no class of transformers computes the same", "a cpu", "seeds [0, 1]", "commit abc",
+        "python recipes/passkey.py --seed 1", "none of them is the weights in this folder",
+    ):  # fmt: skip
+        assert words in text, words
+    assert (folder / "posswap_results" / "0-passkey-accuracy.png").is_file()
+    content = json.loads((folder / RESULTS_FILE).read_text())
+    assert content["fit"]["after"]["total"] == report.after.total and len(content["comparisons"][0]["runs"]) == 6
+    assert "losses" not in json.dumps(content) and str(results) not in json.dumps(content)
+    assert content == read_results(folder)
+
+
+def test_the_schema_is_one():
+    """It is a valid schema, and the format that is written names it."""
+    Draft202012Validator.check_schema(json.loads(SCHEMA.read_text()))
+
+
+def test_whose_weights(swapped, tmp_path):
+    """A run that has kept these weights is named, and its row alone is the model's own."""
+    for seed in (0, 1):
+        kept = weight_hashes(swapped) if seed == 1 else {"model.safetensors": "another"}
+        _run(tmp_path / f"runs/original-{seed}", seed=seed)
+        _run(tmp_path / f"runs/rotary-{seed}", seed=seed, scheme="rotary:theta=500.0", weights=kept, save_model=True)
+    card = posswap.write_card(swapped, results=[tmp_path / "runs"], base_model=BASE)
+    assert "those of seed 1." in card.read_text() and ModelCard.load(card).data.eval_results
+    _run(tmp_path / "other/original", seed=0)
+    _run(tmp_path / "other/rotary", seed=0, scheme="rotary:theta=500")
+    card = posswap.write_card(swapped, results=[tmp_path / "other"], base_model=BASE)
+    text = card.read_text()
+    assert "those of seed" not in text and "one seed, hence no spread" in text and not ModelCard.load(card).data.eval_results
+    assert sorted(path.name for path in (swapped / "posswap_results").iterdir()) == ["0-passkey-accuracy.png"]
+
+
+def test_what_the_user_wrote_stays(swapped, results):
+    """Text around the comments, metadata and results of other sources survive a second writing, and ours is not doubled."""
+    (swapped / "README.md").write_text(
+        "---\nlanguage: de\ntags:\n- mine\nmodel-index:\n- name: x\n  results:\n  - task:\n      type: text-classification\n"
+        "    dataset:\n      name: IMDB\n      type: imdb\n    metrics:\n    - type: accuracy\n      value: 0.9\n"
+        "---\n\nWords before.\n"
+    )
+    posswap.write_card(swapped, results=[results], base_model=BASE)
+    path = swapped / "README.md"
+    path.write_text(path.read_text() + "\nWords after.\n")
+    posswap.write_card(swapped, results=[results], base_model=BASE, license="mit")
+    card, text = ModelCard.load(path), path.read_text()
+    assert text.count(BEGIN) == text.count(END) == 1
+    assert text.index("Words before.") < text.index(BEGIN) < text.index(END) < text.index("Words after.")
+    assert card.data.language == "de" and card.data.tags[0] == "mine" and card.data.license == "mit"
+    assert [one.dataset_type for one in card.data.eval_results].count("imdb") == 1
+    path.write_text(text.replace(END, ""))
+    with pytest.raises(posswap.CheckpointError, match="has lost one of hf_posswap's comments"):
+        posswap.write_card(swapped, base_model=BASE)
+
+
+@pytest.mark.parametrize("kind", ["native", "delta", "relative"])
+def test_other_kinds(make_model, tmp_path, kind):
+    """An export names its certificate, a delta its base; each says how it is loaded, and the code names what there is."""
+    base, folder = make_model("bert"), tmp_path / kind
+    scheme = {"native": "rotary:mark_first=false", "delta": "relative:clip=4", "relative": "relative:clip=4"}[kind]
+    model = posswap.swap(make_model("bert"), scheme)
+    if kind == "native":
+        posswap.export_native(model).save_pretrained(folder)
+    elif kind == "delta":
+        posswap.save_delta(model, folder, base_model=base)
+    else:
+        model.save_pretrained(folder)
+    text = posswap.write_card(folder, base_model=BASE).read_text()
+    says = {
+        "native": ["RoFormerForMaskedLM", "largest absolute differences", "no position_ids", "With transformers alone"],
+        "delta": ["posswap.load_delta(base,", "the positions alone", 'from_pretrained("tiny")'],
+        "relative": ["There is no third way", "eager or sdpa", "Nothing was measured"],
+    }[kind]
+    for words in says:
+        assert words in text
+    assert read_results(folder)["model"]["kind"] == {"relative": "swapped"}.get(kind, kind)
+
+
+def test_a_base_on_the_hub_is_known(make_model, tmp_path):
+    """A swap of a checkpoint that came from the Hub notes its id; a folder is none; another base is refused."""
+    model = make_model("bert")
+    model.name_or_path = model.config._name_or_path = "org/tiny"
+    posswap.swap(model, "none")
+    posswap.swap(model, "sinusoidal")
+    model.save_pretrained(tmp_path / "swapped")
+    assert read_config(tmp_path / "swapped")["base_model"] == {"id": "org/tiny", "revision": None}
+    again = type(model).from_pretrained(tmp_path / "swapped")
+    posswap.swap(again, "none").save_pretrained(tmp_path / "again")
+    assert read_config(tmp_path / "again")["base_model"]["id"] == "org/tiny"
+    text = posswap.write_card(tmp_path / "again").read_text()
+    assert "[org/tiny](https://huggingface.co/org/tiny)" in text and "revision not recorded" in text
+    with pytest.raises(posswap.PosswapError, match="was swapped from org/tiny, not from org/other"):
+        posswap.write_card(tmp_path / "again", base_model="org/other")
+    local = make_model("bert")
+    local.name_or_path = local.config._name_or_path = str(tmp_path)
+    assert "base_model" not in posswap.swap(local, "none").config.position_scheme
+
+
+def read_config(folder):
+    """Return the entry of a saved config."""
+    return json.loads((folder / "config.json").read_text())["position_scheme"]
+
+
+def _damaged(folder, change):
+    path = next(folder.rglob("result.json"))
+    result = json.loads(path.read_text())
+    change(result)
+    path.write_text(json.dumps(result))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda r: r["config"].pop("seed"), "'seed' is a required property"),
+        (lambda r: r["config"].pop("max_steps"), "'max_steps' is a required property"),
+        (lambda r: r["config"].update(max_steps=7), "unequal budgets: max_steps"),
+        (lambda r: r["config"].update(model="<script>alert(1)</script>"), "would read as markup"),
+        (lambda r: r["config"].update(dataset="glue\n---\nlicense: mit"), "would read as markup"),
+        (lambda r: r["config"].update(dataset="[here](https://evil.example)"), "would read as markup"),
+        (lambda r: r.update(command="x\n```\n# Free money"), "would read as markup"),
+        (lambda r: r["hardware"].update(cpu="a | b"), "would read as markup"),
+        (lambda r: r["figures"].update({"<b>": 1.0}), "does not match"),
+        (lambda r: r["figures"].update(accuracy="0.99"), "is not of type"),
+        (lambda r: r.pop("versions"), "'versions' is a required property"),
+        (lambda r: r.update(format=2), "1 was expected"),
+    ],
+)  # fmt: skip
+def test_results_that_are_refused(swapped, results, change, says):
+    """Without seeds or budget, unequal, or with markup in a name: refused, and nothing is written."""
+    _damaged(results, change)
+    before = sorted(os.listdir(swapped))
+    with pytest.raises(posswap.PosswapError) as error:
+        posswap.write_card(swapped, results=[results], base_model=BASE)
+    assert says in str(error.value)
+    assert sorted(os.listdir(swapped)) == before
+
+
+def test_folders_that_are_refused(swapped, fitted, results, make_model, tmp_path):
+    """Not swapped, no folder, no base, bad names, results of another scheme, a report of other weights, figures of nothing."""
+    make_model("bert").save_pretrained(tmp_path / "plain")
+    (tmp_path / "empty").mkdir()
+    cases = [
+        (tmp_path / "plain", {"base_model": BASE}, "has not been swapped"),
+        (tmp_path / "empty", {"base_model": BASE}, "neither config.json nor position_delta.json"),
+        (tmp_path / "nothing", {"base_model": BASE}, "there is no folder"),
+        (swapped, {}, "give base_model"),
+        (swapped, {"base_model": "a/b/c"}, "is no name on the Hub"),
+        (swapped, {"base_model": "local:<img src=x>"}, "would read as markup"),
+        (swapped, {"base_model": BASE, "results": [tmp_path / "empty"]}, "no result.json"),
+        (swapped, {"base_model": BASE, "results": [tmp_path / "nothing"]}, "there are no results in"),
+        (swapped, {"base_model": BASE, "results": [results], "eval_results": ["glue"]}, "must be DATASET:TASK:FIGURE"),
+        (swapped, {"base_model": BASE, "results": [results], "eval_results": ["a/b:t:f2"]}, "figures are accuracy"),
+    ]
+    for folder, options, says in cases:
+        with pytest.raises(posswap.PosswapError) as error:
+            posswap.write_card(folder, **options)
+        assert says in str(error.value), says
+    model = posswap.swap(make_model("bert"), "none")
+    model.save_pretrained(tmp_path / "none")
+    with pytest.raises(posswap.PosswapError, match="no run with none, the scheme of .*; it has original, rotary:theta=500"):
+        posswap.write_card(tmp_path / "none", results=[results], base_model=BASE)
+    folder, report = fitted
+    posswap.swap(make_model("gpt2", seed=9), "rotary:theta=500").save_pretrained(folder)
+    with pytest.raises(posswap.CheckpointError, match="of other weights"):
+        posswap.write_card(folder, base_model=BASE)
+    with pytest.raises(posswap.CheckpointError, match="save the fitted model there first"):
+        report.save(tmp_path / "empty")
+
+
+def test_a_full_disk(swapped, results, monkeypatch):
+    """Where the last file does not fit, none is there, and the card of before stays."""
+    (swapped / "README.md").write_text("Mine.\n")
+    before = sorted(os.listdir(swapped))
+    real = Path.write_text
+
+    def write_text(self, text, *args, **kwargs):
+        if self.name != "README.md":
+            return real(self, text, *args, **kwargs)
+        with open("/dev/full", "w") as full:  # which answers as a full disk does
+            return full.write(text)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(OSError, match="No space left"):
+        posswap.write_card(swapped, results=[results], base_model=BASE)
+    assert sorted(os.listdir(swapped)) == before and (swapped / "README.md").read_text() == "Mine.\n"
+
+
+def test_eval_results(fitted, results):
+    """Only when asked: the mean of the model's own row, in the Hub's format."""
+    folder, _ = fitted
+    posswap.write_card(folder, results=[results], base_model=BASE)
+    assert not (folder / ".eval_results").exists()
+    other = results.parent / "few"
+    for seed in (0, 1):
+        _run(other / f"rotary-{seed}", seed=seed, scheme="rotary:theta=500", start="fit")
+    posswap.write_card(folder, results=[other], base_model=BASE, eval_results=["org/bench:task:accuracy"])
+    text = (folder / ".eval_results" / "hf_posswap.yaml").read_text()
+    assert "id: org/bench" in text and "value: 0.605" in text and "seeds [0, 1]" in text
+
+
+def test_leaderboard(swapped, fitted, results, monkeypatch, capsys):
+    """Rows of each model's own scheme and its original, by place; columns can be picked; unequal budgets are refused."""
+    folder, _ = fitted
+    for place in (swapped, folder):
+        posswap.write_card(place, results=[results], base_model=BASE)
+    table = posswap.leaderboard([swapped, folder], figures=["accuracy"])
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
+    assert len(lines) == 1 + 6 and f"| rotary:theta=500, fit, shared_as {folder} | 0.605 ± 0.007 |" in table
+    assert "accuracy 512" not in table and "## passkey: data that comes with the recipe" in table
+    monkeypatch.setattr("sys.argv", ["hf-posswap", "leaderboard", str(swapped), str(folder)])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code in (0, None) and "accuracy 512" in capsys.readouterr().out
+    with pytest.raises(posswap.PosswapError, match="given twice"):
+        posswap.leaderboard([swapped, swapped])
+    with pytest.raises(posswap.PosswapError, match="no comparison has a figure named f2"):
+        posswap.leaderboard([swapped], figures=["f2"])
+    file = folder / RESULTS_FILE
+    content = json.loads(file.read_text())
+    for run in content["comparisons"][0]["runs"]:
+        run["config"]["max_steps"] += 1
+    file.write_text(json.dumps(content))
+    with pytest.raises(posswap.PosswapError, match="unequal budgets: max_steps is"):
+        posswap.leaderboard([swapped, folder])
+    table = posswap.leaderboard([swapped, folder], vary=["max_steps"])
+    assert "max_steps 101" in table
+    for damage, says in (
+        ({**content, "format": 2}, "upgrade with"),
+        ({**content, "more": 1}, "'more' was unexpected"),
+        ([], "must hold an object"),
+    ):
+        file.write_text(json.dumps(damage))
+        with pytest.raises(posswap.PosswapError, match=says):
+            posswap.leaderboard([folder])
+
+
+def test_the_command(swapped, results, monkeypatch, capsys):
+    """`hf-posswap card` writes the same card, and says where a licence is missing."""
+    command = ["hf-posswap", "card", str(swapped), "--results", str(results), "--base-model", BASE]
+    monkeypatch.setattr("sys.argv", command)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code in (0, None)
+    says = capsys.readouterr().out
+    assert "wrote" in says and "no --license was given" in says and (swapped / "README.md").is_file()
