@@ -222,7 +222,7 @@ def _comparison(
         f"peak learning rate {config['learning_rate']:g}, on {data_of(config)}. "
     )
     if len(alike) == 1:
-        about += f"This model was made as those in the row *{alike[0]}*. "
+        about += f"Nearest to this model is the row *{alike[0]}*. "
     else:
         about += f"Rows with this model's positions: {', '.join(f'*{label}*' for label in rows)}. "
     if same:
