@@ -33,8 +33,6 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env, set_seed
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -55,7 +53,7 @@ from hf_posswap.surgery import geometry_of
 from hf_posswap.swap import swap
 from hf_posswap.terminal import run_program
 from hf_posswap.training import TrainingConfig, TrainingRun
-from hf_posswap.training.launching import share_weights
+from hf_posswap.training.launching import save_trained, share_weights
 
 ORIGINAL = "original"  # the scheme of a model that is left as it is
 STARTS = ("cold", "swap", "fit", "scratch")
@@ -230,14 +228,10 @@ def main(config_class: type[RecipeConfig], run: Callable[[RecipeConfig, Path, bo
 
 
 def _save_model(model: PreTrainedModel, source: str, folder: Path) -> None:
-    """Write a trained model, on the main process; what FSDP2 has sharded is gathered there, which takes all of them."""
-    weights = None
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    tokenizer = load_tokenizer(source)
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    save_trained(model, folder)
     if PartialState().is_main_process:
-        tokenizer = load_tokenizer(source)
-        tokenizer.model_max_length = model.config.max_position_embeddings
-        model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
 
 

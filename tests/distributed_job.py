@@ -16,7 +16,7 @@ import hf_posswap as posswap
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.batching import pad
 from hf_posswap.training.evaluation import evaluate_batches
-from hf_posswap.training.launching import share_weights
+from hf_posswap.training.launching import save_trained, share_weights
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 99}
 DROPOUTS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -73,8 +73,9 @@ def ddp(folder: Path) -> dict:
     seen["processes"] = run.processes
 
     parts = TrainingConfig(max_steps=5, batch_size=8, learning_rate=1e-3, gradient_accumulation_steps=2)
-    _, run = train(bert(), ragged_rows(), parts, collate=pad, progress=False)
+    model, run = train(bert(), ragged_rows(), parts, collate=pad, progress=False)
     seen["ragged"], seen["tokens"] = run.losses, run.tokens
+    save_trained(model, folder / "model")
 
     def breaks(model, batch):
         breaks.calls += 1
@@ -135,7 +136,9 @@ def fsdp(folder: Path) -> dict:
         seen["share"] = sum(p.to_local().numel() for p in model.parameters()) / sum(p.numel() for p in model.parameters())
 
     options = {"collate": pad, "progress": False, "output": folder / "fsdp"}
-    seen["ragged"] = train(bert(), ragged_rows(), parts, after_step=halves, **options)[1].losses
+    model, run = train(bert(), ragged_rows(), parts, after_step=halves, **options)
+    seen["ragged"] = run.losses
+    save_trained(model, folder / "model")
     seen["wrapped"] = plugin.transformer_cls_names_to_wrap
     last = folder / "fsdp" / "checkpoints" / "step-00000004"
     assert last.exists()

@@ -238,7 +238,8 @@ def what_is_not_sent(hub, folder):
     try_with("evil.py", lambda p: p.write_text("print()"), "no part of a shared model")
     try_with("link.json", lambda p: p.symlink_to("/etc/hostname"), "leads out of the folder")
     try_with("more.safetensors", lambda p: p.write_bytes(b"\x10" * 40), "cannot be read")
-    index = {"weight_map": {"a": "../../secret.safetensors"}}
+    (folder.parent / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    index = {"weight_map": {"a": "../secret.safetensors"}}
     try_with("model.safetensors.index.json", lambda p: p.write_text(json.dumps(index)), "which is no file next to it")
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").unlink()

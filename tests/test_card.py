@@ -109,6 +109,8 @@ def test_whose_weights(swapped, tmp_path):
     text = card.read_text()
     assert "those of seed" not in text and "one seed, hence no spread" in text and not ModelCard.load(card).data.eval_results
     assert sorted(path.name for path in (swapped / "posswap_results").iterdir()) == ["0-passkey-accuracy.png"]
+    posswap.write_card(swapped, base_model=BASE)
+    assert not (swapped / "posswap_results").exists()
 
 
 def test_what_the_user_wrote_stays(swapped, results):

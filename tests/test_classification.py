@@ -17,6 +17,7 @@ from hf_posswap import classification
 from hf_posswap.classification import encode, predict
 from hf_posswap.errors import PosswapError
 from hf_posswap.recipe import load_model, load_tokenizer, read_config
+from hf_posswap.results import weight_hashes
 from hf_posswap.tables import Rows
 from hf_posswap.training.batching import pad
 
@@ -260,8 +261,9 @@ def _run(folder, output, *options, processes=1):
 
 
 def test_two_processes(folder):
-    """Two processes take the steps that one takes, and count each of the 101 samples once."""
+    """Two processes take the steps that one takes, count each of the 101 samples once, and keep the same model."""
     options = "--no-dropout", "--max-steps", "6", "--eval-steps", "3", "--learning-rate", "1e-3", "--scheme", "rotary"
+    options += ("--save-model",)
     one, two = (_run(folder, folder / f"out{processes}", *options, processes=processes) for processes in (1, 2))
     assert two["cost"]["processes"] == 2 and one["cost"]["processes"] == 1
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-4)
@@ -270,6 +272,12 @@ def test_two_processes(folder):
     assert two["curve"][0]["loss"] == pytest.approx(one["curve"][0]["loss"], abs=1e-4)
     assert two["figures"]["accuracy"] * 101 == pytest.approx(round(two["figures"]["accuracy"] * 101))
     assert two["data"] == one["data"]
+    kept = [folder / f"out{processes}" / "model" for processes in (1, 2)]
+    assert [run["weights"] for run in (one, two)] == [weight_hashes(path) for path in kept] and one["weights"]
+    models = [AutoModelForSequenceClassification.from_pretrained(path) for path in kept]
+    for (name, here), there in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.allclose(here, there, atol=1e-4), name
+    assert models[0].config.position_scheme["name"] == "rotary" and (kept[0] / "tokenizer.json").is_file()
 
 
 def test_measuring_does_not_change_training(recipe, folder):

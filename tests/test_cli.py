@@ -1,10 +1,15 @@
 """The command line: what it prints, what it writes, and what it refuses."""
 
+import json
+import random
+
 import pytest
+from conftest import WORDS
 from transformers import AutoModel, AutoTokenizer, BertModel
 
 import hf_posswap as posswap
 from hf_posswap import cli
+from hf_posswap.results import weight_hashes
 
 
 def _call(monkeypatch, capsys, *arguments):
@@ -58,8 +63,22 @@ def test_swap_then_describe(folder, tmp_path, monkeypatch, capsys):
 def test_refusals_leave_nothing_behind(folder, tmp_path, monkeypatch, capsys, arguments, says):
     """A bad option ends with one paragraph, exit status 2 and no output folder."""
     code, said = _call(monkeypatch, capsys, "swap", folder, "--output", tmp_path / "out", *arguments)
-    assert code == 2 and says in said.err.replace("\n", " ") and "Traceback" not in said.err
+    assert code == 2 and says in " ".join(said.err.split()) and "Traceback" not in said.err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_fit_leaves_its_report(folder, tmp_path, monkeypatch, capsys):
+    """The report of a fit lies next to the weights that it is of, and the card shows it."""
+    text = " ".join(random.Random(0).choices(WORDS, k=6000))
+    (tmp_path / "some.txt").write_text(text)
+    output = tmp_path / "out"
+    options = ("--scheme", "relative:clip=4", "--fit", tmp_path / "some.txt", "--fit-tokens", "2000", "--reconstruct", "5")
+    code, said = _call(monkeypatch, capsys, "swap", folder, *options, "--output", output)
+    assert code == 0, said.err
+    kept = json.loads((output / "posswap_fit.json").read_text())
+    assert kept["weights"] == weight_hashes(output) and kept["report"]["after"]["total"] < kept["report"]["before"]["total"]
+    code, said = _call(monkeypatch, capsys, "card", output, "--base-model", "local:tiny")
+    assert code == 0 and f"**{kept['report']['after']['total']:.4f}**" in (output / "README.md").read_text()
 
 
 def test_existing_folder_is_kept(folder, tmp_path, monkeypatch, capsys):
@@ -67,7 +86,7 @@ def test_existing_folder_is_kept(folder, tmp_path, monkeypatch, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
     code, said = _call(monkeypatch, capsys, "swap", folder, "--scheme", "rotary", "--output", tmp_path / "out")
-    assert code == 2 and "exists already" in said.err.replace("\n", " ")
+    assert code == 2 and "exists already" in " ".join(said.err.split())
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 

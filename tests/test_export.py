@@ -168,7 +168,9 @@ def test_the_folder(make_swapped, bert_tokenizer, tmp_path):
     native = posswap.export_native(model, bert_tokenizer)
     assert native.model.config.tie_word_embeddings is False  # [CLS] reads another vector than the head
     native.save_pretrained(tmp_path / "out")
-    facts = json.loads((tmp_path / "out" / "parity.json").read_text())
+    facts = json.loads((tmp_path / "out" / "parity.json").read_text())["certificate"]
+    assert facts["position_scheme"]["name"] == "rotary"
+    assert [words for words in facts["holds_for"] if "[CLS]" in words] and "  holds for: positions" in str(native.certificate)
     assert facts["target"] == "RoFormerForMaskedLM" and set(facts["random"]) == {"16", "64"} and facts["text"]
     assert "RoFormerForMaskedLM" in str(native.certificate)
     again = type(native.model).from_pretrained(tmp_path / "out")
@@ -221,6 +223,9 @@ def test_adapters_and_tokenizers(make_swapped, bert_tokenizer):
         posswap.export_native(adapted)
     merged = adapted.merge_and_unload()
     _equal(merged, posswap.export_native(merged).model, _tokens(30))
+    merged.classifier_like = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    with pytest.raises(posswap.UnsupportedModelError, match="weights are torch.bfloat16 and torch.float32: give it one dtype"):
+        posswap.export_native(merged)
     small = make_swapped("bert", posswap.Rotary(), vocab_size=20)
     with pytest.raises(posswap.PosswapError, match="tokens and the model 20"):
         posswap.export_native(small, bert_tokenizer)

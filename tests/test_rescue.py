@@ -60,6 +60,13 @@ def test_outputs_of_transformers_4(checkpoint, backend):
             assert_close(logits[real], golden[f"{name}_logits"][real], rtol=1e-5, atol=1e-5)
 
 
+def test_it_names_no_base(checkpoint):
+    """An adapter must not name the checkpoint as its base, which loads as an absolute model."""
+    folder, _ = checkpoint
+    model = posswap.load_relative_key(str(folder), AutoModelForMaskedLM)
+    assert model.name_or_path == model.config.name_or_path == "" and "base_model" not in model.config.position_scheme
+
+
 def test_new_heads_are_named(checkpoint):
     """A head that the checkpoint lacks is new, and is said to be; nothing else is."""
     folder, _ = checkpoint

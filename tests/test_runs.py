@@ -12,6 +12,7 @@ import pytest
 
 import hf_posswap as posswap
 from hf_posswap import cli
+from hf_posswap.compare import _begin, _jobs
 from hf_posswap.recipe import RecipeConfig
 from hf_posswap.runs import background, check_budgets, load_runs, markdown, write_comparison
 
@@ -147,6 +148,23 @@ def test_running_a_recipe(tmp_path):
     assert done.returncode == 0, done.stderr
     table = (tmp_path / "out" / "comparison.md").read_text()
     assert "| original | 14.0 |" in table and "| none, cold | 14.0 |" in table
+
+
+def test_a_folder_is_of_one_question(tmp_path):
+    """Finished runs of other options would be taken for these: another recipe or other options need another folder."""
+    _begin(tmp_path, {"recipe": ["a.py"], "options": ["--max-steps", "5"]})
+    _begin(tmp_path, {"recipe": ["a.py"], "options": ["--max-steps", "5"]})
+    for recipe, steps in (("b.py", "5"), ("a.py", "6")):
+        with pytest.raises(posswap.PosswapError, match="choose another --output, or give the same"):
+            _begin(tmp_path, {"recipe": [recipe], "options": ["--max-steps", steps]})
+
+
+def test_the_order_of_runs():
+    """Seed after seed, so that what is stopped has whole seeds; the original has one start."""
+    jobs = _jobs(["original", "none"], ["cold", "fit"], [0, 1])
+    assert jobs[:3] == [("original", "swap", 0), ("none", "cold", 0), ("none", "fit", 0)]
+    assert [seed for *_, seed in jobs] == [0, 0, 0, 1, 1, 1]
+    assert ("original", "scratch", 0) in _jobs(["original"], ["cold", "scratch"], [0])
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,9 @@ from accelerate.utils import (
     LoggerType,
     TorchDynamoPlugin,
 )
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.errors import PosswapError
@@ -125,3 +128,12 @@ def share_weights(model: torch.nn.Module) -> None:
     if PartialState().num_processes > 1:
         for tensor in model.state_dict().values():
             torch.distributed.broadcast(tensor, 0)
+
+
+def save_trained(model: PreTrainedModel, folder: Path) -> None:
+    """Write a trained model, on the main process; what FSDP2 has sharded is gathered there, so all processes must call this."""
+    weights = None
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if PartialState().is_main_process:
+        model.save_pretrained(folder, state_dict=weights)
