@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -67,7 +66,9 @@ def swap_command(
     loaded = _load(source)
     tokenizer = AutoTokenizer.from_pretrained(source)
     chosen = parse_scheme(scheme)
-    batches = None if fit is None else _calibration(fit, text_column or "text", loaded, tokenizer, fit_tokens or 65_536)
+    batches, words = None, None
+    if fit is not None:
+        batches, words = _calibration(fit, text_column or "text", loaded, tokenizer, fit_tokens or 65_536)
     if batches is not None and chosen.open_options():
         chosen = choose(loaded, chosen, batches, max_positions=max_positions)
     swap(loaded, chosen, max_positions=max_positions, warm_start=not cold)
@@ -78,7 +79,7 @@ def swap_command(
     output.mkdir(parents=True, exist_ok=True)
     loaded.save_pretrained(output)
     if report is not None:
-        report.save(output)
+        report.save(output, text=words)
     typer.echo(describe(loaded))
     # For a folder without a tokenizer transformers makes one up, with hardly a word in it.
     if len(tokenizer) > 10:
@@ -116,15 +117,19 @@ def export_command(
 app.command("compare")(compare)
 
 
-def _calibration(source: str, text_column: str, model: PreTrainedModel, tokenizer, tokens: int) -> list[torch.Tensor]:
-    """Return token batches of the text that a fit was asked to use."""
+def _calibration(source: str, text_column: str, model: PreTrainedModel, tokenizer, tokens: int) -> tuple[list, str]:
+    """Return token batches of the text that a fit was asked to use, and which text that is."""
     causal = ARCHITECTURES[model.config.model_type.removeprefix("posswap-")].is_causal(model.config)
     if source == "auto" and causal and model.get_output_embeddings() is not None:
-        return [written_text(model, tokens=tokens)]
+        return [written_text(model, tokens=tokens)], "written by the model"
     if len(tokenizer) <= 10:
         raise DataError("the checkpoint has no tokenizer to read text with: fit in Python, where you pass token ids")
-    documents = ["\n".join(stdlib_prose("train"))] if source == "auto" else read_documents(source, text_column=text_column)
-    return text_batches(documents, tokenizer, model.config.max_position_embeddings, tokens=tokens, causal=causal)
+    if source == "auto":
+        documents, words = ["\n".join(stdlib_prose("train"))], "prose from the Python standard library"
+    else:
+        documents, words = read_documents(source, text_column=text_column), Path(source).name
+    batches = text_batches(documents, tokenizer, model.config.max_position_embeddings, tokens=tokens, causal=causal)
+    return batches, words
 
 
 _RESULTS_HELP = "A folder that compare or a recipe wrote, with runs of this model's scheme; repeatable."

@@ -77,8 +77,10 @@ class FitReport:
                 )
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, *, text: str | None = None) -> None:
         """Write `FIT_FILE` next to the saved model, for its card: the report, and which weights it is of.
+
+        `text` says in words which text it was fitted on.
 
         Raises:
             CheckpointError: There are no weights in the folder.
@@ -86,7 +88,9 @@ class FitReport:
         hashes = weight_hashes(Path(folder))
         if not hashes:
             raise CheckpointError(f"there is no model in {folder}: save the fitted model there first")
-        write_json(Path(folder) / FIT_FILE, {"format": 1, "weights": hashes, "report": asdict(self)})
+        write_json(
+            Path(folder) / FIT_FILE, {"format": 1, "weights": hashes, "report": asdict(self) | {"text": text or self.text}}
+        )
 
 
 def fit(

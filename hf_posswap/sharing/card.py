@@ -18,6 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 import hf_posswap
+from hf_posswap.assets import EMBEDDED_MODELS
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.results import write_json
 from hf_posswap.runs import background, markdown, plots, row_label
@@ -32,14 +33,38 @@ BEGIN, END = "<!-- written by hf_posswap: begin; text outside is yours -->", "<!
 _TEMPLATE = Path(__file__).parents[1] / "assets" / "card.md.jinja"
 _OURS = "hf_posswap: "  # how our entries of a model index begin
 
-_TITLES = {
-    "swap_cost": "What swaps like this one cost, and what tuning wins back",
-    "downstream_classification": "Does it learn a task?",
-    "long_documents": "Does reading more of a document help?",
-    "language_modeling": "Language modelling",
-    "length_extrapolation": "Loss at lengths beyond the trained one",
-    "passkey": "Does it find a key in a long text?",
-    "listops": "Nested expressions (ListOps)",
+# What a recipe asks, and what its figures are.
+_QUESTIONS = {
+    "swap_cost": (
+        "What swaps like this one cost, and what tuning wins back",
+        "`cosine N`: of mean-pooled states with the original's on held-out blocks of N tokens, 1 is unhurt; `perplexity N`: on "
+        "held-out blocks of N tokens; `kl`: of predictions to the original's; `word order`: whether two swapped neighbours in "
+        "a sentence are noticed, 0.5 is chance; `tuned`: after the training steps.",
+    ),
+    "downstream_classification": ("Does it learn a task?", "Figures are those of the validation rows."),
+    "long_documents": (
+        "Does reading more of a document help?",
+        "The original is cut at what it can read, a swapped model reads more of the same documents; `long`: of the documents "
+        "alone that the original cannot read as a whole.",
+    ),
+    "language_modeling": ("Language modelling", "`perplexity N`: on held-out blocks of N tokens."),
+    "length_extrapolation": (
+        "Loss at lengths beyond the trained one",
+        "`loss N`: nats a token on held-out blocks of N tokens; the original's is that behind a sliding window; `tuned`: after "
+        "the training steps.",
+    ),
+    "passkey": (
+        "Does it find a key in a long text?",
+        "`accuracy N`: share of keys said in full, in texts of N tokens, over all depths; `candidates N`: share of texts in "
+        "which the key is likelier than nine others.",
+    ),
+    "listops": ("Nested expressions (ListOps)", "`majority`: what guessing the commonest answer gets."),
+}
+_STARTS = {
+    "cold": "the old table dropped",
+    "swap": "a warm start without data",
+    "fit": "fitted to the original before training",
+    "scratch": "all weights drawn anew",
 }
 _TASKS = {
     "downstream_classification": "text-classification",
@@ -217,9 +242,13 @@ def _comparison(
     # Whether an unfitted model was swapped cold or warm, and what it was trained on since, nobody has written down.
     alike = [label for label, row in rows.items() if any(run.get("weights") == model["weights"] for run in row)]
     alike = alike or [label for label, row in rows.items() if fitted and row[0]["config"]["start"] == "fit"]
-    about = (
-        f"The base model here is `{config['model']}`; each run had {config['max_steps']:,} steps of {config['batch_size']}, "
-        f"peak learning rate {config['learning_rate']:g}, on {data_of(config)}. "
+    starts = dict.fromkeys(run["config"]["start"] for run in runs if run["config"]["scheme"] != "original")
+    about = "".join(f"{words} " for words in _QUESTIONS.get(recipe, ())[1:])
+    about += f"*original*: not swapped; {'; '.join(f'*{one}*: {_STARTS.get(one, one)}' for one in starts)}.\n\n"
+    comes = ", which comes with hf_posswap" if config["model"] in EMBEDDED_MODELS else ""
+    about += (
+        f"The base model here is `{config['model']}`{comes}; each run had {config['max_steps']:,} steps of "
+        f"{config['batch_size']}, peak learning rate {config['learning_rate']:g}, on {data_of(config)}. "
     )
     if len(alike) == 1:
         about += f"Nearest to this model is the row *{alike[0]}*. "
@@ -233,7 +262,7 @@ def _comparison(
     drawn = {name: f"{PICTURES}/{number}-{recipe}-{name}.png" for name in figures}
     pictures |= {path: figures[name] for name, path in drawn.items()}
     shown = {
-        "title": _TITLES.get(recipe, recipe),
+        "title": _QUESTIONS.get(recipe, (recipe,))[0],
         "about": about,
         "table": markdown(runs, vary=vary),
         "pictures": {f"{name.replace('_', ' ')} by scheme": path for name, path in drawn.items()},
