@@ -15,6 +15,7 @@ from hf_posswap.compare import compare
 from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.export import export_native
 from hf_posswap.fitting import fit as fit_swapped
+from hf_posswap.results import provenance
 from hf_posswap.schemes import SCHEMES, parse_scheme
 from hf_posswap.sharing.card import write_card
 from hf_posswap.sharing.hub import share
@@ -79,7 +80,7 @@ def swap_command(
     output.mkdir(parents=True, exist_ok=True)
     loaded.save_pretrained(output)
     if report is not None:
-        report.save(output, text=words)
+        report.save(output, text=words, command=provenance()["command"])
     typer.echo(describe(loaded))
     # For a folder without a tokenizer transformers makes one up, with hardly a word in it.
     if len(tokenizer) > 10:

@@ -23,7 +23,7 @@ from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import CheckpointError, DataError, PosswapError, UnsupportedModelError
 from hf_posswap.layerwise import LayerFit, Walk
 from hf_posswap.measure.damage import Damage, damage
-from hf_posswap.results import weight_hashes, write_json
+from hf_posswap.results import provenance, weight_hashes, write_json
 from hf_posswap.swap import find_target, is_unchanged, original, rewriting_attention
 from hf_posswap.warm_start import plain_projections
 
@@ -77,10 +77,13 @@ class FitReport:
                 )
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
-    def save(self, folder: str | Path, *, text: str | None = None) -> None:
-        """Write `FIT_FILE` next to the saved model, for its card: the report, and which weights it is of.
+    def save(self, folder: str | Path, *, text: str | None = None, command: str | None = None) -> None:
+        """Write `FIT_FILE` next to the saved model, for its card: the report, which weights it is of, versions and hardware.
 
-        `text` says in words which text it was fitted on.
+        Args:
+            folder: Where the fitted model was saved.
+            text: In words, which text it was fitted on.
+            command: What made the model.
 
         Raises:
             CheckpointError: There are no weights in the folder.
@@ -88,9 +91,8 @@ class FitReport:
         hashes = weight_hashes(Path(folder))
         if not hashes:
             raise CheckpointError(f"there is no model in {folder}: save the fitted model there first")
-        write_json(
-            Path(folder) / FIT_FILE, {"format": 1, "weights": hashes, "report": asdict(self) | {"text": text or self.text}}
-        )
+        report = asdict(self) | {"text": text or self.text, "made": provenance() | {"command": command}}
+        write_json(Path(folder) / FIT_FILE, {"format": 1, "weights": hashes, "report": report})
 
 
 def fit(

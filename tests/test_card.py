@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from huggingface_hub import ModelCard
 from jsonschema import Draft202012Validator
 
@@ -14,7 +15,7 @@ import hf_posswap as posswap
 from hf_posswap import cli
 from hf_posswap.recipe import RecipeConfig
 from hf_posswap.results import weight_hashes
-from hf_posswap.sharing.card import BEGIN, END
+from hf_posswap.sharing.card import BEGIN, END, _body
 from hf_posswap.sharing.results_file import RESULTS_FILE, SCHEMA, read_results
 
 ROOT = Path(__file__).parent.parent
@@ -75,6 +76,7 @@ def test_a_card(fitted, results):
     assert {"hf_posswap", "position-rotary"} <= set(card.data.tags)
     found = {one.metric_name: one.metric_value for one in card.data.eval_results}
     assert found["accuracy (mean over 2 seeds, standard deviation 0.00707)"] == pytest.approx(0.605)
+    assert f"transformers {transformers.__version__}, " in text
     assert f"| **all** | {report.before.total:.4f} | **{report.after.total:.4f}** |" in text
     assert "| rotary:theta=500, fit | 0.605 ± 0.007 | 0.250 ± 0.000 |" in text and "*rotary:theta=500, fit*" in text
     for words in (
@@ -93,6 +95,14 @@ def test_a_card(fitted, results):
 def test_the_schema_is_one():
     """It is a valid schema, and the format that is written names it."""
     Draft202012Validator.check_schema(json.loads(SCHEMA.read_text()))
+
+
+def test_the_example():
+    """The card that is checked in as an example is what would be written today from the results next to it."""
+    folder = ROOT / "recipes" / "results" / "card"
+    text, _ = _body(read_results(folder), "minilm-rotary", pictures := {})
+    assert text.strip() in (folder / "README.md").read_text()
+    assert set(pictures) == {str(path.relative_to(folder)) for path in (folder / "posswap_results").iterdir()}
 
 
 def test_whose_weights(swapped, tmp_path):
