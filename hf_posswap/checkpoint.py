@@ -9,12 +9,15 @@ class that is named outright refuses the shape of the table (see `PositionEmbedd
 
 import functools
 import inspect
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers import initialization as init
@@ -25,6 +28,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posswap.architectures import ARCHITECTURES, Architecture
+from hf_posswap.assets import EMBEDDED_MODELS, embedded_model, is_installed
 from hf_posswap.attention import add_positioned_class, check_implementation
 from hf_posswap.errors import CheckpointError, PosswapError, SequenceTooLongError
 from hf_posswap.schemes import AttentionPositions, PositionEmbedding, Scheme, scheme_from_dict
@@ -48,14 +52,22 @@ def config_entry(scheme: Scheme, trained_positions: int, base_model: dict[str, s
 
 
 def on_hub(name_or_path: str) -> dict[str, str | None] | None:
-    """Return what a loaded checkpoint is on the Hub, {"id": ..., "revision": ...}; None where it is a folder, or nothing.
+    """Return what a loaded checkpoint is on the Hub, {"id": ..., "revision": ...}; None where that cannot be told.
 
-    transformers does not say which commit it has loaded. Where the cache holds a single one, it was that one.
+    transformers does not say where a checkpoint came from, and a relative path looks like an id. What the client's cache holds
+    came from the Hub; where it holds a single commit, it was that one.
     """
-    if not name_or_path or Path(name_or_path).exists():
+    for name, hub_id in EMBEDDED_MODELS.items():
+        if hub_id is not None and is_installed(name) and name_or_path == embedded_model(name):
+            return {"id": hub_id, "revision": None}
+    try:
+        validate_repo_id(name_or_path)
+    except HFValidationError:
         return None
     snapshots = Path(HF_HUB_CACHE, repo_folder_name(repo_id=name_or_path, repo_type="model"), "snapshots")
     commits = [folder.name for folder in snapshots.iterdir()] if snapshots.is_dir() else []
+    if Path(name_or_path).exists() or not commits:
+        return None
     return {"id": name_or_path, "revision": commits[0] if len(commits) == 1 else None}
 
 
@@ -327,6 +339,11 @@ With `import hf_posswap` the Auto classes load this model. Without, trust_remote
 from hf_posswap.checkpoint import (  # noqa: F401
 {imports})
 '''
+
+
+def is_stub(text: str) -> bool:
+    """Whether this is what is saved as `STUB`, and no other code."""
+    return re.fullmatch(re.escape(_STUB_TEXT).replace(re.escape("{imports}"), r"(?:    Posswap\w+,\n)*"), text) is not None
 
 
 def _config_class(architecture: Architecture) -> type[PreTrainedConfig]:

@@ -1,9 +1,11 @@
 """The command line: one command for each thing that people do with a model."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from huggingface_hub import ModelCard
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_posswap.architectures import ARCHITECTURES
@@ -76,11 +78,12 @@ def swap_command(
     report = None
     if batches is not None:
         report = fit_swapped(loaded, batches, reconstruct=100 if reconstruct is None else reconstruct)
+        report = replace(report, text=words)
         typer.echo(report)
     output.mkdir(parents=True, exist_ok=True)
     loaded.save_pretrained(output)
     if report is not None:
-        report.save(output, text=words, command=provenance()["command"])
+        report.save(output, command=provenance()["command"])
     typer.echo(describe(loaded))
     # For a folder without a tokenizer transformers makes one up, with hardly a word in it.
     if len(tokenizer) > 10:
@@ -137,7 +140,7 @@ _RESULTS_HELP = "A folder that compare or a recipe wrote, with runs of this mode
 _BASE_HELP = (
     "What it was swapped from, if the folder does not say: owner/name, owner/name@revision, or local:name if on no Hub."
 )
-_LICENSE_HELP = "Of the weights, by the Hub's identifiers: as a rule the base model's."
+_LICENSE_HELP = "Licence of the weights, such as apache-2.0: as a rule the base model's."
 _EVAL_HELP = "DATASET:TASK:FIGURE for .eval_results/, the Hub's own leaderboards of registered benchmarks; repeatable."
 
 
@@ -150,10 +153,10 @@ def card_command(
     eval_result: Annotated[list[str] | None, typer.Option(help=_EVAL_HELP)] = None,
 ):
     """Write a model's card, its results as JSON and pictures into its folder; text of your own in the card stays."""
-    path = write_card(folder, results=results or (), base_model=base_model, license=license, eval_results=eval_result or ())
+    path = write_card(folder, results=results, base_model=base_model, license=license, eval_results=eval_result or ())
     typer.echo(f"wrote {path}")
-    if license is None:
-        typer.echo("no --license was given: without one, others may not use the model")
+    if ModelCard.load(path).data.license is None:
+        typer.echo("the card names no licence: say with --license under which one others may use the model")
 
 
 @app.command("push")
@@ -165,6 +168,7 @@ def push_command(
     license: Annotated[str | None, typer.Option(help=_LICENSE_HELP)] = None,
     private: Annotated[bool | None, typer.Option("--private/--public", help="Of a new repository.")] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Also over text in the Hub's card that is not here.")] = False,
     eval_result: Annotated[list[str] | None, typer.Option(help=_EVAL_HELP)] = None,
 ):
     """Write the card as `card` does, and push the folder to the Hub; what is there already is not sent again."""
@@ -172,11 +176,12 @@ def push_command(
         share(
             folder,
             repo_id,
-            results=results or (),
+            results=results,
             base_model=base_model,
             license=license,
             private=private,
             create_pr=create_pr,
+            overwrite=overwrite,
             eval_results=eval_result or (),
         )
     )

@@ -8,15 +8,17 @@ of the headless model but the pooler, so it does not matter which head is on.
 
 import hashlib
 import json
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from hf_posswap.architectures import Architecture
+from hf_posswap.architectures import ARCHITECTURES, Architecture
 from hf_posswap.checkpoint import SwappedModel, config_entry, on_hub
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.results import write_json
@@ -153,8 +155,26 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
 
 def weights_hash(model: PreTrainedModel) -> str:
     """Return the SHA-256 of a model's weights: names, types, shapes and values of the headless model without its pooler."""
+    return _hash(sorted(_weights(model).items()))
+
+
+def saved_weights_hash(folder: Path) -> str:
+    """Return `weights_hash` of the swapped model that a folder holds, from its files, one tensor after the other."""
+    family = json.loads((folder / "config.json").read_text())["model_type"].removeprefix("posswap-")
+    prefix = f"{ARCHITECTURES[family].base_class.base_model_prefix}."
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in folder.glob("*.safetensors")]
+        where = {name: file for file in files for name in file.keys()}
+        if any(name.startswith(prefix) for name in where):  # a head is on
+            where = {name: file for name, file in where.items() if name.startswith(prefix)}
+        names = {name.removeprefix(prefix): name for name in where}
+        kept = sorted(name for name in names if not name.startswith("pooler."))
+        return _hash((name, where[names[name]].get_tensor(names[name])) for name in kept)
+
+
+def _hash(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
-    for name, value in sorted(_weights(model).items()):
+    for name, value in weights:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()

@@ -4,6 +4,7 @@
 that nothing has changed when something goes wrong.
 """
 
+import copy
 import tempfile
 import time
 import warnings
@@ -20,10 +21,11 @@ from transformers import PreTrainedModel
 from hf_posswap.architectures import Architecture
 from hf_posswap.calibration import check_batches, random_tokens, split_batches, written_text
 from hf_posswap.checkpoint import SwappedModel
+from hf_posswap.delta import saved_weights_hash, weights_hash
 from hf_posswap.errors import CheckpointError, DataError, PosswapError, UnsupportedModelError
 from hf_posswap.layerwise import LayerFit, Walk
 from hf_posswap.measure.damage import Damage, damage
-from hf_posswap.results import provenance, weight_hashes, write_json
+from hf_posswap.results import provenance, weight_hashes, without_home, write_json
 from hf_posswap.swap import find_target, is_unchanged, original, rewriting_attention
 from hf_posswap.warm_start import plain_projections
 
@@ -42,9 +44,11 @@ class FitReport:
     seconds: float
     tokens: int  # fitted on
     tokens_held_out: int  # measured on
-    text: str  # whose: "given", "written by the model", "random tokens"
+    text: str  # which: "given", "written by the model", "random tokens"; or in words
     longest: int  # sequence in it: what the fit did to longer inputs, nobody has looked at
     trained_positions: int  # what the original reads
+    position_scheme: dict  # as the model's config has it
+    sha256: str  # of the weights that it is of: `delta.weights_hash`
 
     def __str__(self) -> str:
         found = Table(box=None, pad_edge=False)
@@ -77,21 +81,25 @@ class FitReport:
                 )
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
-    def save(self, folder: str | Path, *, text: str | None = None, command: str | None = None) -> None:
+    def save(self, folder: str | Path, *, command: str | None = None) -> None:
         """Write `FIT_FILE` next to the saved model, for its card: the report, which weights it is of, versions and hardware.
 
         Args:
             folder: Where the fitted model was saved.
-            text: In words, which text it was fitted on.
             command: What made the model.
 
         Raises:
-            CheckpointError: There are no weights in the folder.
+            CheckpointError: There are no weights in the folder, or others than those that were fitted.
         """
         hashes = weight_hashes(Path(folder))
         if not hashes:
             raise CheckpointError(f"there is no model in {folder}: save the fitted model there first")
-        report = asdict(self) | {"text": text or self.text, "made": provenance() | {"command": command}}
+        if saved_weights_hash(Path(folder)) != self.sha256:
+            raise CheckpointError(
+                f"{folder} holds other weights than those that this report is of: the model was trained or cast since, or it "
+                "is another one"
+            )
+        report = asdict(self) | {"made": provenance() | {"command": command and without_home(command)}}
         write_json(Path(folder) / FIT_FILE, {"format": 1, "weights": hashes, "report": report})
 
 
@@ -161,7 +169,7 @@ def fit(
         before = damage(target, teacher, held)
         about = (*counts, text, max(batch["input_ids"].shape[1] for batch in checked), longest)
         if before.total < 1e-7:  # the original's own table: there is nothing to fit
-            return FitReport(before, before, (), time.perf_counter() - started, *about)
+            return _report(target, before, before, (), time.perf_counter() - started, *about)
         with rewriting_attention(target), tempfile.TemporaryDirectory(prefix="posswap-") as folder:
             walk = Walk(target, teacher, architecture, fitted, held, Path(folder), seed)
             count = len(walk.layers[0])
@@ -186,7 +194,11 @@ def fit(
     finally:
         for module, training in modes.items():
             module.training = training
-    return FitReport(before, after, tuple(layers), time.perf_counter() - started, *about)
+    return _report(target, before, after, tuple(layers), time.perf_counter() - started, *about)
+
+
+def _report(target: PreTrainedModel, *found) -> FitReport:
+    return FitReport(*found, copy.deepcopy(target.config.position_scheme), weights_hash(target))
 
 
 class _NotBetter(Exception):

@@ -87,6 +87,22 @@ def weight_hashes(folder: Path) -> dict[str, str]:
     return hashes
 
 
+def without_home(text: str) -> str:
+    """Return a path, or a command with paths, as others may read it: of an absolute one, the last two parts."""
+    if Path(text).is_absolute():
+        return "/".join(Path(text).parts[-2:]).lstrip("/")
+    try:
+        parts = shlex.split(text)
+    except ValueError:
+        return text
+    short = [
+        name + equals + without_home(value) if Path(value).is_absolute() else part
+        for part in parts
+        for name, equals, value in [part.partition("=") if part.startswith("-") else ("", "", part)]
+    ]
+    return text if short == parts else shlex.join(short)
+
+
 def write_json(path: Path, content: dict) -> None:
     """Write a file as a whole: a process that is killed leaves the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)

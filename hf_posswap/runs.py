@@ -33,8 +33,18 @@ def load_runs(folders: Sequence[Path]) -> list[dict]:
         found = sorted(Path(folder).rglob("result.json"))
         if not found:
             raise PosswapError(f"no result.json in {folder}: give folders that a recipe wrote and finished")
-        runs += [{**json.loads(path.read_text()), "folder": str(path.parent)} for path in found]
+        runs += [{**_read(path), "folder": str(path.parent)} for path in found]
     return list({run["folder"]: run for run in runs}.values())
+
+
+def _read(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise PosswapError(f"{path} cannot be read ({error}): remove it, and run that again") from None
+    if not isinstance(found, dict):
+        raise PosswapError(f"{path} must hold an object, not {type(found).__name__}")
+    return found
 
 
 def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:
@@ -80,7 +90,7 @@ def _rows(runs: list[dict], vary: Sequence[str]) -> dict[tuple, list[dict]]:
 def _row(config: dict, vary: Sequence[str]) -> tuple:
     """Return what a row's runs share; an original has no start, unless it was trained from nothing."""
     start = "" if config["scheme"] == "original" and config["start"] != "scratch" else config["start"]
-    return (config["scheme"], start, *((name, str(config[name])) for name in vary))
+    return (config["scheme"], start, *((name, str(config.get(name))) for name in vary))
 
 
 def row_label(run: dict, vary: Sequence[str] = ()) -> str:

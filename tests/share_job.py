@@ -81,11 +81,49 @@ def push_and_pull(hub, folder):
     assert len(hub.repos["tester/first"].commits) == commits
     (folder / "README.md").write_text((folder / "README.md").read_text() + "\nMore.\n")
     stored = hub.stored()
-    push(folder, "tester/first")
+    push(folder, "tester/first")  # the card there has no text of its own that could be lost
     assert len(hub.repos["tester/first"].commits) == commits + 1 and hub.stored() == stored
     assert b"More." in hub.repos["tester/first"].read("README.md")
     for path in folder.rglob("*"):
         assert not path.is_file() or os.environ["HF_TOKEN"].encode() not in path.read_bytes()
+
+
+@scenario
+def the_base_is_recorded(hub, folder):
+    """A checkpoint that was loaded from the Hub is named in the swapped one's config, with its commit."""
+    import torch
+    from transformers import BertConfig, BertModel
+
+    import hf_posswap as posswap
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
+    BertModel(BertConfig(**sizes)).push_to_hub("tester/base")
+    model = posswap.swap(BertModel.from_pretrained("tester/base"), "none")
+    expected = {"id": "tester/base", "revision": hub.repos["tester/base"].resolve("main")}
+    assert model.config.position_scheme["base_model"] == expected, model.config.position_scheme
+    model.save_pretrained(folder)
+    posswap.share(folder, "tester/of-base")
+    assert f"revision `{expected['revision']}`" in hub.repos["tester/of-base"].read("README.md").decode()
+
+
+@scenario
+def another_model(hub, folder):
+    """Weights, card and results of what was there before go: they are not read in the place of the new, sharded ones."""
+    import torch
+    from transformers import AutoModelForMaskedLM
+
+    new_model(folder)
+    push(folder, "tester/changing")
+    model = new_model(folder / "second", seed=1)
+    for path in (folder / "second").glob("*"):
+        path.unlink()
+    model.save_pretrained(folder / "second", max_shard_size="10KB")
+    push(folder / "second", "tester/changing")
+    assert "model.safetensors" not in files(hub, "tester/changing")
+    tokens = torch.arange(5, 25)[None]
+    pulled = AutoModelForMaskedLM.from_pretrained("tester/changing")
+    assert torch.equal(pulled(tokens).logits, model(tokens).logits)
 
 
 @scenario
@@ -213,6 +251,14 @@ def a_card_that_is_there(hub, folder):
     push(folder, "tester/written")
     card = repo.read("README.md").decode()
     assert "language: de" in card and "Read me first." in card and "written by hf_posswap: begin" in card
+    edited = card.replace("Read me first.", "Read me first. And this.").encode()
+    head = repo.commits[repo.resolve("main")]
+    repo.commit("main", head.tree | {"README.md": File(edited, None, len(edited))}, "on the web", head.oid)
+    with refused("has text that"):
+        push(folder, "tester/written")
+    assert b"And this." in repo.read("README.md")
+    push(folder, "tester/written", overwrite=True)
+    assert b"And this." not in repo.read("README.md")
 
 
 @scenario
@@ -222,6 +268,8 @@ def what_is_not_sent(hub, folder):
     requests = len(hub.log)
     with refused("is no name for a repository"):
         push(folder, "tester/a/b")
+    with refused("does not say whose it is"):
+        push(folder, "never")
     (folder / ".git").mkdir()
     (folder / ".git" / "config").write_text("token")  # left alone
 
@@ -236,6 +284,13 @@ def what_is_not_sent(hub, folder):
     try_with("training_args.bin", lambda p: p.write_bytes(b"x"), "no part of a shared model")
     try_with("checkpoint-5/optimizer.pt", lambda p: p.write_bytes(b"x"), "no part of a shared model")
     try_with("evil.py", lambda p: p.write_text("print()"), "no part of a shared model")
+    try_with("token.json", lambda p: p.write_text("{}"), "no part of a shared model")
+    try_with("more/config.json", lambda p: p.write_text("{}"), "no part of a shared model")
+    stub = (folder / "modeling_hf_posswap.py").read_text()
+    (folder / "modeling_hf_posswap.py").write_text(stub + "import os\n")
+    with refused("code that is shared is run"):
+        push(folder, "tester/never")
+    (folder / "modeling_hf_posswap.py").write_text(stub)
     try_with("link.json", lambda p: p.symlink_to("/etc/hostname"), "leads out of the folder")
     try_with("more.safetensors", lambda p: p.write_bytes(b"\x10" * 40), "cannot be read")
     (folder.parent / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())

@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 
 import hf_posswap as posswap
 from hf_posswap import cli
+from hf_posswap.checkpoint import on_hub
 from hf_posswap.recipe import RecipeConfig
 from hf_posswap.results import weight_hashes
 from hf_posswap.sharing.card import BEGIN, END, _body
@@ -74,15 +75,20 @@ def test_a_card(fitted, results):
     card = ModelCard.load(path)
     assert card.data.base_model == "org/tiny" and card.data.license == "mit" and card.data.pipeline_tag == "text-generation"
     assert {"hf_posswap", "position-rotary"} <= set(card.data.tags)
-    found = {one.metric_name: one.metric_value for one in card.data.eval_results}
-    assert found["accuracy (mean over 2 seeds, standard deviation 0.00707)"] == pytest.approx(0.605)
+    (found,) = card.data.eval_results  # the comparison is of other weights
+    assert (
+        found.metric_value == report.after.total
+        and found.metric_type == "kl"
+        and "held-out tokens, given" in found.dataset_name
+    )
     assert f"transformers {transformers.__version__}, " in text
-    assert f"| **all** | {report.before.total:.4f} | **{report.after.total:.4f}** |" in text
+    assert f"| mean over all | {report.before.total:.4f} | {report.after.total:.4f} |" in text
+    assert f"| sequences of 32 tokens (4 of them) | {report.before.by_length[32]:.4f} |" in text
     assert "| rotary:theta=500, fit | 0.605 ± 0.007 | 0.250 ± 0.000 |" in text and "*rotary:theta=500, fit*" in text
     for words in (
         "reads 64 tokens", "the base model reads 32", "revision `f00`", "`theta=500`", 'from_pretrained("me/tiny-rotary")',
         "trust_remote_code=True", "no class of transformers computes the same", "a cpu", "seeds [0, 1]", "commit abc",
-        "python recipes/passkey.py --seed 1", "none of them is the weights in this folder",
+        "python recipes/passkey.py --seed 1", "is the weights in this folder is not known", "*accuracy*: share of keys said in full",
     ):  # fmt: skip
         assert words in text, words
     assert (folder / "posswap_results" / "0-passkey-accuracy.png").is_file()
@@ -112,15 +118,25 @@ def test_whose_weights(swapped, tmp_path):
         _run(tmp_path / f"runs/original-{seed}", seed=seed)
         _run(tmp_path / f"runs/rotary-{seed}", seed=seed, scheme="rotary:theta=500.0", weights=kept, save_model=True)
     card = posswap.write_card(swapped, results=[tmp_path / "runs"], base_model=BASE)
-    assert "those of seed 1." in card.read_text() and ModelCard.load(card).data.eval_results
+    assert "those of *rotary:theta=500.0, swap*, seed 1." in card.read_text()
+    assert {one.metric_name: one.metric_value for one in ModelCard.load(card).data.eval_results} == {
+        "accuracy, seed 1": 0.51,
+        "accuracy_512, seed 1": 0.25,
+    }
+    posswap.write_card(swapped, results=[tmp_path / "runs"], base_model=BASE, eval_results=["org/bench:task:accuracy"])
+    text = (swapped / ".eval_results" / "hf_posswap.yaml").read_text()
+    assert "id: org/bench" in text and "value: 0.51" in text and "seed 1" in text
     _run(tmp_path / "other/original", seed=0)
     _run(tmp_path / "other/rotary", seed=0, scheme="rotary:theta=500")
     card = posswap.write_card(swapped, results=[tmp_path / "other"], base_model=BASE)
     text = card.read_text()
-    assert "those of seed" not in text and "one seed, hence no spread" in text and not ModelCard.load(card).data.eval_results
+    assert not (swapped / ".eval_results" / "hf_posswap.yaml").exists()
+    assert "those of *" not in text and "one seed, hence no spread" in text and not ModelCard.load(card).data.eval_results
     assert sorted(path.name for path in (swapped / "posswap_results").iterdir()) == ["0-passkey-accuracy.png"]
-    posswap.write_card(swapped, base_model=BASE)
-    assert not (swapped / "posswap_results").exists()
+    assert posswap.write_card(swapped).read_text() == text  # what was given before is known
+    (swapped / "posswap_results" / "mine.png").write_bytes(b"x")
+    posswap.write_card(swapped, results=[])
+    assert [path.name for path in (swapped / "posswap_results").iterdir()] == ["mine.png"]
 
 
 def test_what_the_user_wrote_stays(swapped, results):
@@ -159,32 +175,38 @@ def test_other_kinds(make_model, tmp_path, kind):
     text = posswap.write_card(folder, base_model=BASE).read_text()
     says = {
         "native": ["RoFormerForMaskedLM", "largest absolute differences", "no position_ids", "With transformers alone"],
-        "delta": ["posswap.load_delta(base,", "the positions alone", 'from_pretrained("tiny")'],
-        "relative": ["There is no third way", "eager or sdpa", "Nothing was measured"],
+        "delta": ["posswap.load_delta(base,", "the positions alone", 'from_pretrained("path/to/tiny")'],
+        "relative": ["There is no third way", "eager or sdpa", "were not compared with the base model's"],
     }[kind]
     for words in says:
         assert words in text
     assert read_results(folder)["model"]["kind"] == {"relative": "swapped"}.get(kind, kind)
 
 
-def test_a_base_on_the_hub_is_known(make_model, tmp_path):
-    """A swap of a checkpoint that came from the Hub notes its id; a folder is none; another base is refused."""
+def test_a_base_on_the_hub_is_known(make_model, tmp_path, monkeypatch):
+    """A swap of a checkpoint that is in the Hub's cache notes its id; a folder is none; another base is refused."""
+    monkeypatch.setattr("hf_posswap.checkpoint.HF_HUB_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "models--org--tiny" / "snapshots" / "f00").mkdir(parents=True)
     model = make_model("bert")
     model.name_or_path = model.config._name_or_path = "org/tiny"
     posswap.swap(model, "none")
     posswap.swap(model, "sinusoidal")
     model.save_pretrained(tmp_path / "swapped")
-    assert read_config(tmp_path / "swapped")["base_model"] == {"id": "org/tiny", "revision": None}
+    assert read_config(tmp_path / "swapped")["base_model"] == {"id": "org/tiny", "revision": "f00"}
     again = type(model).from_pretrained(tmp_path / "swapped")
     posswap.swap(again, "none").save_pretrained(tmp_path / "again")
     assert read_config(tmp_path / "again")["base_model"]["id"] == "org/tiny"
     text = posswap.write_card(tmp_path / "again").read_text()
-    assert "[org/tiny](https://huggingface.co/org/tiny)" in text and "revision not recorded" in text
+    assert "[org/tiny](https://huggingface.co/org/tiny)" in text and "revision `f00`" in text
     with pytest.raises(posswap.PosswapError, match="was swapped from org/tiny, not from org/other"):
         posswap.write_card(tmp_path / "again", base_model="org/other")
-    local = make_model("bert")
-    local.name_or_path = local.config._name_or_path = str(tmp_path)
-    assert "base_model" not in posswap.swap(local, "none").config.position_scheme
+    for name in (str(tmp_path), str(tmp_path / "gone" / "since"), "models/tiny", "", "a//b"):
+        local = make_model("bert")
+        local.name_or_path = local.config._name_or_path = name
+        assert "base_model" not in posswap.swap(local, "none").config.position_scheme
+    (tmp_path / "cache" / "models--org--tiny" / "snapshots" / "f01").mkdir()
+    assert on_hub("org/tiny") == {"id": "org/tiny", "revision": None}  # which of the two, nobody knows
+    assert on_hub(posswap.embedded_model("minilm"))["id"] == "sentence-transformers/all-MiniLM-L6-v2"
 
 
 def read_config(folder):
@@ -214,6 +236,11 @@ def _damaged(folder, change):
         (lambda r: r["figures"].update(accuracy="0.99"), "is not of type"),
         (lambda r: r.pop("versions"), "'versions' is a required property"),
         (lambda r: r.update(format=2), "1 was expected"),
+        (lambda r: r["figures"].update(accuracy=float("nan")), "NaN or infinite"),
+        (lambda r: r["figures"].update(accuracy=None), "is not of type 'number'"),
+        (lambda r: r["figures"].update({"acc\n": 1.0}), "does not match"),
+        (lambda r: r["config"].update(dataset="a\u202eb"), "would read as markup"),
+        (lambda r: r["config"].update(start=["fit"]), "is not one of"),
     ],
 )  # fmt: skip
 def test_results_that_are_refused(swapped, results, change, says):
@@ -232,7 +259,11 @@ def test_folders_that_are_refused(swapped, fitted, results, make_model, tmp_path
     (tmp_path / "empty").mkdir()
     cases = [
         (tmp_path / "plain", {"base_model": BASE}, "has not been swapped"),
-        (tmp_path / "empty", {"base_model": BASE}, "neither config.json nor position_delta.json"),
+        (tmp_path / "empty", {"base_model": BASE}, "has no weights"),
+        (swapped, {"base_model": "local:"}, "give a name after local:"),
+        (swapped, {"base_model": "local:/home/me/tiny"}, "give a name after local:"),
+        (swapped, {"base_model": BASE, "repo_id": "tiny"}, "does not say whose it is"),
+        (swapped, {"base_model": BASE, "license": "a: b"}, "no identifier of a licence"),
         (tmp_path / "nothing", {"base_model": BASE}, "there is no folder"),
         (swapped, {}, "give base_model"),
         (swapped, {"base_model": "a/b/c"}, "is no name on the Hub"),
@@ -240,7 +271,11 @@ def test_folders_that_are_refused(swapped, fitted, results, make_model, tmp_path
         (swapped, {"base_model": BASE, "results": [tmp_path / "empty"]}, "no result.json"),
         (swapped, {"base_model": BASE, "results": [tmp_path / "nothing"]}, "there are no results in"),
         (swapped, {"base_model": BASE, "results": [results], "eval_results": ["glue"]}, "must be DATASET:TASK:FIGURE"),
-        (swapped, {"base_model": BASE, "results": [results], "eval_results": ["a/b:t:f2"]}, "figures are accuracy"),
+        (
+            swapped,
+            {"base_model": BASE, "results": [results], "eval_results": ["a/b:t:accuracy"]},
+            "the results have 0 runs that measured",
+        ),
     ]
     for folder, options, says in cases:
         with pytest.raises(posswap.PosswapError) as error:
@@ -256,6 +291,54 @@ def test_folders_that_are_refused(swapped, fitted, results, make_model, tmp_path
         posswap.write_card(folder, base_model=BASE)
     with pytest.raises(posswap.CheckpointError, match="save the fitted model there first"):
         report.save(tmp_path / "empty")
+    with pytest.raises(posswap.CheckpointError, match="holds other weights than those that this report is of"):
+        report.save(folder)
+
+
+def test_reports_of_another_scheme(fitted):
+    """A scheme that was changed by hand is not what was measured."""
+    folder, _ = fitted
+    config = json.loads((folder / "config.json").read_text())
+    config["position_scheme"]["theta"] = 12345
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(posswap.CheckpointError, match="of another scheme"):
+        posswap.write_card(folder, base_model=BASE)
+
+
+def test_no_paths_of_this_machine(swapped, tmp_path):
+    """Where the user keeps files is nobody's business: absolute paths keep their last two parts."""
+    for scheme in ("original", "rotary:theta=500"):
+        _run(tmp_path / "runs" / scheme[:3], scheme=scheme, model="/home/alice/secret/models/tiny")
+    _damaged(tmp_path / "runs", lambda r: r.update(command="python recipes/passkey.py --model=/home/alice/secret/models/tiny"))
+    text = posswap.write_card(swapped, results=[tmp_path / "runs"], base_model=BASE).read_text()
+    assert (
+        "alice" not in text + (swapped / RESULTS_FILE).read_text() and "--model=models/tiny" in text and "`models/tiny`" in text
+    )
+
+
+def test_markup_in_reports(make_model, tmp_path):
+    """What lies next to the weights is checked as results are: an export's certificate, the base in a config."""
+    model = posswap.swap(make_model("bert"), "rotary:mark_first=false")
+    posswap.export_native(model).save_pretrained(tmp_path / "native")
+    parity = tmp_path / "native" / "parity.json"
+    found = json.loads(parity.read_text())
+    for place, value in (("source", "<img src=x>"), ("random", {"<b>": 1.0})):
+        parity.write_text(json.dumps(found | {"certificate": found["certificate"] | {place: value}}))
+        with pytest.raises(posswap.PosswapError, match="markup|does not match"):
+            posswap.write_card(tmp_path / "native", base_model=BASE)
+    model.config.position_scheme["base_model"] = {"id": 'o/x"); __import__("os") #', "revision": None}
+    model.save_pretrained(tmp_path / "swapped")
+    with pytest.raises(posswap.CheckpointError, match="no name on the Hub"):
+        posswap.write_card(tmp_path / "swapped")
+
+
+def test_another_model_in_the_folder(swapped, results, make_model):
+    """A card that is written again for another model keeps nothing of the first: no base, no tag, no results."""
+    posswap.write_card(swapped, results=[results], base_model="org/one")
+    posswap.swap(make_model("bert", seed=5), "sinusoidal").save_pretrained(swapped)
+    card = ModelCard.load(posswap.write_card(swapped, base_model=BASE))
+    assert card.data.base_model is None and "position-rotary" not in card.data.tags and "position-sinusoidal" in card.data.tags
+    assert "passkey" not in card.text and not list((swapped / "posswap_results").iterdir())
 
 
 def test_a_full_disk(swapped, results, monkeypatch):
@@ -276,19 +359,6 @@ def test_a_full_disk(swapped, results, monkeypatch):
     assert sorted(os.listdir(swapped)) == before and (swapped / "README.md").read_text() == "Mine.\n"
 
 
-def test_eval_results(fitted, results):
-    """Only when asked: the mean of the model's own row, in the Hub's format."""
-    folder, _ = fitted
-    posswap.write_card(folder, results=[results], base_model=BASE)
-    assert not (folder / ".eval_results").exists()
-    other = results.parent / "few"
-    for seed in (0, 1):
-        _run(other / f"rotary-{seed}", seed=seed, scheme="rotary:theta=500", start="fit")
-    posswap.write_card(folder, results=[other], base_model=BASE, eval_results=["org/bench:task:accuracy"])
-    text = (folder / ".eval_results" / "hf_posswap.yaml").read_text()
-    assert "id: org/bench" in text and "value: 0.605" in text and "seeds [0, 1]" in text
-
-
 def test_leaderboard(swapped, fitted, results, monkeypatch, capsys):
     """Rows of each model's own scheme and its original, by place; columns can be picked; unequal budgets are refused."""
     folder, _ = fitted
@@ -296,7 +366,7 @@ def test_leaderboard(swapped, fitted, results, monkeypatch, capsys):
         posswap.write_card(place, results=[results], base_model=BASE)
     table = posswap.leaderboard([swapped, folder], figures=["accuracy"])
     lines = [line for line in table.splitlines() if line.startswith("| ")]
-    assert len(lines) == 1 + 6 and f"| rotary:theta=500, fit, shared_as {folder} | 0.605 ± 0.007 |" in table
+    assert len(lines) == 1 + 6 and f"| rotary:theta=500, fit, from {folder}, model tiny | 0.605 ± 0.007 |" in table
     assert "accuracy 512" not in table and "## passkey: data that comes with the recipe" in table
     monkeypatch.setattr("sys.argv", ["hf-posswap", "leaderboard", str(swapped), str(folder)])
     with pytest.raises(SystemExit) as stopped:
@@ -333,4 +403,4 @@ def test_the_command(swapped, results, monkeypatch, capsys):
         cli.main()
     assert stopped.value.code in (0, None)
     says = capsys.readouterr().out
-    assert "wrote" in says and "no --license was given" in says and (swapped / "README.md").is_file()
+    assert "wrote" in says and "the card names no licence" in says and (swapped / "README.md").is_file()

