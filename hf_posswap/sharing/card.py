@@ -279,13 +279,13 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
     fits = f" Fits read up to {config['fit_tokens']:,} tokens, {config['fit_steps']} steps a layer." if "fit" in starts else ""
     about = (
         f"{'; '.join(legend)}.\n\nThe base model here is `{said('model')}`{comes}; each run had {said('max_steps')} steps of "
-        f"{said('batch_size')}, peak learning rate {said('learning_rate')}, on `{data_of(config)}`.{fits} Rows with this "
+        f"{said('batch_size')}, peak learning rate {said('learning_rate')}, on {data_of(config)}.{fits} Rows with this "
         f"model's positions: {', '.join(f'*{row}*' for row in rows)}. "
     )
     if kept:
         about += f"The weights in this folder are those of *{row_label(kept[0], vary)}*, seed {kept[0]['config']['seed']}."
     else:
-        about += "Each run made a model of its own with its seed; that one of them is the weights in this folder is not known."
+        about += "Each run made a model of its own with its seed; whether one of them is this folder's is not recorded."
     figures = plots(runs, vary)
     drawn = {name: f"{PICTURES}/{number}-{recipe}-{name}.png" for name in figures}
     pictures |= {path: figures[name] for name, path in drawn.items()}
