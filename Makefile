@@ -12,8 +12,7 @@ demo: .venv/ready
 	.venv/bin/hf-posswap compare --start fit --seed 0 --output runs/demo/minilm -- --model minilm
 	.venv/bin/hf-posswap compare --start fit --seed 0 --output runs/demo/stdlib-gpt2 -- --model stdlib-gpt2
 	.venv/bin/hf-posswap swap minilm --scheme rotary --fit auto $(FIT) --output runs/demo/minilm-rotary
-	.venv/bin/hf-posswap card runs/demo/minilm-rotary --results runs/demo/minilm --license apache-2.0 \
-		--base-model sentence-transformers/all-MiniLM-L6-v2
+	.venv/bin/hf-posswap card runs/demo/minilm-rotary --results runs/demo/minilm --license apache-2.0
 	.venv/bin/hf-posswap swap stdlib-gpt2 --scheme rotary --max-positions 1024 --fit auto $(FIT) --output runs/demo/stdlib-gpt2-rotary
 	.venv/bin/hf-posswap card runs/demo/stdlib-gpt2-rotary --results runs/demo/stdlib-gpt2 --license apache-2.0 \
 		--base-model local:stdlib-gpt2

@@ -88,7 +88,8 @@ def test_a_card(fitted, results):
     for words in (
         "reads 64 tokens", "the base model reads 32", "revision `f00`", "`theta=500`", 'from_pretrained("me/tiny-rotary")',
         "trust_remote_code=True", "no class of transformers computes the same", "a cpu", "seeds [0, 1]", "commit abc",
-        "python recipes/passkey.py --seed 1", "whether one of them is this folder's is not recorded", "*accuracy*: share of keys said in full",
+        "python recipes/passkey.py --seed 1", "whether one of them is this folder's is not recorded",
+        "*accuracy*: share of keys said in full",
     ):  # fmt: skip
         assert words in text, words
     assert (folder / "posswap_results" / "0-passkey-accuracy.png").is_file()
