@@ -26,6 +26,7 @@ RESULTS = ROOT / "recipes" / "results"
 TASKS = {
     "cola": ("matthews", "accuracy", "loss"),
     "sst2": ("accuracy", "loss"),
+    "movie_reviews": ("accuracy", "accuracy_long", "loss"),
 }
 
 
