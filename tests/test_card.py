@@ -10,6 +10,7 @@ import torch
 import transformers
 from huggingface_hub import ModelCard
 from jsonschema import Draft202012Validator
+from transformers import GPT2DoubleHeadsModel
 
 import hf_posswap as posswap
 from hf_posswap import cli
@@ -143,7 +144,8 @@ def test_whose_weights(swapped, tmp_path):
 def test_what_the_user_wrote_stays(swapped, results):
     """Text around the comments, metadata and results of other sources survive a second writing, and ours is not doubled."""
     (swapped / "README.md").write_text(
-        "---\nlanguage: de\ntags:\n- mine\nmodel-index:\n- name: x\n  results:\n  - task:\n      type: text-classification\n"
+        "---\nlanguage: de\npipeline_tag: sentence-similarity\ntags:\n- mine\n"
+        "model-index:\n- name: x\n  results:\n  - task:\n      type: text-classification\n"
         "    dataset:\n      name: IMDB\n      type: imdb\n    metrics:\n    - type: accuracy\n      value: 0.9\n"
         "---\n\nWords before.\n"
     )
@@ -154,6 +156,7 @@ def test_what_the_user_wrote_stays(swapped, results):
     card, text = ModelCard.load(path), path.read_text()
     assert text.count(BEGIN) == text.count(END) == 1
     assert text.index("Words before.") < text.index(BEGIN) < text.index(END) < text.index("Words after.")
+    assert card.data.pipeline_tag == "sentence-similarity"
     assert card.data.language == "de" and card.data.tags[0] == "mine" and card.data.license == "mit"
     assert [one.dataset_type for one in card.data.eval_results].count("imdb") == 1
     path.write_text(text.replace(END, ""))
@@ -161,12 +164,13 @@ def test_what_the_user_wrote_stays(swapped, results):
         posswap.write_card(swapped, base_model=BASE)
 
 
-@pytest.mark.parametrize("kind", ["native", "delta", "relative"])
+@pytest.mark.parametrize("kind", ["native", "delta", "relative", "double"])
 def test_other_kinds(make_model, tmp_path, kind):
     """An export names its certificate, a delta its base; each says how it is loaded, and the code names what there is."""
     base, folder = make_model("bert"), tmp_path / kind
-    scheme = {"native": "rotary:mark_first=false", "delta": "relative:clip=4", "relative": "relative:clip=4"}[kind]
-    model = posswap.swap(make_model("bert"), scheme)
+    scheme = {"native": "rotary:mark_first=false", "double": "rotary"}.get(kind, "relative:clip=4")
+    plain = make_model("gpt2", head=GPT2DoubleHeadsModel) if kind == "double" else make_model("bert")
+    model = posswap.swap(plain, scheme)
     if kind == "native":
         posswap.export_native(model).save_pretrained(folder)
     elif kind == "delta":
@@ -177,11 +181,12 @@ def test_other_kinds(make_model, tmp_path, kind):
     says = {
         "native": ["RoFormerForMaskedLM", "largest absolute differences", "no position_ids", "With transformers alone"],
         "delta": ["posswap.load_delta(base,", "the positions alone", 'from_pretrained("path/to/tiny")'],
+        "double": ["from hf_posswap.checkpoint import PosswapGPT2DoubleHeadsModel", "no Auto class for it"],
         "relative": ["There is no third way", "eager or sdpa", "were not compared with the base model's"],
     }[kind]
     for words in says:
         assert words in text
-    assert read_results(folder)["model"]["kind"] == {"relative": "swapped"}.get(kind, kind)
+    assert read_results(folder)["model"]["kind"] == {"relative": "swapped", "double": "swapped"}.get(kind, kind)
 
 
 def test_a_base_on_the_hub_is_known(make_model, tmp_path, monkeypatch):

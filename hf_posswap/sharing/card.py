@@ -210,8 +210,10 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
     return text, index
 
 
-def _auto_class(name: str | None) -> str:
-    """Return the Auto class that loads a class of transformers, or of ours."""
+def _auto_class(name: str | None) -> str | None:
+    """Return the Auto class that loads a class of transformers, or of ours; None where none does."""
+    if (name or "").endswith("DoubleHeadsModel"):
+        return None
     found = re.search(r"(For[A-Z]\w*|LMHeadModel)$", name or "")
     return {"LMHeadModel": "AutoModelForCausalLM"}.get(found[0], f"AutoModel{found[0]}") if found else "AutoModel"
 
@@ -406,7 +408,8 @@ def _merge(path: Path, text: str, ours: dict) -> str:
             theirs = {key: value for key, value in theirs.items() if key not in ("base_model", "base_model_relation")}
             theirs["tags"] = [tag for tag in theirs.get("tags", []) if not tag.startswith("position-")]
     theirs = {key: value for key, value in theirs.items() if key not in ("model-index", "eval_results", "model_name")}
-    ours = {key: value for key, value in ours.items() if value is not None}
+    users = {"pipeline_tag", "library_name"} & theirs.keys()  # somebody may know better, sentence-similarity for one
+    ours = {key: value for key, value in ours.items() if value is not None and key not in users}
     ours["tags"] = list(dict.fromkeys([*theirs.get("tags", []), *ours["tags"]]))
     ours["eval_results"] = [*results, *ours["eval_results"]] or None
     if not ours["eval_results"]:

@@ -99,7 +99,7 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has neither config.json nor {ABOUT}: give the folder of a saved model")
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)  # and no question whether to
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{folder / 'config.json'} cannot be read: {str(error).splitlines()[0]}") from None
     about = {"class": (config.architectures or [None])[0], "max_positions": getattr(config, "max_position_embeddings", None)}
