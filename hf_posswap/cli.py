@@ -168,7 +168,9 @@ def push_command(
     license: Annotated[str | None, typer.Option(help=_LICENSE_HELP)] = None,
     private: Annotated[bool | None, typer.Option("--private/--public", help="Of a new repository.")] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Also over text in the Hub's card that is not here.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Also over a foreign model there, or text in its card.")
+    ] = False,
     eval_result: Annotated[list[str] | None, typer.Option(help=_EVAL_HELP)] = None,
 ):
     """Write the card as `card` does, and push the folder to the Hub; what is there already is not sent again."""

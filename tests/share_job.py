@@ -104,6 +104,10 @@ def the_base_is_recorded(hub, folder):
     assert model.config.position_scheme["base_model"] == expected, model.config.position_scheme
     model.save_pretrained(folder)
     posswap.share(folder, "tester/of-base")
+    with refused("holds a model that was not shared with hf_posswap"):  # the base's own repository
+        posswap.share(folder, "tester/base")
+    assert hub.repos["tester/base"].resolve("main") == expected["revision"]
+    posswap.share(folder, "tester/base", overwrite=True)
     assert f"revision `{expected['revision']}`" in hub.repos["tester/of-base"].read("README.md").decode()
 
 

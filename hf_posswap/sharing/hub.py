@@ -65,7 +65,8 @@ def share(
         repo_id: "owner/name"; it is made where it does not exist.
         private: Of a new repository. Default: what the account or organisation has set.
         create_pr: Open a pull request: into a repository of somebody else, or to have one's own looked at first.
-        overwrite: Write over text in the card on the Hub that the folder's card does not have.
+        overwrite: Write over text in the card on the Hub that the folder's card does not have, and over a model there that
+            was not shared with hf_posswap. Files of a model that was go without asking: its weights would still be loaded.
 
     The token is the client's: `hf auth login`, or HF_TOKEN.
 
@@ -89,13 +90,19 @@ def share(
         if private is not None and head.private != private:
             now = "private" if head.private else "public"
             raise PosswapError(f"{repo_id} is {now} already: change that in its settings, or leave private out")
+        there = [file.rfilename for file in head.siblings or ()]
+        held = [path for path in there if _of_a_model(path)]
+        if held and RESULTS_FILE not in there and not (overwrite or create_pr):
+            raise PosswapError(
+                f"{repo_id} holds a model that was not shared with hf_posswap ({', '.join(held[:3])}), and this would take its "
+                "place: choose another name, or pass overwrite=True (--overwrite)"
+            )
         if not overwrite and _take_over(api, repo_id, head.sha, folder, fresh):
             write_card(folder, repo_id=repo_id, **options)
         files = check_files(folder)
         operations = [CommitOperationAdd(path, folder / path) for path in files]
         # Of another model that was there: transformers would go on loading its weights.
-        there = [file.rfilename for file in head.siblings or ()]
-        operations += [CommitOperationDelete(path) for path in there if _of_a_model(path) and path not in files]
+        operations += [CommitOperationDelete(path) for path in held if path not in files]
         commit = _commit(api, repo_id, operations, create_pr, head.sha)
     except (HTTPError, OfflineModeIsEnabled, LocalTokenNotFoundError, ConnectionError) as error:
         raise PosswapError(f"{_reason(error, repo_id, create_pr)}. All files are in {folder}") from None
