@@ -26,6 +26,7 @@ from hf_posswap.fitting import FitReport, fit
 from hf_posswap.rescue import load_relative_key
 from hf_posswap.schemes import (
     SCHEMES,
+    Ladder,
     Learned,
     NoPositions,
     Relative,
@@ -48,6 +49,7 @@ __all__ = [
     "CheckpointError",
     "DataError",
     "FitReport",
+    "Ladder",
     "Learned",
     "NativeExport",
     "NoPositions",

@@ -74,7 +74,7 @@ def swap(
     >>> model = BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32))
     >>> _ = swap(model, "relative:clip=8", max_positions=1024)
     >>> describe(model).new
-    Relative(clip=8, values=True, share_heads=False, key_query=False)
+    Relative(clip=8, values=True, share_heads=False, key_query=False, vectors='learned')
     """
     if torch.is_inference_mode_enabled():
         raise PosswapError("a swap inside torch.inference_mode() would make parameters that can never be trained: swap outside")

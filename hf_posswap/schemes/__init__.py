@@ -8,6 +8,7 @@ import yaml
 
 from hf_posswap.errors import PosswapError, UnknownSchemeError
 from hf_posswap.schemes.base import AttentionPositions, Constant, Geometry, PositionEmbedding, Scheme
+from hf_posswap.schemes.ladder import Ladder
 from hf_posswap.schemes.learned import Learned
 from hf_posswap.schemes.none import NoPositions
 from hf_posswap.schemes.relative import Relative, set_relative_implementation
@@ -19,6 +20,7 @@ __all__ = [
     "AttentionPositions",
     "Constant",
     "Geometry",
+    "Ladder",
     "Learned",
     "NoPositions",
     "PositionEmbedding",
@@ -32,7 +34,9 @@ __all__ = [
     "set_relative_implementation",
 ]
 
-SCHEMES: dict[str, type[Scheme]] = {scheme.name: scheme for scheme in (Learned, Sinusoidal, Relative, Rotary, NoPositions)}
+SCHEMES: dict[str, type[Scheme]] = {
+    scheme.name: scheme for scheme in (Learned, Sinusoidal, Relative, Rotary, NoPositions, Ladder)
+}
 
 
 def register_scheme(scheme: type[Scheme]) -> type[Scheme]:
@@ -54,7 +58,7 @@ def parse_scheme(scheme: Scheme | str) -> Scheme:
     """Return the scheme itself, or the one a string names: "rotary" or "rotary:theta=500000,fraction=0.5".
 
     >>> parse_scheme("relative:clip=16,values=false")
-    Relative(clip=16, values=False, share_heads=False, key_query=False)
+    Relative(clip=16, values=False, share_heads=False, key_query=False, vectors='learned')
     """
     if isinstance(scheme, Scheme):
         return scheme

@@ -132,6 +132,8 @@ class Scheme(ABC):
     summary: ClassVar[str]  # one line for tables and --help
     # Options that may be "auto", and the values that `posswap.choose` tries for them, the usual one first.
     choices: ClassVar[dict[str, tuple]] = {}
+    # What a scheme claims, and `hf-posswap check` checks: adding one number to all positions changes no output.
+    shift_invariant: ClassVar[bool] = False
     # Attention implementations the scheme works with; None: whatever the model is set to.
     implementations: ClassVar[tuple[str, ...] | None] = None
 

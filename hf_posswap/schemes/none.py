@@ -21,3 +21,4 @@ class NoPositions(Scheme):
 
     name: ClassVar[str] = "none"
     summary: ClassVar[str] = "no positions: the baseline"
+    shift_invariant: ClassVar[bool] = True

@@ -6,6 +6,10 @@
 With `key_query` the vectors meet keys, too: s_ij = scale * (q_i . k_j + q_i . a^K_r + k_j . a^K_r), method 4 of Huang et al.
 2020, "Improve Transformer Models with Better Relative Position Embeddings" (https://arxiv.org/abs/2009.13658).
 
+With `vectors="sinusoidal"` those of keys are no free table but a projection of sinusoids at the signed distance, a^K_r =
+PE(j - i) W / D with one W (D, D) for each head, as in Transformer-XL (Dai et al. 2019, section 3.3:
+https://arxiv.org/abs/1901.02860). Cosines do not see the sign, sines turn with it: left and right differ.
+
 j is the key's position, i the query's: r < clip looks to the left. Tables are (H, R, D), or (R, D) when all heads share
 them as in the paper. With zero tables this is plain attention without positions.
 
@@ -16,7 +20,7 @@ masks for each pair of query and key, eager attention, which returns probabiliti
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +29,7 @@ from hf_posswap.closed_form import fit_relative_keys, fit_relative_values, missi
 from hf_posswap.errors import PosswapError
 from hf_posswap.relative_attention import IMPLEMENTATIONS, attend
 from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number
+from hf_posswap.schemes.sinusoidal import sinusoids
 
 
 class Places(NamedTuple):
@@ -65,7 +70,9 @@ class RelativePositions(AttentionPositions):
         rows = 2 * scheme.clip + 1
         shape = (rows, geometry.head_dim) if scheme.share_heads else (geometry.num_heads, rows, geometry.head_dim)
         # Zero tables: the start that changes nothing but the missing table, and every entry gets a gradient.
-        self.key_table = nn.Parameter(torch.zeros(shape))
+        self.key_table = nn.Parameter(torch.zeros(shape)) if scheme.vectors == "learned" else None
+        projection = (*shape[:-2], geometry.head_dim, geometry.head_dim)
+        self.key_projection = nn.Parameter(torch.zeros(projection)) if scheme.vectors == "sinusoidal" else None
         self.value_table = nn.Parameter(torch.zeros(shape)) if scheme.values else None
 
     def prepare(self, position_ids, slots, length, key_positions, attention_mask=None) -> Places:
@@ -86,14 +93,26 @@ class RelativePositions(AttentionPositions):
     def key_mask(self, shared: Places) -> torch.Tensor | None:
         return shared.key_mask
 
+    def key_vectors(self) -> torch.Tensor:
+        """Return a^K, (H, R, D) or (R, D)."""
+        if self.key_table is not None:
+            return self.key_table
+        return (self._signal().to(self.key_projection) @ self.key_projection) / self.key_projection.shape[-1]
+
+    def _signal(self) -> torch.Tensor:
+        device = self.key_projection.device
+        return sinusoids(torch.arange(-self.clip, self.clip + 1, device=device), self.key_projection.shape[-1])
+
     def solve(self, observe, query_key, scaling) -> None:
         """Vectors of keys, then those of values, from what the layer misses at each distance; see `closed_form`.
+
+        Sinusoidal ones are fitted to the free ones, each distance counting as much as attention looks at it.
 
         With `key_query` there is nothing to do: the products of keys would need equations of their own.
         """
         if self.key_query:
             return
-        shared = self.key_table.dim() == 2
+        shared = self.key_vectors().dim() == 2
         queries, masses, targets = [], [], []
         for evidence in observe():
             weights, missing = missing_scores(evidence, evidence.query @ evidence.key.transpose(-1, -2), scaling)
@@ -101,13 +120,17 @@ class RelativePositions(AttentionPositions):
             masses.append(evidence.tokens(self._by_distance(weights)))
             targets.append(evidence.tokens(self._by_distance(weights * missing)))
         table = fit_relative_keys(*(torch.cat(parts, dim=1) for parts in (queries, masses, targets)), shared=shared)
-        self.key_table.copy_(table.view_as(self.key_table))
+        if self.key_table is not None:
+            self.key_table.copy_(table.view_as(self.key_table))
+        else:
+            seen = sum(part.sum(1) for part in masses)  # (H, R)
+            self.key_projection.copy_(_project(self._signal().double(), table, seen).view_as(self.key_projection))
         if self.value_table is None:
             return
         moment, product = 0.0, 0.0
         for evidence in observe():
             scores = evidence.query @ evidence.key.transpose(-1, -2)
-            by_distance = evidence.query @ self.key_table.to(scores.dtype).transpose(-1, -2)
+            by_distance = evidence.query @ self.key_vectors().to(scores.dtype).transpose(-1, -2)
             scores = (scores + by_distance.gather(-1, self._index(scores))) * scaling
             probabilities = scores.masked_fill(~evidence.allowed, float("-inf")).softmax(-1).nan_to_num()
             mass = evidence.tokens(self._by_distance(probabilities))
@@ -142,7 +165,7 @@ class RelativePositions(AttentionPositions):
         `mask` is additive, or boolean with True = attend; where positions are in order, `shared` says it all.
         """
         # Autocast computes projections in half precision and leaves parameters alone.
-        tables = [None if table is None else table.to(query.dtype) for table in (self.key_table, self.value_table)]
+        tables = [None if table is None else table.to(query.dtype) for table in (self.key_vectors(), self.value_table)]
         key_mask = shared.key_mask
         if shared.in_order:
             length = shared.keys.shape[-1]
@@ -161,6 +184,15 @@ class RelativePositions(AttentionPositions):
             mask = seen if mask is None else mask & seen
         distances = shared.distances(self.clip, key.shape[-2])
         return attend_by_index(query, key, value, *tables, distances, mask, scaling, dropout, self.key_query)
+
+
+def _project(signal: torch.Tensor, table: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return W of signal W / D ~ table, weighted least squares over distances; (R, D), (G, R, D), (H, R) -> (G, D, D)."""
+    weights = weights.sum(0, keepdim=True) if len(table) == 1 else weights
+    weights = (weights / weights.mean(-1, keepdim=True))[..., None]
+    size = signal.shape[-1]
+    gram = signal.T @ (weights * signal) + 1e-3 * torch.eye(size).to(signal)
+    return torch.linalg.solve(gram, signal.T @ (weights * table)) * size
 
 
 def _is_traced() -> bool:
@@ -244,18 +276,21 @@ class Relative(Scheme):
         share_heads: One table for all heads of a layer, as in the paper.
         key_query: Multiply the vectors of keys with the keys, too (`relative_key_query` of transformers 4). Exact, but
             several times as slow as without on long inputs, and without a closed form: `fit` has its steps alone.
+        vectors: "learned", or "sinusoidal" for vectors of keys that are projected sinusoids; those of values stay learned.
 
     >>> Relative(clip=16, share_heads=True).to_dict()
-    {'name': 'relative', 'clip': 16, 'values': True, 'share_heads': True, 'key_query': False}
+    {'name': 'relative', 'clip': 16, 'values': True, 'share_heads': True, 'key_query': False, 'vectors': 'learned'}
     """
 
     clip: int = 64
     values: bool = True
     share_heads: bool = False
     key_query: bool = False
+    vectors: Literal["learned", "sinusoidal"] = "learned"
 
     name: ClassVar[str] = "relative"
     summary: ClassVar[str] = "Shaw's clipped relative vectors in keys and values"
+    shift_invariant: ClassVar[bool] = True
     implementations: ClassVar[tuple[str, ...] | None] = ("eager", "sdpa")  # it reads the mask that these two get
 
     def __post_init__(self):
@@ -263,6 +298,7 @@ class Relative(Scheme):
         check_choice(self, "values", (True, False))
         check_choice(self, "share_heads", (True, False))
         check_choice(self, "key_query", (True, False))
+        check_choice(self, "vectors", ("learned", "sinusoidal"))
 
     def attention_module(self, geometry: Geometry) -> AttentionPositions:
         return RelativePositions(self, geometry)

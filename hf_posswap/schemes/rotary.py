@@ -190,6 +190,7 @@ class Rotary(Scheme):
     name: ClassVar[str] = "rotary"
     choices: ClassVar[dict[str, tuple]] = {"theta": (10_000, 1_000, 100, 100_000), "fraction": (1.0, 0.5, 0.25)}
     summary: ClassVar[str] = "RoPE, whole or partial, with transformers' length scalings"
+    shift_invariant: ClassVar[bool] = True
 
     def __post_init__(self):
         check_number(self, "theta", float, 1, above=True)

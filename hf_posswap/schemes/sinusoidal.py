@@ -3,16 +3,18 @@
     PE(p, 2i)     = sin(p / base^(2i / E))
     PE(p, 2i + 1) = cos(p / base^(2i / E))
 
-Layouts: `interleaved` as printed; `halves` has the same numbers with all sines before all cosines; `tensor2tensor` is what
-the authors' code computes (get_timing_signal_1d): halves, with E/2 - 1 steps from wavelength 2 pi to base * 2 pi, so the
-frequencies differ by up to 15 % from the printed ones.
+Layouts: `interleaved` as printed; `cosine_first` has each pair the other way round, and `halves` all sines before all
+cosines, the same numbers; `tensor2tensor` is what the authors' code computes (get_timing_signal_1d): halves, with E/2 - 1
+steps from wavelength 2 pi to base * 2 pi, so the frequencies differ by up to 15 % from the printed ones.
 
 Such rows have the norm sqrt(E / 2), 19.6 at E = 768, far above a trained network's table: dropped in as printed they
 destroy a pretrained model. `project=True` puts a linear map behind them, fitted to the table (see `fit_table`).
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -40,41 +42,47 @@ def sinusoids(positions: torch.Tensor, size: int, *, base: float = 10_000.0, lay
     angles = positions.to(device=device, dtype=torch.float64)[..., None] * torch.exp(-math.log(base) * exponents)
     if layout == "interleaved":
         signal = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)
+    elif layout == "cosine_first":
+        signal = torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(-2)
     else:
         signal = torch.cat([angles.sin(), angles.cos()], dim=-1)
     return nn.functional.pad(signal, (0, size - 2 * pairs)).to(device=positions.device, dtype=torch.float32)
 
 
-class Sinusoids(PositionEmbedding):
-    """The printed sinusoids, computed for whatever positions are asked for; no parameters."""
+class Code(PositionEmbedding):
+    """A formula's vectors, computed for whatever positions are asked for; no parameters."""
 
-    def __init__(self, geometry: Geometry, base: float, layout: str):
+    def __init__(self, geometry: Geometry, code: Callable[[torch.Tensor], torch.Tensor]):
         super().__init__(geometry)
-        self.size, self.base, self.layout = geometry.hidden_size, base, layout
-        self.max_positions = geometry.max_positions
+        self.code = code  # positions (..., ) -> float32 (..., C), here with C = E; it must go through pickles
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
-        return sinusoids(position_ids, self.size, base=self.base, layout=self.layout).to(self.weight.dtype)
+        return self.code(position_ids).to(self.weight.dtype)
 
 
-class ProjectedSinusoids(Sinusoids):
-    """Sinusoids behind a linear map, PE(p) W / E + b, with W (E, E) and b (E); and a vector of its own at position 0.
+class ProjectedCode(PositionEmbedding):
+    """A formula's vectors of any width C behind a linear map, S(p) W / C + b, with W (C, E) and b (E).
 
-    Row 0 of a trained table is an outlier (see `Constant`): no smooth function goes through it and its neighbours, and one
-    that tries is wrong at all early positions. From scratch the vector starts as PE(0).
+    This is what is left of a concatenation, [x, S(p)] [I; W / C] = x + S(p) W / C, where x goes on as it is.
 
-    An optimizer such as Adam moves every entry of W by its learning rate, and E of them meet in each number of the
-    output: the factor 1 / E makes that a step like those of a table. Without it, the first steps of tuning throw the
+    Position 0 has a vector of its own. Row 0 of a trained table is an outlier (see `Constant`): no smooth function goes
+    through it and its neighbours, and one that tries is wrong at all early positions.
+
+    An optimizer such as Adam moves every entry of W by its learning rate, and C of them meet in each number of the
+    output: the factor 1 / C makes that a step like those of a table. Without it, the first steps of tuning throw the
     positions away.
     """
 
-    def __init__(self, geometry: Geometry, base: float, layout: str):
-        super().__init__(geometry, base, layout)
-        for name, value in self.initial_values().items():
-            self.register_parameter(name, nn.Parameter(value))
+    def __init__(self, geometry: Geometry, code: Callable[[torch.Tensor], torch.Tensor], width: int):
+        super().__init__(geometry)
+        self.code, self.width = code, width
+        self.max_positions = geometry.max_positions
+        self.projection = nn.Parameter(torch.zeros(width, geometry.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(geometry.hidden_size))
+        self.first = nn.Parameter(torch.zeros(geometry.hidden_size))
 
     def fit_table(self, table: torch.Tensor) -> None:
-        """Row 0 as it is; for the others weighted least squares of the projected sinusoids against the table, in float64.
+        """Row 0 as it is; for the others weighted least squares of the projected code against the table, in float64.
 
         min_W  sum_p w_p |S_p W - (P_p - mean)|^2 + 1e-3 |W|^2 + 1e-3 |S' W|^2, with S centred like P, so that the mean
         stays exact. w_p = 1 / (p + 4), scaled to a mean of 1, counts every octave of positions alike: all texts have a
@@ -83,31 +91,40 @@ class ProjectedSinusoids(Sinusoids):
         """
         beyond = torch.linspace(len(table), self.max_positions - 1, min(4096, self.max_positions - len(table))).round()
         positions = torch.cat([torch.arange(len(table)), beyond]).to(table.device)
-        signal = sinusoids(positions, self.size, base=self.base, layout=self.layout).double()
+        signal = self.code(positions).double()
         weights = 1 / (torch.arange(len(table), device=table.device, dtype=table.dtype) + 4)
         weights[0] = 0 if len(table) > 1 else 1
         weights = (weights / weights.mean())[:, None]
         mean, centre = (weights * table).mean(0), (weights * signal[: len(table)]).mean(0)
         signal = signal - centre
         trained, untrained = signal[: len(table)], signal[len(table) :]
-        gram = trained.T @ (weights * trained) + 1e-3 * (untrained.T @ untrained + torch.eye(self.size).to(signal))
+        gram = trained.T @ (weights * trained) + 1e-3 * (untrained.T @ untrained + torch.eye(self.width).to(signal))
         projection = torch.linalg.solve(gram, trained.T @ (weights * (table - mean)))
-        self.projection.copy_(projection * self.size)
+        self.projection.copy_(projection * self.width)
         self.bias.copy_(mean - centre @ projection)
         self.first.copy_(table[0])
 
+    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
+        signal = self.code(position_ids)
+        # The sum runs over large terms of both signs: in a bfloat16 model it is taken in float32 and rounded once.
+        projected = (signal / self.width @ self.projection.float() + self.bias.float()).to(self.projection.dtype)
+        return torch.where(position_ids[..., None] == 0, self.first, projected)
+
+
+class ProjectedSinusoids(ProjectedCode):
+    """Sinusoids behind a linear map, which without a table starts as the identity."""
+
+    def __init__(self, geometry: Geometry, code: Callable[[torch.Tensor], torch.Tensor]):
+        super().__init__(geometry, code, geometry.hidden_size)
+        for name, value in self.initial_values().items():
+            self.register_parameter(name, nn.Parameter(value))
+
     def initial_values(self) -> dict[str, torch.Tensor]:
         return {
-            "projection": torch.eye(self.size) * self.size,
-            "bias": torch.zeros(self.size),
-            "first": sinusoids(torch.tensor(0), self.size, base=self.base, layout=self.layout),
+            "projection": torch.eye(self.width) * self.width,
+            "bias": torch.zeros(self.width),
+            "first": self.code(torch.tensor(0)),
         }
-
-    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
-        signal = sinusoids(position_ids, self.size, base=self.base, layout=self.layout)
-        # The sum runs over large terms of both signs: in a bfloat16 model it is taken in float32 and rounded once.
-        projected = (signal / self.size @ self.projection.float() + self.bias.float()).to(self.projection.dtype)
-        return torch.where(position_ids[..., None] == 0, self.first, projected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +133,7 @@ class Sinusoidal(Scheme):
 
     Args:
         base: The longest wavelength is base * 2 pi (roughly, see the layouts).
-        layout: "interleaved" as printed, "halves", or "tensor2tensor" as the authors' code has it.
+        layout: "interleaved" as printed, "cosine_first", "halves", or "tensor2tensor" as the authors' code has it.
         project: Fit a linear map from the sinusoids to the checkpoint's table and keep its row 0; False is the table as
             printed.
 
@@ -125,7 +142,7 @@ class Sinusoidal(Scheme):
     """
 
     base: float = 10_000
-    layout: Literal["interleaved", "halves", "tensor2tensor"] = "interleaved"
+    layout: Literal["interleaved", "cosine_first", "halves", "tensor2tensor"] = "interleaved"
     project: bool = True
 
     name: ClassVar[str] = "sinusoidal"
@@ -133,7 +150,7 @@ class Sinusoidal(Scheme):
 
     def __post_init__(self):
         check_number(self, "base", float, 1, above=True)
-        check_choice(self, "layout", ("interleaved", "halves", "tensor2tensor"))
+        check_choice(self, "layout", ("interleaved", "cosine_first", "halves", "tensor2tensor"))
         check_choice(self, "project", (True, False))
 
     def check(self, geometry: Geometry) -> None:
@@ -143,4 +160,5 @@ class Sinusoidal(Scheme):
             )
 
     def embedding_module(self, geometry: Geometry) -> PositionEmbedding:
-        return (ProjectedSinusoids if self.project else Sinusoids)(geometry, self.base, self.layout)
+        code = partial(sinusoids, size=geometry.hidden_size, base=self.base, layout=self.layout)
+        return (ProjectedSinusoids if self.project else Code)(geometry, code)

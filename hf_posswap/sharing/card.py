@@ -221,7 +221,7 @@ def _auto_class(name: str | None) -> str | None:
 def _exportable(model: dict, scheme) -> bool:
     """Whether `export_native` is likely to find a class; it says why where it does not."""
     marked = getattr(scheme, "mark_first", False) and model["family"] != "bert"
-    return scheme.name in ("learned", "sinusoidal", "none") or (scheme.name == "rotary" and not marked)
+    return scheme.name in ("learned", "sinusoidal", "none", "ladder") or (scheme.name == "rotary" and not marked)
 
 
 def _fit_entry(fit: dict) -> EvalResult:
