@@ -13,6 +13,7 @@ from hf_posswap.assets import model_source
 from hf_posswap.calibration import text_batches, written_text
 from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.choosing import choose
+from hf_posswap.claims import claims
 from hf_posswap.compare import compare
 from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.export import export_native
@@ -119,6 +120,7 @@ def export_command(
 
 
 app.command("compare")(compare)
+app.command("claims")(claims)
 
 
 def _calibration(source: str, text_column: str, model: PreTrainedModel, tokenizer, tokens: int) -> tuple[list, str]:

@@ -1,0 +1,107 @@
+"""Claims about position schemes: what is found is what was worked out by hand, and a broken scheme changes the verdict."""
+
+import cmath
+
+import pytest
+import torch
+from torch.testing import assert_close
+from typer.testing import CliRunner
+
+import hf_posswap.claims as claims
+from hf_posswap.claims import CLAIMS, Claim, Finding, check_claims, markdown, translation_matrix
+from hf_posswap.cli import app
+from hf_posswap.schemes.sinusoidal import sinusoids
+
+# Whether each finding holds, in order; and text that must stand in one of them.
+EXPECTED = {
+    "unique": ([True, True, True, False, False], "31 codes", "7 codes", "1.95 apart"),
+    "bounded": ([True, True, False, False], "norm 8.0", "norm 19.6"),
+    "same_distance_same_relation": ([True, False], "0.11 of 10 positions and 0.01 of 100"),
+    "generalises_to_longer": ([True, False],),
+    "deterministic": ([True, True, False],),
+    "translation": ([True],),
+    "sine_alone": ([True, True],),
+    "dot_product_decreases": ([False, True], "rises at 47 of 127 steps, first from 11 to 12"),
+    "dot_product_vanishes": ([False, False, False], "0.36 of", "0.19 of", "-0.07 of"),
+    "symmetric": ([True, False, False],),
+    "layout_does_not_matter": ([True, False], "difference 1.34, frequencies up to 15% apart"),
+    "wavelengths": ([False, True], "54,410 of 62,832"),
+    "binary_is_wasteful": ([True, True],),
+    "few_dimensions": ([False, False, False], "89% of the pairs", "97% of the pairs"),
+    "learned_and_fixed_alike": ([True, False],),
+    "early_positions_favoured": ([True],),
+    "relative_is_slower": ([True, True],),
+    "rotary_keeps_distances": ([True, False],),
+    "absolute_on_little_data": ([False, True],),
+    "order_matters": ([True, False],),
+    "clipping_is_small": ([True, False], "16,512 numbers", "130,944"),
+    "printed_frequency": ([False, True],),
+    "precision": ([True, True, False, False], "0.63 rad", "0.0052 rad"),
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.__name__)
+def test_claims(claim):
+    """Each claim holds where it was found to hold by other means, fails where it fails, and says by how much."""
+    holds, *texts = EXPECTED[claim.__name__]
+    (found,) = check_claims((claim,))
+    assert [finding.holds for finding in found.findings] == holds, found
+    for text in texts:
+        assert any(text in finding.found for finding in found.findings), (text, found)
+    assert found.verdict == ("depends" if len(set(holds)) > 1 else "holds" if holds[0] else "fails")
+    assert found.statement and not found.statement.endswith(".")
+
+
+def test_all_claims_are_expected():
+    """No claim is without its test."""
+    assert [claim.__name__ for claim in CLAIMS] == list(EXPECTED) and len(CLAIMS) >= 22
+
+
+def broken(positions: torch.Tensor, size: int, **options) -> torch.Tensor:
+    """Sinusoids whose cosines are sines, and which grow."""
+    signal = sinusoids(positions, size, **options)
+    return torch.cat([signal[..., 0::2], signal[..., 0::2]], -1) * (1 + 0.01 * positions[..., None])
+
+
+@pytest.mark.parametrize(
+    "claim",
+    ["bounded", "same_distance_same_relation", "translation", "symmetric", "layout_does_not_matter", "binary_is_wasteful"],
+)
+def test_a_broken_scheme_changes_verdicts(monkeypatch, claim):
+    """Where sinusoids are not what they should be, what held of them does not hold."""
+    (right,) = check_claims((getattr(claims, claim),))
+    monkeypatch.setattr(claims, "sinusoids", broken)
+    (wrong,) = check_claims((getattr(claims, claim),))
+    assert [f.holds for f in right.findings] != [f.holds for f in wrong.findings]
+
+
+@pytest.mark.parametrize("distance", [0, 1, -3, 100])
+def test_translation_matrix_turns_complex_numbers(distance):
+    """T(k) is e^(-i k w) on each pair (sin, cos) read as a complex number, orthogonal, and T(a) T(b) = T(a + b)."""
+    matrix = translation_matrix(distance, size=8, base=100.0)
+    for pair in range(4):
+        turn = cmath.exp(-1j * distance * 100.0 ** (-pair / 4))
+        expected = torch.tensor([[turn.real, -turn.imag], [turn.imag, turn.real]], dtype=torch.float64)
+        assert_close(matrix[2 * pair : 2 * pair + 2, 2 * pair : 2 * pair + 2], expected)
+    assert matrix.count_nonzero() <= 16
+    assert_close(matrix @ matrix.T, torch.eye(8, dtype=torch.float64))
+    assert_close(matrix @ translation_matrix(5, 8, 100.0), translation_matrix(distance + 5, 8, 100.0))
+
+
+def test_the_command_and_its_tables(monkeypatch):
+    """One row for each finding, the claim's words once; the Markdown table has the same content."""
+    monkeypatch.setattr(claims, "check_claims", lambda: check_claims((claims.wavelengths, claims.translation)))
+    shown = CliRunner().invoke(app, ["claims"], env={"COLUMNS": "160"})
+    assert shown.exit_code == 0 and shown.output.count("Wavelengths run from") == 1 and "54,410 of 62,832" in shown.output
+    table = CliRunner().invoke(app, ["claims", "--markdown"]).output.strip().splitlines()
+    assert len(table) == 2 + 3 and table[2].startswith("| 1 | Wavelengths run from 2 pi to 10,000 times 2 pi | as printed")
+    assert table[3].startswith("| | | tensor2tensor") and table[4].startswith("| 2 | A shift is a linear map")
+    assert " fails " in table[2] and " holds " in table[3]
+
+
+def test_verdicts():
+    """One failure among findings that hold makes it depend."""
+    held, failed = Finding("here", True, "1"), Finding("there", False, "2")
+    verdicts = [Claim("c", "C", findings).verdict for findings in ((held,), (failed, failed), (held, failed))]
+    assert verdicts == ["holds", "fails", "depends"]
+    assert len(markdown([Claim("c", "C", (held, failed))]).splitlines()) == 4
