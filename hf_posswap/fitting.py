@@ -67,7 +67,7 @@ class FitReport:
             solved = "" if fit.solved is None else f"{fit.solved:.4f}" + ("" if fit.kept else " (not kept)")
             after = f"{fit.after:.4f}" + ("" if fit.reconstructed else " (no steps)")
             layers.add_row(str(fit.layer), f"{fit.before:.4f}", solved, after, *(f"{value:.4f}" for value in states))
-        console = Console(width=100, highlight=False, color_system=None)
+        console = Console(width=100, highlight=False, color_system=None, force_jupyter=False)
         with console.capture() as capture:
             console.print(found, "", layers)
             console.print(

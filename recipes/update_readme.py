@@ -1,4 +1,4 @@
-"""Write the tables of README.md from the registries and from the committed result files.
+"""Write the tables of README.md from the registries and from the committed result files, and that of claims in notebooks/.
 
     python recipes/update_readme.py
 
@@ -6,7 +6,7 @@ Tables of recipes come from recipes/results/*/comparison.json, which recipes/com
 fit/*/results.json (recipes/fit_quality.py), those of healing are heal/*/results.md (recipes/heal.py), and the speed tables come
 from attention/*/results.json (recipes/benchmark_attention.py).
 
-The tests compare the README with what this prints, so the page cannot drift.
+The tests compare the pages with what this prints, so they cannot drift.
 """
 
 import json
@@ -16,6 +16,8 @@ from pathlib import Path
 
 from hf_posswap import ARCHITECTURES, SCHEMES
 from hf_posswap.checkpoint import SWAPPED_CLASSES
+from hf_posswap.claims import check_claims
+from hf_posswap.claims import markdown as claims_table
 from hf_posswap.report import fit_table, provenance_line
 from hf_posswap.runs import background, markdown
 
@@ -121,13 +123,21 @@ def render(readme: str) -> str:
         ("speed", speed_tables(RESULTS / "attention")),
     )
     for name, block in blocks:
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        readme, count = re.subn(pattern, lambda m, b=block: f"{m[1]}{b}\n{m[2]}", readme, flags=re.DOTALL)
-        if count != 1:
-            raise SystemExit(f"README.md must have one <!-- {name} --> block, it has {count}")
+        readme = replace_block(readme, name, block)
     return readme
+
+
+def replace_block(page: str, name: str, block: str) -> str:
+    """Return the page with what stands between <!-- name --> and <!-- /name --> replaced."""
+    pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+    page, count = re.subn(pattern, lambda m: f"{m[1]}{block}\n{m[2]}", page, flags=re.DOTALL)
+    if count != 1:
+        raise SystemExit(f"the page must have one <!-- {name} --> block, it has {count}")
+    return page
 
 
 if __name__ == "__main__":
     page = ROOT / "README.md"
     page.write_text(render(page.read_text()))
+    page = ROOT / "notebooks" / "README.md"
+    page.write_text(replace_block(page.read_text(), "claims", claims_table(check_claims())))

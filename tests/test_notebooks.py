@@ -1,0 +1,108 @@
+"""The notebooks run from top to bottom, and what they print is what stands in them.
+
+Numbers may differ by a tenth: machines round differently, and the standard library's text, on which models are measured, is not
+the same in every Python. A cell tagged `varies` runs, but what it prints is not compared.
+
+    python tests/test_notebooks.py     # run them all and write their outputs
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "notebooks"
+NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
+NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*\.?\d*(?:e-?\d+)?")
+
+# In a process of its own: a kernel's libraries warn, and a test's warnings are errors.
+RUN = """
+import sys, nbformat
+from nbclient import NotebookClient
+notebook = nbformat.read(sys.argv[1], as_version=4)
+NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": sys.argv[3]}}).execute()
+for cell in notebook.cells:
+    cell.metadata.pop("execution", None)
+nbformat.write(notebook, sys.argv[2])
+"""
+
+
+def run(name: str, output: Path) -> None:
+    """Run a notebook in its own folder, and write it with its outputs."""
+    command = [sys.executable, "-c", RUN, str(FOLDER / name), str(output), str(FOLDER)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def shown(cell) -> tuple[str, list[str]]:
+    """Return the text that a cell shows, and the kinds of its outputs."""
+    texts, kinds = [], []
+    for output in cell.get("outputs", []):
+        data = output.get("data", {})
+        picture = "image/png" in data
+        kinds.append("picture" if picture else "error" if output.output_type == "error" else output.get("name", "value"))
+        texts.append("" if picture else output.get("text") or data.get("text/markdown") or data.get("text/plain", ""))
+    return "".join(texts), kinds
+
+
+def assert_same_text(actual: str, expected: str) -> None:
+    """The same words, and numbers that differ by a tenth at most."""
+    words = [re.sub(r"[\s-]+", " ", NUMBER.sub("#", text)) for text in (actual, expected)]
+    assert words[0] == words[1]
+    numbers = [[float(found.replace(",", "")) for found in NUMBER.findall(text)] for text in (actual, expected)]
+    for one, other in zip(*numbers, strict=True):
+        assert one == pytest.approx(other, rel=0.1, abs=0.02), (one, other, actual)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebooks(name, tmp_path):
+    """Every cell runs and shows what it showed: text, numbers, a picture where there was one, nothing on stderr."""
+    run(name, tmp_path / name)
+    committed, fresh = (nbformat.read(path, as_version=4) for path in (FOLDER / name, tmp_path / name))
+    compared = 0
+    for old, new in zip(committed.cells, fresh.cells, strict=True):
+        if old.cell_type != "code":
+            continue
+        (expected, kinds), (actual, kinds_now) = shown(old), shown(new)
+        assert kinds_now == kinds and not {"error", "stderr"} & set(kinds), (old.source, actual)
+        if "varies" not in old.metadata.get("tags", []):
+            assert_same_text(actual, expected)
+            compared += bool(expected) or "picture" in kinds
+    assert compared >= 5
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_notebooks_are_fit_to_be_read(name):
+    """Small, run in order, no machine's paths in them, and they end with what to try next."""
+    notebook = nbformat.read(FOLDER / name, as_version=4)
+    assert (FOLDER / name).stat().st_size < 600_000
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    text = "\n".join(shown(cell)[0] + cell.source for cell in notebook.cells)
+    assert not re.search(r"/(home|root|work|tmp|Users)/", text)
+    assert notebook.cells[0].source.startswith("# ") and "## What to try next" in notebook.cells[-1].source
+    prose = sum(cell.cell_type == "markdown" for cell in notebook.cells)
+    assert prose >= len(counts) / 2
+
+
+def test_there_are_five():
+    """The list in notebooks/README.md is complete."""
+    page = (FOLDER / "README.md").read_text()
+    assert len(NOTEBOOKS) == 5 and all(f"]({name})" in page for name in NOTEBOOKS)
+
+
+def test_numbers_are_compared():
+    """A word or a number that is different is noticed; rounding is not."""
+    assert_same_text("cost 1,000.0  and -0.31", "cost 1,040.0 and -0.30")
+    for other in ("cost 1,200.0 and -0.30", "price 1,000.0 and -0.30", "cost 1,000.0 and -0.40", "cost 1,000.0 and"):
+        with pytest.raises((AssertionError, ValueError)):
+            assert_same_text("cost 1,000.0 and -0.30", other)
+
+
+if __name__ == "__main__":
+    for notebook in NOTEBOOKS:
+        run(notebook, FOLDER / notebook)
+        print("wrote", FOLDER / notebook)
