@@ -15,6 +15,7 @@ from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.choosing import choose
 from hf_posswap.claims import claims
 from hf_posswap.compare import compare
+from hf_posswap.conformance import check
 from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.export import export_native
 from hf_posswap.fitting import fit as fit_swapped
@@ -121,6 +122,7 @@ def export_command(
 
 app.command("compare")(compare)
 app.command("claims")(claims)
+app.command("check")(check)
 
 
 def _calibration(source: str, text_column: str, model: PreTrainedModel, tokenizer, tokens: int) -> tuple[list, str]:

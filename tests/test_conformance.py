@@ -1,0 +1,516 @@
+"""`hf-posswap check` on schemes that keep the contract, and on one for each way to break it, which fails there.
+
+Broken schemes are named after what is wrong with them, and stand next to the checks that find it.
+"""
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from conftest import CASES
+from torch import nn
+from transformers.utils.logging import is_progress_bar_enabled
+
+import hf_posswap as posswap
+from hf_posswap.conformance import CHECKS, FAMILIES, check, check_scheme, load_scheme
+from hf_posswap.schemes.base import AttentionPositions, PositionEmbedding, Scheme
+from hf_posswap.terminal import run_program
+
+DECODERS = ("bert-decoder", "gpt2")
+
+# -- two schemes that are right: one adds to the embeddings, one computes attention -------------------------------------
+
+
+class Sines(PositionEmbedding):
+    """Sines of positions, each with a learned size."""
+
+    def __init__(self, geometry):
+        super().__init__(geometry)
+        self.geometry = geometry
+        self.size = nn.Parameter(torch.zeros(geometry.hidden_size))
+
+    def code(self, position_ids):
+        """The sines alone."""
+        steps = torch.arange(self.geometry.hidden_size, dtype=torch.float64)
+        return (position_ids[..., None] * 100.0 ** (-steps / len(steps))).sin().to(self.size.dtype)
+
+    def forward(self, position_ids):
+        return self.code(position_ids) * (1 + self.size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waves(Scheme):
+    """A correct absolute scheme."""
+
+    label: str = "plain"
+
+    name: ClassVar[str] = "waves"
+    summary: ClassVar[str] = "sines with a learned size"
+    module: ClassVar[type] = Sines
+
+    def embedding_module(self, geometry):
+        return self.module(geometry)
+
+
+class Slope(AttentionPositions):
+    """Scores sink with the distance of positions, by a learned slope a head."""
+
+    needs_key_positions = True
+
+    def __init__(self, geometry):
+        super().__init__()
+        self.slope = nn.Parameter(torch.zeros(geometry.num_heads, 1, 1))
+
+    def prepare(self, position_ids, slots, length, key_positions, attention_mask=None):
+        return position_ids, key_positions, slots
+
+    def distances(self, shared, queries, keys):
+        """Distances (B or 1, 1, Q, K), 0 for keys that a static cache has not got yet."""
+        position_ids, key_positions, _ = shared
+        key_positions = nn.functional.pad(key_positions, (0, keys - key_positions.shape[-1]))
+        return (key_positions[:, None, None, :] - position_ids[:, None, :, None]).abs()
+
+    def masked(self, scores, mask, shared, causal):
+        """Apply the mask; without one sdpa means that all keys count, or those up to the query's slot."""
+        if mask is None and causal:
+            mask = torch.arange(scores.shape[-1]) <= shared[2][..., None]
+        if mask is None:
+            return scores
+        return scores.masked_fill(~mask, -1e9) if mask.dtype == torch.bool else scores + mask
+
+    def attend(self, query, key, value, mask, shared, *, scaling, dropout, causal, return_probabilities):
+        scores = query @ key.mT * scaling - self.slope * self.distances(shared, query.shape[-2], key.shape[-2])
+        probabilities = self.masked(scores, mask, shared, causal).softmax(-1).to(value.dtype)
+        return probabilities @ value, probabilities
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sinking(Scheme):
+    """A correct scheme of distances."""
+
+    name: ClassVar[str] = "sinking"
+    summary: ClassVar[str] = "scores sink with distance"
+    shift_invariant: ClassVar[bool] = True
+    module: ClassVar[type] = Slope
+
+    def attention_module(self, geometry):
+        return self.module(geometry)
+
+
+# -- one broken scheme for each check -------------------------------------------------------------------------------------
+
+
+def scheme(base: type[Scheme], **members) -> type[Scheme]:
+    """A dataclass like the base, with other class members."""
+    return dataclass(frozen=True, kw_only=True)(type("Broken", (base,), {"__annotations__": {}, **members}))
+
+
+class NormalisedByLength(Sines):
+    def code(self, position_ids):
+        return super().code(100 * position_ids / position_ids.amax(-1, keepdim=True).clamp(min=1))
+
+
+class OfTheFirstRow(Sines):
+    def forward(self, position_ids):
+        return super().forward(position_ids[:1]).expand(*position_ids.shape, -1)
+
+
+class TrainedLengthOnly(Sines):
+    def code(self, position_ids):
+        return super().code(torch.arange(self.geometry.trained_positions))[position_ids]
+
+
+class HalfPrecisionPhase(Sines):
+    def code(self, position_ids):
+        steps = torch.arange(self.geometry.hidden_size).to(self.size)
+        return (position_ids[..., None].to(self.size) * 100.0 ** (-steps / len(steps))).sin()
+
+
+class UnusedParameter(Sines):
+    def __init__(self, geometry):
+        super().__init__(geometry)
+        self.forgotten = nn.Parameter(torch.zeros(3))
+
+
+class IdleParameter(Sines):
+    def forward(self, position_ids):
+        return self.code(position_ids) + 0 * self.size
+
+
+class BufferThatIsNotSaved(Sines):
+    def __init__(self, geometry):
+        super().__init__(geometry)
+        self.register_buffer("learned", torch.zeros(geometry.hidden_size), persistent=False)
+
+    def fit_table(self, table):
+        self.learned.copy_(table[3])
+
+    def forward(self, position_ids):
+        return super().forward(position_ids) + self.learned
+
+
+class SharedByCopies(Sines):
+    def __deepcopy__(self, memo):
+        return self
+
+
+class WritesToPositions(Sines):
+    def forward(self, position_ids):
+        code = super().forward(position_ids)
+        position_ids += 1
+        return code
+
+
+class OnlyScales(AttentionPositions):
+    def rotate(self, states, shared):
+        return 1.5 * states
+
+
+class ByPlace(Slope):
+    def distances(self, shared, queries, keys):
+        return (torch.arange(keys) - shared[2][..., None]).abs()[:, None]
+
+
+class IgnoresTheMask(Slope):
+    def masked(self, scores, mask, shared, causal):
+        return super().masked(scores, None, shared, causal)
+
+
+class OneMaskForAllQueries(Slope):
+    def masked(self, scores, mask, shared, causal):
+        if causal:
+            scores = super().masked(scores, None, shared, causal)
+        return scores if mask is None else super().masked(scores, mask[..., -1:, :], shared, False)
+
+
+class CausalFromTheCorner(Slope):
+    def masked(self, scores, mask, shared, causal):
+        scores = super().masked(scores, mask, shared, causal)
+        return scores.masked_fill(~torch.ones_like(scores[0, 0]).bool().tril(), -1e9) if causal else scores
+
+
+class ScalesIfAskedForProbabilities(Slope):
+    def attend(self, *arguments, scaling, return_probabilities, **others):
+        scaling = scaling * (2 if return_probabilities else 1)
+        return super().attend(*arguments, scaling=scaling, return_probabilities=return_probabilities, **others)
+
+
+class UsesUpWhatIsShared(AttentionPositions):
+    def prepare(self, position_ids, slots, length, key_positions, attention_mask=None):
+        angles = position_ids[:, None, :, None] / 10
+        return [angles] * 4  # of two layers, for queries and keys
+
+    def rotate(self, states, shared):
+        angles = shared.pop()
+        x, y = states.float().chunk(2, dim=-1)
+        turned = torch.cat([x * angles.cos() - y * angles.sin(), x * angles.sin() + y * angles.cos()], dim=-1)
+        return turned.to(states.dtype)
+
+
+def refuse(self, geometry):
+    raise posswap.PosswapError("this model is too small for it")
+
+
+def patch_the_library(self, geometry):
+    original = vars(nn.LayerNorm).get("unpatched", nn.LayerNorm.forward)
+    nn.LayerNorm.unpatched = original
+    nn.LayerNorm.forward = lambda self, states: 1.01 * original(self, states)
+    return Sines(geometry)
+
+
+NOT_FROZEN = dataclass(type("NotFrozen", (Scheme,), {"__annotations__": {}, "name": "melting", "summary": "melts"}))
+INHERITED = type("Inherited", (Waves,), {"name": "heir"})
+LISTED = dataclass(frozen=True, kw_only=True)(
+    type("Listed", (Waves,), {"__annotations__": {"steps": tuple}, "steps": (1, 2), "name": "listed"})
+)
+
+EVERYWHERE, ENCODER = tuple(FAMILIES), ("bert",)
+BROKEN = {  # scheme, where each check fails, what one of the reasons says
+    "refuses": (scheme(Waves, check=refuse), {"builds": EVERYWHERE}, "this model is too small for it"),
+    "open option": (posswap.Rotary(theta="auto"), {"builds": EVERYWHERE}, "theta='auto' is settled by looking at text"),
+    "not frozen": (NOT_FROZEN, {"builds": EVERYWHERE}, "NotFrozen is not frozen"),
+    "without a name": (scheme(Waves, name=None), {"builds": EVERYWHERE}, "Broken has no name"),
+    "taken name": (scheme(Waves, name="rotary"), {"builds": EVERYWHERE}, "is named 'rotary' like Rotary"),
+    "unknown backend": (scheme(Waves, implementations=("flex",)), {"builds": EVERYWHERE}, "run with attention impl"),
+    "tuple": (LISTED, {"options": EVERYWHERE, "save and reload": EVERYWHERE}, r"comes back from config.json .*\[1, 2\]"),
+    "not to be registered": (INHERITED, {"options": EVERYWHERE, "save and reload": EVERYWHERE}, "must be a dataclass"),
+    "read as another": (
+        Waves(label="no"),
+        {"options": EVERYWHERE},
+        "comes back from the string 'waves:label=no' as .*label=False",
+    ),
+    "patch": (scheme(Waves, embedding_module=patch_the_library), {"restores": EVERYWHERE}, "outputs: the largest difference"),
+    "never switched on": (
+        scheme(Waves, embedding_module=Scheme.embedding_module, embeding_module=Waves.embedding_module),
+        {"switched on": EVERYWHERE, "order matters": ENCODER, "position ids": EVERYWHERE},
+        "with and without positions: the largest difference is 0,",
+    ),
+    "no order": (
+        scheme(Sinking, attention_module=lambda self, geometry: OnlyScales()),
+        {"order matters": ENCODER, "position ids": EVERYWHERE},
+        "tokens in another order",
+    ),
+    "place": (scheme(Sinking, module=ByPlace), {"position ids": EVERYWHERE}, "position_ids 1, 1, 2, 2"),
+    "written positions": (scheme(Waves, module=WritesToPositions), {"position ids": EVERYWHERE}, "changed in place"),
+    "normalised by length": (
+        scheme(Waves, module=NormalisedByLength),
+        {"padding": EVERYWHERE, "packing": EVERYWHERE, "cache": DECODERS},
+        "13 tokens with 7 of padding on the right, and alone",
+    ),
+    "no mask": (
+        scheme(Sinking, module=IgnoresTheMask),
+        {"padding": EVERYWHERE, "packing": EVERYWHERE, "cache": DECODERS},
+        "13 tokens with 7 of padding on the right, and alone: the largest difference",
+    ),
+    "one mask": (scheme(Sinking, module=OneMaskForAllQueries), {"packing": EVERYWHERE}, "documents of 12 and 8 tokens"),
+    "first row": (
+        scheme(Waves, module=OfTheFirstRow),
+        {"padding": EVERYWHERE, "batch independence": EVERYWHERE, "cache": DECODERS},
+        "row 1 of a batch",
+    ),
+    "false claim": (scheme(Waves, shift_invariant=True), {"shift invariance": EVERYWHERE}, "positions from 12 and from 1"),
+    "corner": (scheme(Sinking, module=CausalFromTheCorner), {"cache": DECODERS}, "token by token"),
+    "probabilities": (scheme(Sinking, module=ScalesIfAskedForProbabilities), {"backends agree": EVERYWHERE}, "outputs: the"),
+    "unused": (scheme(Waves, module=UnusedParameter), {"gradients": EVERYWHERE}, r"forgotten: the gradient is none, .* DDP"),
+    "idle": (scheme(Waves, module=IdleParameter), {"gradients": EVERYWHERE}, r"size: the gradient is zero everywhere"),
+    "used up": (
+        scheme(Sinking, attention_module=lambda self, geometry: UsesUpWhatIsShared()),
+        {"gradient checkpointing": EVERYWHERE},
+        "IndexError: pop from empty list",
+    ),
+    "not saved": (scheme(Waves, module=BufferThatIsNotSaved), {"save and reload": EVERYWHERE}, "outputs of the loaded model"),
+    "shared copies": (scheme(Waves, module=SharedByCopies), {"deepcopy": EVERYWHERE}, "after its copy was changed"),
+    "short": (
+        scheme(Waves, module=TrainedLengthOnly),
+        {"longer than trained": EVERYWHERE, "phase precision": EVERYWHERE},
+        "IndexError: index 32 is out of bounds",
+    ),
+    "half precision": (scheme(Waves, module=HalfPrecisionPhase), {"phase precision": EVERYWHERE}, "off by .* at position 4000"),
+}
+
+
+@pytest.fixture(autouse=True)
+def library():
+    """Take the patch back that one of the schemes makes."""
+    yield
+    if "unpatched" in vars(nn.LayerNorm):
+        nn.LayerNorm.forward = nn.LayerNorm.unpatched
+        del nn.LayerNorm.unpatched
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_scheme_fails_where_it_is_broken(name):
+    """It fails the checks that are named, in the families that are named, and no others, and says why."""
+    broken, expected, says = BROKEN[name]
+    found = check_scheme(broken)
+    failed = {}
+    for result in found.results:
+        if result.passed is False:
+            failed[result.check] = (*failed.get(result.check, ()), result.family)
+    assert failed == expected, str(found)
+    assert re.search(says, " ".join(result.detail for result in found.results)), str(found)
+    assert not found.passed and "FAILS" in str(found)
+    others = [result.passed for result in found.results if result.check not in expected]
+    assert set(others) == {None} if "builds" in expected else True in others
+
+
+def test_every_check_can_fail():
+    """There is a broken scheme for each of the checks."""
+    assert {name for _, expected, _ in BROKEN.values() for name in expected} == {c.__name__.replace("_", " ") for c in CHECKS}
+
+
+# -- what is right passes -------------------------------------------------------------------------------------------------
+
+
+def assert_complete(found):
+    """Nothing failed, and what did not apply had a reason to."""
+    assert found.passed, str(found)
+    assert [(result.check, result.family) for result in found.results] == [
+        (c.__name__.replace("_", " "), family) for family in FAMILIES for c in CHECKS
+    ]
+    assert all(bool(result.detail) == (result.passed is None) for result in found.results)
+
+
+def skipped(found, family: str) -> set[str]:
+    """The checks that did not apply in a family."""
+    return {result.check for result in found.results if result.family == family and result.passed is None}
+
+
+# One of each kind: the whole matrix is what test_contract.py, test_cache.py and test_checkpoint.py run over.
+BUILT_IN = (
+    "learned", "learned-tile", "sinusoidal", "sinusoidal-raw", "ladder-concatenate", "relative", "relative-sinusoidal",
+    "rotary-linear", "none",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_schemes_pass(name):
+    """Every built-in scheme keeps the contract, and no check is left out that applies."""
+    assert {CASES[name].scheme.name for name in BUILT_IN} == set(posswap.SCHEMES)
+    scheme = CASES[name].scheme
+    found = check_scheme(scheme)
+    assert_complete(found)
+    left_out = set() if scheme.shift_invariant else {"shift invariance"}
+    if scheme == posswap.Learned():
+        left_out |= {"longer than trained", "phase precision"}
+    if scheme.name == "none":
+        left_out |= {"switched on"}
+    assert skipped(found, "gpt2") == left_out | {"order matters"}
+    assert skipped(found, "bert") == left_out | {"cache"}
+    assert found.scheme == scheme and "passes" in str(found) and "FAILS" not in str(found)
+
+
+@pytest.mark.parametrize("scheme", [Waves, Waves(label="other"), Sinking])
+def test_own_schemes_pass(scheme):
+    """A scheme that is not registered passes, as a class and as an instance; randomness and registry are left alone."""
+    known, generator, bars = list(posswap.SCHEMES), torch.get_rng_state(), is_progress_bar_enabled()
+    found = check_scheme(scheme)
+    assert_complete(found)
+    assert list(posswap.SCHEMES) == known and torch.equal(torch.get_rng_state(), generator)
+    assert is_progress_bar_enabled() == bars
+
+
+def test_a_registered_scheme_stays_registered():
+    """What was known before the check is known after it."""
+    posswap.register_scheme(Waves)
+    try:
+        assert check_scheme("waves:label=other").scheme == Waves(label="other")
+        assert posswap.SCHEMES["waves"] is Waves
+    finally:
+        del posswap.SCHEMES["waves"]
+
+
+def test_one_backend():
+    """A scheme that runs with eager attention alone is checked with that, and not compared with sdpa."""
+    found = check_scheme(scheme(Sinking, module=ScalesIfAskedForProbabilities, implementations=("eager",)))
+    assert_complete(found)
+    assert "backends agree" in skipped(found, "bert") and "it runs with eager alone" in str(found)
+
+
+def test_a_claim_that_is_not_made():
+    """Shift invariance that holds and is not claimed is pointed out, and no failure."""
+    found = check_scheme(scheme(Sinking, shift_invariant=False))
+    assert_complete(found)
+    assert re.search(r"- shift invariance: it is not claimed, but holds", str(found))
+
+
+def test_the_table():
+    """A row for each check, a column for each family, and beneath numbers, advice and what did not apply."""
+    text = str(check_scheme(scheme(Waves, shift_invariant=True)))
+    lines = text.splitlines()
+    assert lines[0] == "Broken(label='plain') FAILS"
+    assert lines[1].split()[:4] == ["check", *FAMILIES] and len(lines) > 2 + len(CHECKS)
+    row = next(line for line in lines if line.startswith("shift invariance"))
+    assert row.split()[2:5] == ["FAILS"] * 3 and row.endswith("A shift of all positions changes nothing, if so claimed.")
+    assert re.search(
+        r"shift invariance, gpt2: with eager, .* difference is [\d.]+, tolerance 0\.000\d+, at token \d+ ",
+        " ".join(text.split()),
+    )
+    assert "    Only differences of positions may count" in text
+    assert "- cache: an encoder has no cache" in lines
+    assert all(len(line) <= 120 for line in lines)
+
+
+# -- the command ----------------------------------------------------------------------------------------------------------
+
+MODULE = """
+from dataclasses import dataclass
+from typing import ClassVar
+from hf_posswap import PosswapError, Scheme
+{imports}
+
+@dataclass(frozen=True, kw_only=True)
+class Plain(Scheme):
+    size: int
+
+    name: ClassVar[str] = "plain-{suffix}"
+    summary: ClassVar[str] = "nothing"
+
+    def check(self, geometry):
+        raise PosswapError("too small a model")
+
+class Undecorated(Scheme):
+    name = "undecorated"
+
+small, number = Plain(size=3), 5
+"""
+
+
+def run(monkeypatch, capsys, source: str):
+    """What `hf-posswap check` exits with, and says."""
+    monkeypatch.setattr("sys.argv", ["hf-posswap", source])
+    with pytest.raises(SystemExit) as stop:
+        run_program("hf-posswap", check)
+    said = capsys.readouterr()
+    return stop.value.code or 0, said.out, " ".join(said.err.split())
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current folder, with a module `mine_{suffix}`, and a file in a folder below that imports its neighbour."""
+    suffix = tmp_path.name.replace("-", "_")  # modules stay imported: each test has its own
+    (tmp_path / f"mine_{suffix}.py").write_text(MODULE.format(imports="", suffix=suffix))
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / f"neighbour_{suffix}.py").write_text("")
+    (tmp_path / "below" / "file.py").write_text(MODULE.format(imports=f"import neighbour_{suffix}", suffix=suffix))
+    monkeypatch.chdir(tmp_path)
+    return suffix
+
+
+def test_command_passes(monkeypatch, capsys):
+    """A built-in scheme, as a string with options, passes: the table, and exit status 0."""
+    code, out, err = run(monkeypatch, capsys, "learned:extend=tile")
+    assert code == 0 and out.startswith("Learned(extend='tile') passes") and "Traceback" not in err
+
+
+@pytest.mark.parametrize("source", ["mine_{suffix}:small", "below/file.py:small"])
+def test_command_fails(monkeypatch, capsys, folder, source):
+    """An instance in a module or a file that fails: the reason in one line, and exit status 1."""
+    path = list(sys.path)
+    code, out, _ = run(monkeypatch, capsys, source.format(suffix=folder))
+    assert code == 1 and out.startswith("Plain(size=3) FAILS")
+    assert "builds, gpt2: with eager, too small a model\n" in out and out.count("not run, as it does not build") == 1
+    assert sys.path == path
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("rotray", "'rotray' is neither a scheme (learned, sinusoidal,"),
+        ("no_such_module:Mine", "'no_such_module' is neither a scheme"),
+        ("hf_posswap.no_such:Mine", "'hf_posswap.no_such' is neither a scheme"),
+        ("rotary:thta=5", "did you mean 'theta'"),
+        ("below/none.py:Mine", "there is no file below/none.py"),
+        ("below/file.py", "below/file.py does not say which scheme: write below/file.py:NAME; schemes in it are Plain, Und"),
+        (
+            "mine_{suffix}:Mine",
+            "mine_{suffix}:Mine is not there: write mine_{suffix}:NAME; schemes in it are Plain, Undecorated, small",
+        ),
+        ("mine_{suffix}:number", "mine_{suffix}:number is 5, no scheme: write"),
+        ("mine_{suffix}:Scheme", "no scheme: write"),
+        ("mine_{suffix}:Undecorated", "Undecorated is no dataclass: decorate it with @dataclass(frozen=True, kw_only=True)"),
+        ("mine_{suffix}:Plain", "'size'; give each option a default that fits, or check an instance"),
+        ("broken.py:Mine", "broken.py cannot be imported, ModuleNotFoundError: No module named 'no_such_library'"),
+        ("wrong.py:Mine", "wrong.py cannot be imported, ZeroDivisionError: division by zero"),
+    ],
+)
+def test_command_refuses(monkeypatch, capsys, folder, source, says):
+    """What is not there, or is no scheme, is said in one paragraph, with exit status 2 and nothing left on the path."""
+    Path("broken.py").write_text("import no_such_library")
+    Path("wrong.py").write_text("1 / 0")
+    path = list(sys.path)
+    code, out, err = run(monkeypatch, capsys, source.format(suffix=folder))
+    assert code == 2 and says.format(suffix=folder) in err and "Traceback" not in err and out == ""
+    assert sys.path == path
+
+
+def test_not_a_scheme():
+    """Other objects are refused, the base class too."""
+    for other in (5, int, Scheme):
+        with pytest.raises(posswap.PosswapError, match="is no scheme: pass a subclass of posswap.Scheme"):
+            check_scheme(other)
+    assert load_scheme("hf_posswap:Rotary") is posswap.Rotary
