@@ -4,9 +4,9 @@
     hf-posswap claims --markdown
 
 The claims are those of the papers, lectures and posts that people learn positional encodings from. A claim that holds in one
-place and fails in another has a finding for each. Formulas have E = 128 numbers a position unless a finding says otherwise;
-what needs a trained model takes the embedded GPT-2 (256 positions) and held-out text of its kind, the standard library, which differs a little
-from one Python to the next; what needs to be trained is tiny.
+place and fails in another has a finding for each. Formulas have E = 128 numbers a position unless a finding says otherwise.
+What needs a trained model takes the embedded GPT-2 (256 positions) and held-out text of its kind, the standard library, which
+differs a little from one Python to the next; what needs to be trained is tiny.
 """
 
 import math
@@ -435,7 +435,7 @@ def _bert_base(max_positions: int) -> Geometry:
 
 
 def _text(length: int, count: int) -> torch.Tensor:
-    """Held-out prose as token blocks (count, length) of the embedded GPT-2."""
+    """Held-out text as token blocks (count, length) of the embedded GPT-2."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_model("stdlib-gpt2"))
     return token_blocks(embedded_documents("validation", causal=True), tokenizer, length)[:count]
 

@@ -19,6 +19,7 @@ from hf_posswap.conformance import check
 from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.export import export_native
 from hf_posswap.fitting import fit as fit_swapped
+from hf_posswap.pictures import plot
 from hf_posswap.results import provenance
 from hf_posswap.schemes import SCHEMES, parse_scheme
 from hf_posswap.sharing.card import write_card
@@ -123,6 +124,7 @@ def export_command(
 app.command("compare")(compare)
 app.command("claims")(claims)
 app.command("check")(check)
+app.command("plot")(plot)
 
 
 def _calibration(source: str, text_column: str, model: PreTrainedModel, tokenizer, tokens: int) -> tuple[list, str]:

@@ -97,7 +97,9 @@ def test_rotary_heads(make_swapped, bert_tokenizer, head, layout, fraction, dtyp
     assert set(native.certificate.random) == {16, 128} and bool(native.certificate.text) == bert
 
 
-@pytest.mark.parametrize("case", ["sinusoidal", "sinusoidal-raw-t2t", "ladder-concatenate", "learned-interpolate", "none", "learned"])
+@pytest.mark.parametrize(
+    "case", ["sinusoidal", "sinusoidal-raw-t2t", "ladder-concatenate", "learned-interpolate", "none", "learned"]
+)
 @pytest.mark.parametrize("head", HEADS)
 def test_additive_heads(make_swapped, head, case):
     """What is added to the embeddings becomes the family's own table: every head, to the last bit."""

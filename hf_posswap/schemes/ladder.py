@@ -18,7 +18,8 @@ follows: neither padding nor a cache could be right.
 
 `combine="add"`: the code is added to the word's vector as it is printed, zeros behind its C numbers; a single number goes to
 all dimensions, where the layer norm at the door of each layer takes it out again: BERT and GPT-2 do not see `count` and
-`normalised` at all (`hf-posswap check` says so). `combine="concatenate"`: it is put next to the word's vector x, and a linear map leads back to E dimensions,
+`normalised` at all (`hf-posswap check` says so). `combine="concatenate"`: it is put next to the word's vector x, and a linear
+map leads back to E dimensions,
 
     [x, S(p)] [I; W] = x + S(p) W,
 

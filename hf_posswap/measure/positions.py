@@ -1,0 +1,110 @@
+"""What a scheme, or a model, says of positions, as numbers: vectors, frequencies, and the matrix that moves on by k."""
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_posswap.errors import PosswapError
+from hf_posswap.schemes import AttentionPositions, Constant, Geometry, Scheme, Sinusoidal
+from hf_posswap.schemes.sinusoidal import sinusoids
+from hf_posswap.surgery import geometry_of
+from hf_posswap.swap import describe, find_target
+
+TURNING = "schemes that turn pairs of dimensions (sinusoidal, rotary)"
+
+
+def one_head(size: int, positions: int) -> Geometry:
+    """Return the sizes of a model that consists of one head, for looking at schemes without a model."""
+    return Geometry(hidden_size=size, num_heads=1, head_dim=size, max_positions=positions, trained_positions=positions)
+
+
+def scheme_of(model: PreTrainedModel) -> tuple[Scheme, Geometry]:
+    """Return the scheme that a model has now, swapped or not, and the sizes it is built for."""
+    told = describe(model)
+    return told.new, geometry_of(model.config, told.max_positions, told.trained_positions)
+
+
+@torch.no_grad()
+def position_table(source: Scheme | PreTrainedModel, positions: int | None = None, size: int = 64) -> torch.Tensor:
+    """Return the vectors that a scheme as printed, or a model as it is, adds at each position: (P, E).
+
+    `positions` are P, by default 64 or all that the model holds; `size` is E, for schemes alone.
+
+    >>> position_table(Sinusoidal(), positions=2, size=4)
+    tensor([[0.0000, 1.0000, 0.0000, 1.0000],
+            [0.8415, 0.5403, 0.0100, 0.9999]])
+
+    Raises:
+        PosswapError: The scheme has no vectors, or none without a checkpoint, or the model holds fewer positions.
+    """
+    if isinstance(source, Scheme):
+        scheme, geometry = source, one_head(size, positions or 64)
+        scheme.check(geometry)
+        module = scheme.embedding_module(geometry)
+        if getattr(module, "keeps_table", False):
+            raise PosswapError(f"{scheme} is whatever a checkpoint has learned: name a model, such as minilm")
+    else:
+        target, architecture = find_target(source)
+        scheme, geometry = scheme_of(target)
+        owner, name = architecture.table_owner(target.base_model)
+        module = getattr(owner, name)
+    if isinstance(module, Constant):
+        raise PosswapError(
+            f"{scheme} adds no vectors to tell positions apart. `plot attention MODEL {scheme}` shows what it does; "
+            f"`plot wavelengths` and `plot translation` take {TURNING}"
+        )
+    count = positions or geometry.max_positions
+    if count > geometry.max_positions:
+        raise PosswapError(f"{count} positions were asked for, and the model holds {geometry.max_positions}")
+    device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), None)
+    table = module(torch.arange(count, device=device)[None])[0]
+    if not table.any():
+        raise PosswapError(f"{scheme} is all zeros until it is fitted to a checkpoint: swap a model, and look at that")
+    return table
+
+
+def frequencies(scheme: Scheme, geometry: Geometry) -> torch.Tensor:
+    """Return the angles by which pairs of dimensions turn from one position to the next: (pairs,) float64, fastest first.
+
+    >>> frequencies(Sinusoidal(), one_head(4, 8))
+    tensor([1.0000, 0.0100], dtype=torch.float64)
+
+    Raises:
+        PosswapError: The scheme turns nothing.
+    """
+    scheme.check(geometry)
+    attention = scheme.attention_module(geometry)
+    if hasattr(attention, "frequencies"):
+        return attention.frequencies(torch.device("cpu"), geometry.trained_positions)[0]
+    if not isinstance(scheme, Sinusoidal):
+        raise PosswapError(f"only {TURNING} have wavelengths; {scheme} has none")
+    layout = "tensor2tensor" if scheme.layout == "tensor2tensor" else "halves"  # the others are permutations of halves
+    pairs = geometry.hidden_size // 2
+    sines, cosines = sinusoids(torch.tensor(1), 2 * pairs, base=scheme.base, layout=layout).double().chunk(2)
+    return torch.atan2(sines, cosines)
+
+
+@torch.no_grad()
+def translation(scheme: Scheme, shift: int, size: int) -> tuple[torch.Tensor, float]:
+    """Return T (E, E) with PE(t + shift) = T PE(t), and by how much it misses: |T PE(t) - PE(t + shift)| / |PE(t + shift)|.
+
+    For a scheme that turns queries and keys T is that rotation. For vectors it is the least-squares solution over 65,536
+    positions, enough to tell slow pairs apart; where no such matrix exists, it misses.
+
+    >>> matrix, missed = translation(Sinusoidal(), 3, 4)
+    >>> [round(x, 2) for x in matrix[0, :2].tolist()], missed < 1e-5  # sin(t + 3) = cos 3 sin t + sin 3 cos t
+    ([-0.99, 0.14], True)
+
+    Raises:
+        PosswapError: The scheme neither turns nor adds anything.
+    """
+    geometry = one_head(size, 65_536 + shift)
+    scheme.check(geometry)
+    attention = scheme.attention_module(geometry)
+    if attention is not None and type(attention).rotate is not AttentionPositions.rotate:
+        places = torch.full((1, size), shift)
+        shared = attention.prepare(places, places, geometry.max_positions, None)
+        return attention.rotate(torch.eye(size)[None, None], shared)[0, 0].T, 0.0
+    table = position_table(scheme, geometry.max_positions, size).double()
+    before, after = table[:-shift], table[shift:]
+    solution = torch.linalg.lstsq(before, after, driver="gelsd").solution
+    return solution.T.float(), float((before @ solution - after).norm() / after.norm())

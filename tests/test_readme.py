@@ -1,0 +1,56 @@
+"""What the pages show can be done: Python blocks run, and every command line has the options it is given."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+import hf_posswap as posswap
+from hf_posswap.cli import app
+from hf_posswap.text import stdlib_prose
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "notebooks/README.md", "recipes/README.md")
+
+
+@pytest.mark.skipif(not posswap.assets.is_installed("minilm"), reason="the embedded BERT is not installed")
+def test_python_blocks(tmp_path, monkeypatch, capsys):
+    """The README's Python runs from top to bottom, with an embedded model for the one on the Hub and less text to fit."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert len(blocks) >= 1
+    monkeypatch.chdir(tmp_path)
+    Path("some.txt").write_text("\n".join(stdlib_prose("train"))[:60_000])
+    here = {}
+    for block in blocks:
+        block = block.replace('"bert-base-uncased"', repr(posswap.embedded_model("minilm")))
+        block = block.replace("max_length=512)", "max_length=64, tokens=512)").replace(
+            "posswap.fit(model, text)", "posswap.fit(model, text, 1)"
+        )
+        exec(block, here)
+    assert here["again"].config.position_scheme["name"] == "rotary"
+    assert posswap.describe(here["model"]).swapped is False
+    assert "learned -> rotary" in capsys.readouterr().out
+
+
+def command_lines() -> list[tuple[str, list[str]]]:
+    """Every `hf-posswap ...` line of the pages, as page and arguments."""
+    found = []
+    for page in PAGES:
+        for line in re.findall(r"^(?: {4}|\| .*`)(hf-posswap [^`\n|]*)", (ROOT / page).read_text(), flags=re.MULTILINE):
+            found.append((page, shlex.split(line.partition(" # ")[0])[1:]))
+    return found
+
+
+def test_command_lines():
+    """Each command exists and has these options; placeholders stand for values."""
+    commands, seen = get_command(app).commands, set()
+    for page, (name, *arguments) in command_lines():
+        command = commands[name]
+        before_recipe = arguments[: arguments.index("--")] if "--" in arguments else arguments
+        command.make_parser(command.make_context(name, [], resilient_parsing=True)).parse_args(list(before_recipe))
+        seen.add(name)
+        if name in ("plot", "swap"):
+            assert any(one.startswith(("--output",)) for one in before_recipe), (page, arguments)
+    assert seen >= {"swap", "describe", "export", "compare", "card", "push", "leaderboard", "plot", "claims", "check"}
