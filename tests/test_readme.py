@@ -25,8 +25,8 @@ def test_python_blocks(tmp_path, monkeypatch, capsys):
     here = {}
     for block in blocks:
         block = block.replace('"bert-base-uncased"', repr(posswap.embedded_model("minilm")))
-        block = block.replace("max_length=512)", "max_length=64, tokens=512)").replace(
-            "posswap.fit(model, text)", "posswap.fit(model, text, 1)"
+        block = block.replace("max_length=512)", "max_length=64, tokens=2048)").replace(
+            "posswap.fit(model, text)", "posswap.fit(model, text, reconstruct=1)"
         )
         exec(block, here)
     assert here["again"].config.position_scheme["name"] == "rotary"
