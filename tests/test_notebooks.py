@@ -23,7 +23,8 @@ RUN = """
 import sys, nbformat
 from nbclient import NotebookClient
 notebook = nbformat.read(sys.argv[1], as_version=4)
-NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": sys.argv[3]}}).execute()
+options = {"coalesce_streams": True, "resources": {"metadata": {"path": sys.argv[3]}}}
+NotebookClient(notebook, timeout=600, kernel_name="python3", **options).execute()
 for cell in notebook.cells:
     cell.metadata.pop("execution", None)
 nbformat.write(notebook, sys.argv[2])
@@ -42,7 +43,7 @@ def shown(cell) -> tuple[str, list[str]]:
     texts, kinds = [], []
     for output in cell.get("outputs", []):
         data = output.get("data", {})
-        picture = "image/png" in data
+        picture = any(kind.startswith("image/") for kind in data)
         kinds.append("picture" if picture else "error" if output.output_type == "error" else output.get("name", "value"))
         texts.append("" if picture else output.get("text") or data.get("text/markdown") or data.get("text/plain", ""))
     return "".join(texts), kinds
