@@ -33,6 +33,7 @@ from transformers import (
 
 from hf_posswap.assets import embedded_model
 from hf_posswap.measure.language_modeling import mean_loss, token_losses
+from hf_posswap.measure.positions import pair_rotation
 from hf_posswap.schemes import Geometry, Relative, Rotary
 from hf_posswap.schemes.ladder import rung_code
 from hf_posswap.schemes.sinusoidal import sinusoids
@@ -402,15 +403,11 @@ def claims(markdown_table: Annotated[bool, typer.Option("--markdown", help="As a
 def translation_matrix(distance: int, size: int = SIZE, base: float = 10_000.0) -> torch.Tensor:
     """Return T(k) with PE(t + k) = T(k) PE(t) for interleaved sinusoids: a rotation of each pair (sin, cos), (E, E) float64.
 
-    sin((t + k) w) = cos(k w) sin(t w) + sin(k w) cos(t w), and cos((t + k) w) = -sin(k w) sin(t w) + cos(k w) cos(t w).
-
     >>> translation_matrix(1, size=2)
     tensor([[ 0.5403,  0.8415],
             [-0.8415,  0.5403]], dtype=torch.float64)
     """
-    angles = distance * base ** -(2 * torch.arange(size // 2, dtype=torch.float64) / size)
-    blocks = torch.stack([torch.stack([angles.cos(), angles.sin()], -1), torch.stack([-angles.sin(), angles.cos()], -1)], -2)
-    return torch.block_diag(*blocks)
+    return pair_rotation(distance * base ** -(2 * torch.arange(size // 2, dtype=torch.float64) / size))
 
 
 def _sinusoids(positions: int, size: int = SIZE, layout: str = "interleaved") -> torch.Tensor:

@@ -525,7 +525,13 @@ def check_scheme(scheme: Scheme | type[Scheme] | str) -> Conformance:
     scheme = _instance(scheme)
     jobs = [(family, check) for family in FAMILIES for check in CHECKS]
     results, broken = [], set()
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad(), _no_progress_bars():
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _no_progress_bars(),
+    ):
         models = [(family, backend) for family in FAMILIES for backend in _backends(scheme)]
         subjects = [Subject(scheme, *names, untouched=_plain(*names)(_tokens()).logits.detach()) for names in models]
         for family, check in tqdm(jobs, desc="check", unit="check", disable=None):
@@ -548,7 +554,7 @@ def _instance(scheme: Scheme | type[Scheme] | str) -> Scheme:
         raise PosswapError(f"{kind.__name__} is no dataclass: decorate it with @dataclass(frozen=True, kw_only=True)")
     try:
         return scheme() if isinstance(scheme, type) else scheme
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         said = f"{kind.__name__}() raises {type(error).__name__}: {error}"
         raise PosswapError(f"{said}; give each option a default that fits, or check an instance") from error
 
@@ -561,7 +567,7 @@ def _run(check: Callable[[Subject], None], subjects: list[Subject]) -> CheckResu
             check(subject)
         except _NotApplicable as reason:
             passed, detail = None, str(reason)
-        except Exception as error:  # whatever a scheme raises is a finding
+        except (Exception, SystemExit) as error:  # whatever a scheme raises is a finding
             said = str(error) if isinstance(error, (_Failure, PosswapError)) else f"{type(error).__name__}: {error}"
             passed, detail = False, textwrap.shorten(f"with {subject.backend}, {said}", 500)
             break
@@ -620,10 +626,11 @@ def _import(place: str) -> dict[str, Any]:
     if is_file and not Path(place).is_file():
         raise PosswapError(f"there is no file {place}")
     folders = [str(Path.cwd()), *([str(Path(place).resolve().parent)] if is_file else [])]
+    schemes, modules = dict(SCHEMES), set(sys.modules)
     sys.path[:0] = folders
     try:
         return runpy.run_path(place, run_name=Path(place).stem) if is_file else vars(importlib.import_module(place))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}."):
             raise PosswapError(
                 f"{place!r} is neither a scheme ({', '.join(SCHEMES)}) nor a module, here or installed: write module:Name, "
@@ -633,3 +640,13 @@ def _import(place: str) -> dict[str, Any]:
     finally:
         for folder in folders:
             sys.path.remove(folder)
+        SCHEMES.clear()  # what a file registers is known while it is checked, and may be registered again by the next version
+        SCHEMES.update(schemes)
+        for name in set(sys.modules) - modules:  # helpers next to it: another folder's may have the same names
+            if "." not in name and _lies_in(sys.modules[name], folders):
+                del sys.modules[name]
+
+
+def _lies_in(module: Any, folders: list[str]) -> bool:
+    file = Path(getattr(module, "__file__", None) or "")
+    return str((file.parent if file.stem == "__init__" else file).resolve().parent) in folders and file.name != ""

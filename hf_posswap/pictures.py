@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
+from safetensors import SafetensorError
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 
 from hf_posswap.assets import model_source
@@ -97,12 +98,14 @@ def open_source(source: str) -> Scheme | PreTrainedModel | dict:
         return {"runs": runs, "vary": []}
     name = model_source(source)
     try:
-        model = AutoModel.from_pretrained(name).eval()
-    except (OSError, ValueError) as error:
+        model, info = AutoModel.from_pretrained(name, output_loading_info=True)
+    except (OSError, ValueError, SafetensorError) as error:
         raise PosswapError(
             f"{source} is no scheme ({', '.join(SCHEMES)}), no result file or folder, and no model that loads: {error}"
         ) from None
-    return find_target(model)[0]
+    if lost := [key for key in info["missing_keys"] if "position" in key or key.endswith("wpe.weight")]:
+        raise PosswapError(f"{source} has no weights for {lost[0]}: what would be drawn is random")
+    return find_target(model.eval())[0]
 
 
 def _read_results(path: Path) -> dict:
@@ -122,6 +125,8 @@ def _table(wish: Wish, plots: ModuleType) -> "Figure":
         layers = [attention.positions for attention in attentions if hasattr(attention, "positions")]
         if layers and hasattr(layers[0], "key_vectors"):  # relative positions have vectors in each layer, by distance
             norms = torch.stack([torch.atleast_2d(layer.key_vectors().detach().norm(dim=-1)) for layer in layers])
+            if not norms.any():
+                raise PosswapError(f"the relative vectors of {wish.title} are all zeros: fit or train the model first")
             return plots.plot_attention_by_distance(
                 {"keys": norms}, label="norm of the vectors of keys", log=False, title=wish.title, dark=wish.dark
             )
@@ -144,12 +149,12 @@ def _dot_products(wish: Wish, plots: ModuleType) -> "Figure":
 
 
 def _wavelengths(wish: Wish, plots: ModuleType) -> "Figure":
-    lines, trained = {}, wish.positions
+    lines, trained = {}, wish.positions  # of schemes alone nothing is trained: no line then
     for source, one in wish.open(Scheme, PreTrainedModel).items():
         alone = (one, one_head(wish.size or 64, wish.positions or 512))
         scheme, geometry = alone if isinstance(one, Scheme) else scheme_of(one)
         lines[source] = 2 * math.pi / frequencies(scheme, geometry)
-        trained = trained or geometry.trained_positions
+        trained = trained or (None if isinstance(one, Scheme) else geometry.trained_positions)
     return plots.plot_wavelengths(lines, trained=trained, dark=wish.dark)
 
 
@@ -197,7 +202,7 @@ def _loss(wish: Wish, plots: ModuleType) -> "Figure":
     family = wish.choose(usual, lengths, "runs with a figure at several lengths")
     lines = {}
     for run in runs:
-        line = lines.setdefault(row_label(run, found["vary"]), {})
+        line = lines.setdefault(row_label(run, found.get("vary", [])), {})
         for length in sorted(lengths[family]):
             if f"{family}_{length}" in run["figures"]:
                 line.setdefault(length, []).append(run["figures"][f"{family}_{length}"])
@@ -208,12 +213,18 @@ def _loss(wish: Wish, plots: ModuleType) -> "Figure":
 
 def _heat_map(wish: Wish, plots: ModuleType) -> "Figure":
     found = wish.open_one(dict)
-    details = [run["details"] for run in found.get("runs", []) if {"depths", "lengths"} <= run.get("details", {}).keys()]
+    runs = [run for run in found.get("runs", []) if {"depths", "lengths"} <= run.get("details", {}).keys()]
+    details = [run["details"] for run in runs]
+    for one in details[1:]:
+        if (one["depths"], one["lengths"]) != (details[0]["depths"], details[0]["lengths"]):
+            raise PosswapError(f"{wish.sources[0]} has runs of different depths or lengths: draw those of one kind")
     names = [name for name in ("accuracy", "candidates") if details and name in details[0]]
     name = wish.choose(next(iter(names), None), names, "shares by depth and length, as recipes/passkey.py writes them")
     seeds = {}
-    for run in found["runs"]:
-        seeds.setdefault(row_label(run, found["vary"]), []).append(torch.tensor(run["details"][name], dtype=torch.float64))
+    for run in runs:
+        seeds.setdefault(row_label(run, found.get("vary", [])), []).append(
+            torch.tensor(run["details"][name], dtype=torch.float64)
+        )
     return plots.plot_heat_maps(
         {row: torch.stack(maps).mean(0).tolist() for row, maps in seeds.items()},
         rows=details[0]["depths"],
@@ -230,7 +241,7 @@ def _recovery(wish: Wish, plots: ModuleType) -> "Figure":
     rows = [row for row in found.get("rows", []) if row.get("curve")]
     names = [name for name in ("damage", "perplexity") if rows and name in rows[0]["curve"][0]]
     # Where the text itself teaches, damage is not what is wanted less of.
-    usual = names[-1] if names and found["config"].get("text_weight") else next(iter(names), None)
+    usual = names[-1] if names and found.get("config", {}).get("text_weight") else next(iter(names), None)
     name = wish.choose(usual, names, "curves over tokens, as recipes/heal.py writes them")
     lines = {}
     for row in rows:
@@ -259,6 +270,25 @@ KINDS = {
     "heat-map": _heat_map,
 }
 
+# Those that a kind looks at; any other is an error, not silence.
+OPTIONS = {
+    **dict.fromkeys(("table", "similarity", "dot-products", "wavelengths"), ("positions", "size")),
+    "translation": ("size", "shift"),
+    "attention": ("positions",),
+    **dict.fromkeys(("loss", "recovery", "heat-map"), ("figure",)),
+}
+
+
+def _drawn(wish: Wish, plots: ModuleType) -> "Figure":
+    try:
+        return KINDS[wish.kind](wish, plots)
+    except (KeyError, TypeError, AttributeError) as error:
+        if "figure" not in OPTIONS[wish.kind]:
+            raise
+        said = f"{type(error).__name__}: {error}"
+        raise DataError(f"{wish.sources[0]} is not what compare or a recipe writes ({said}): give their files") from error
+
+
 _SOURCE_HELP = "Schemes (name:option=value), models (folder, Hub id, minilm, stdlib-gpt2), or a result file or folder."
 
 
@@ -277,13 +307,18 @@ def plot(
         raise PosswapError(f"there is no picture {kind!r}; there are {', '.join(KINDS)}")
     if output.suffix not in (".png", ".svg"):
         raise PosswapError(f"{output} must end in .png or .svg")
+    given = {"positions": positions, "size": size, "shift": shift, "figure": figure}
+    for name, value in given.items():
+        if value and name not in OPTIONS[kind]:
+            takes = ", ".join(f"--{option}" for option in OPTIONS[kind])
+            raise PosswapError(f"plot {kind} does not look at --{name}; it takes {takes}")
     from matplotlib import rc_context  # takes a second
 
     from hf_posswap import plots
 
     shifts = tuple(shift or Wish.shifts)
     wish = Wish(kind=kind, sources=tuple(source), positions=positions, size=size, shifts=shifts, figure=figure, dark=dark)
-    drawn = KINDS[kind](wish, plots)
+    drawn = _drawn(wish, plots)
     output.parent.mkdir(parents=True, exist_ok=True)
     with rc_context({"svg.hashsalt": "hf_posswap"}):  # the same picture is the same file, byte by byte
         drawn.savefig(output, dpi=150, metadata={"Date": None} if output.suffix == ".svg" else None)

@@ -104,10 +104,13 @@ def plot_dot_products(tables: dict[str, torch.Tensor], *, title: str = "", dark:
     with _canvas(_width(tables), 4.0, title, dark) as (figure, (axes,)):
         for name, table in tables.items():
             gram = _gram(table, normalise=True)
-            diagonals = [numpy.diagonal(gram, distance) for distance in range(len(gram))]
-            (line,) = axes.plot(range(len(gram)), [diagonal.mean() for diagonal in diagonals], marker="", label=name)
-            low, high = ([edge(diagonal) for diagonal in diagonals] for edge in (numpy.min, numpy.max))
-            if max(numpy.subtract(high, low)) > 1e-5:  # float32 tables are not Toeplitz to the last digit
+            diagonals = [gram.diagonal(distance).compressed() for distance in range(len(gram))]
+            average, low, high = (
+                numpy.array([edge(diagonal) if len(diagonal) else numpy.nan for diagonal in diagonals])
+                for edge in (numpy.mean, numpy.min, numpy.max)
+            )
+            (line,) = axes.plot(range(len(gram)), average, marker="", label=_plain(name))
+            if numpy.nanmax(high - low) > 1e-5:  # float32 tables are not Toeplitz to the last digit
                 axes.fill_between(range(len(gram)), low, high, color=line.get_color(), alpha=0.2, linewidth=0)
         axes.axhline(0, color="0.5", linewidth=0.8, zorder=0)
         axes.set(xlabel="distance (positions)", ylabel="cosine of two rows: mean, least to most")
@@ -129,7 +132,7 @@ def plot_wavelengths(
     with _canvas(_width(wavelengths), 4.0, title, dark) as (figure, (axes,)):
         for beneath, (name, turns) in zip(reversed(range(len(wavelengths))), wavelengths.items(), strict=True):
             # Formulas often agree: what is drawn first is wider, and is seen under what covers it.
-            axes.plot(numpy.arange(len(turns)), _array(turns), label=name, markersize=3, linewidth=1.2 + 1.3 * beneath)
+            axes.plot(numpy.arange(len(turns)), _array(turns), label=_plain(name), markersize=3, linewidth=1.2 + 1.3 * beneath)
         if trained is not None:
             axes.axhline(trained, color="0.5", linewidth=1, label=f"{trained} tokens: no full turn above")
         axes.set_yscale("log")
@@ -152,7 +155,7 @@ def plot_translation(matrices: dict[str, torch.Tensor], *, title: str = "", dark
         limit = max(1.0, *(float(matrix.abs().max()) for matrix in matrices.values()))
         for axes, (name, matrix) in zip(grid, matrices.items(), strict=True):
             picture, _ = _image(axes, _array(matrix), dark, limit=limit, square=True, signed=True)
-            axes.set_title(name)
+            axes.set_title(_plain(name))
             axes.set_xlabel("dimension at t")
         grid[0].set_ylabel("dimension at t + k")
         figure.colorbar(picture, ax=grid, label="entry of T(k)", shrink=0.8)
@@ -191,7 +194,7 @@ def plot_attention_by_distance(
                 axes.plot(distances, values[layer].T, color=COLOURS[-1], linestyle="-", marker="", linewidth=0.6, alpha=0.7)
                 middle = values[layer].mean(0)
                 axes.plot(distances, middle, color=palette(dark)[0], linestyle="-", marker="", linewidth=1.6)
-                axes.set_title(f"{name}, layer {layer}")
+                axes.set_title(_plain(f"{name}, layer {layer}"))
         if log:
             grid[0].set_yscale("log")
             if min(least) > 0:  # single heads may fall to 1e-12, and would leave no room for the others
@@ -295,7 +298,7 @@ def plot_heat_maps(
             axes.set_yticks(range(len(rows)), [str(row) for row in rows])
             axes.tick_params(length=0)
             axes.set_xlabel(column_label)
-            axes.set_title(name)
+            axes.set_title(_plain(name))
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
         for axes in grid[::across]:
@@ -313,10 +316,15 @@ def _canvas(
         figure = Figure(figsize=(width, height), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share)
         if title:
-            figure.suptitle(title)
+            figure.suptitle(_plain(title))
         yield figure, list(grid.flat)
         for axes in figure.axes:  # matplotlib makes ticks when it draws, and then another style is set
             axes.tick_params(which="both", colors=style(dark)["text.color"])
+
+
+def _plain(name: str) -> str:
+    """Return a name, a folder's for one, so that its dollars do not begin a formula."""
+    return name.replace("$", r"\$")
 
 
 def _array(values: torch.Tensor) -> numpy.ndarray:
@@ -325,8 +333,10 @@ def _array(values: torch.Tensor) -> numpy.ndarray:
 
 def _gram(table: torch.Tensor, normalise: bool) -> numpy.ndarray:
     rows = table.detach().double().cpu()
-    rows = torch.nn.functional.normalize(rows, dim=-1) if normalise else rows
-    return (rows @ rows.T).numpy()
+    if not normalise:
+        return (rows @ rows.T).numpy()
+    rows = rows / rows.norm(dim=-1, keepdim=True)
+    return numpy.ma.masked_invalid((rows @ rows.T).numpy())  # a row of zeros has no direction, and no cosine
 
 
 def _image(
@@ -357,9 +367,10 @@ def _diverging(dark: bool) -> LinearSegmentedColormap:
 
 def _curve(axes: Axes, name: str, points: Points, linestyle: str | None = None) -> None:
     """Draw means as a line, and where there are several values a band from the least to the most."""
+    points = dict(sorted(points.items()))
     values = [list(value) if isinstance(value, Sequence) else [value] for value in points.values()]
     dashes = {} if linestyle is None else {"linestyle": linestyle}
-    (line,) = axes.plot(list(points), [mean(seeds) for seeds in values], label=name, **dashes)
+    (line,) = axes.plot(list(points), [mean(seeds) for seeds in values], label=_plain(name), **dashes)
     if any(len(seeds) > 1 for seeds in values):
         low, high = ([edge(seeds) for seeds in values] for edge in (min, max))
         axes.fill_between(list(points), low, high, color=line.get_color(), alpha=0.2, linewidth=0)

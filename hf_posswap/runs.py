@@ -172,6 +172,10 @@ def plot(runs: list[dict], name: str, vary: Sequence[str] = ()) -> "Figure":
                 capsize=2,
                 label=_label(row),
             )
+        drawn = [run["figures"][f"{name}_{n}"] for run in runs for n in lengths if f"{name}_{n}" in run["figures"]]
+        if min(drawn) > 0 and max(drawn) > 20 * min(drawn):  # one row far off would press all others into one line
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [str(n) for n in lengths])
         axes.set_xlabel("tokens")

@@ -128,6 +128,11 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, warm_
     moments = None if order is None else query_key_moments(target, architecture)
     attentions = architecture.self_attentions(target.base_model)
     same = getattr(target.base_model, "position_scheme", None) == scheme
+    if same and not scheme.resizable and geometry.max_positions != target.config.max_position_embeddings:
+        raise PosswapError(
+            f"{scheme} was made for {target.config.max_position_embeddings} positions, and what it has learned means nothing "
+            f"for {geometry.max_positions}: swap the original model instead"
+        )
     kept = [getattr(owner, name), *(getattr(a, "positions", None) for a in attentions)] if same else []
     embedding = install(target, architecture, scheme, geometry)
     if same and not embedding.keeps_table:

@@ -119,6 +119,7 @@ def render(readme: str) -> str:
         ("fit", fit_tables(RESULTS / "fit")),
         ("heal", "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("heal/*/results.md")))),
         ("results", "\n\n".join(costs)),
+        ("ladder", fit_tables(RESULTS / "ladder")),
         ("tasks", "\n\n".join(comparison_table(RESULTS / name, name, figures) for name, figures in TASKS.items())),
         ("speed", speed_tables(RESULTS / "attention")),
     )

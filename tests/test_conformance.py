@@ -514,3 +514,53 @@ def test_not_a_scheme():
         with pytest.raises(posswap.PosswapError, match="is no scheme: pass a subclass of posswap.Scheme"):
             check_scheme(other)
     assert load_scheme("hf_posswap:Rotary") is posswap.Rotary
+
+
+MINE = """
+from dataclasses import dataclass
+from typing import ClassVar
+import beside
+from hf_posswap.schemes import Scheme, register_scheme
+
+@register_scheme
+@dataclass(frozen=True, kw_only=True)
+class Mine(Scheme):
+    name: ClassVar[str] = "mine-twice"
+    summary: ClassVar[str] = beside.WHO
+"""
+
+
+def test_files_are_read_anew(tmp_path):
+    """A file that registers its scheme can be read twice, and helpers next to it are its own; nothing stays behind."""
+    known = dict(posswap.SCHEMES)
+    for who in ("one", "two"):
+        (tmp_path / who).mkdir()
+        (tmp_path / who / "mine.py").write_text(MINE)
+        (tmp_path / who / "beside.py").write_text(f"WHO = {who!r}")
+        for _ in range(2):
+            assert load_scheme(f"{tmp_path / who / 'mine.py'}:Mine").summary == who
+    assert posswap.SCHEMES == known and "beside" not in sys.modules
+
+
+def test_leaving_early_is_a_finding(tmp_path):
+    """A file or a scheme that calls sys.exit does not end the check with success."""
+    (tmp_path / "leaves.py").write_text("import sys; sys.exit(0)")
+    with pytest.raises(posswap.PosswapError, match="cannot be imported, SystemExit: 0"):
+        load_scheme(f"{tmp_path / 'leaves.py'}:Mine")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Leaves(Scheme):
+        name: ClassVar[str] = "leaves"
+        summary: ClassVar[str] = "leaves early"
+
+        def embedding_module(self, geometry):
+            sys.exit(0)
+
+    found = check_scheme(Leaves)
+    assert not found.passed and "SystemExit" in str(found)
+
+
+def test_inside_inference_mode():
+    """The caller's mode is not the check's."""
+    with torch.inference_mode():
+        assert check_scheme("learned").passed

@@ -21,7 +21,7 @@ from transformers import BertModel, GPT2Model
 from typer.testing import CliRunner
 
 import hf_posswap as posswap
-from hf_posswap import pictures, plots
+from hf_posswap import cli, pictures, plots
 from hf_posswap.errors import PosswapError
 from hf_posswap.measure import attention_by_distance
 from hf_posswap.measure.positions import frequencies, one_head, position_table, scheme_of, translation
@@ -536,3 +536,60 @@ def test_other_formats_are_refused(name, tmp_path):
     """PNG and SVG are what there is, said before anything is computed."""
     with pytest.raises(PosswapError, match="must end in .png or .svg"):
         call("table", "sinusoidal", "--output", tmp_path / name)
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "cosine_first", "halves", "tensor2tensor"])
+def test_a_shift_of_sinusoids_is_exact_at_any_size(layout):
+    """T moves rows on where pairs are so slow that no fit could tell them apart; an odd number of dimensions is padded."""
+    for size in (16, 128, *([7] if layout == "tensor2tensor" else [])):
+        matrix, missed = translation(posswap.Sinusoidal(layout=layout), 16, size)
+        rows = sinusoids(torch.arange(100), size, layout=layout)
+        torch.testing.assert_close(rows[:-16] @ matrix.T, rows[16:], rtol=0, atol=1e-5)
+        assert missed == 0 and matrix.count_nonzero() <= 2 * size
+        if size % 2 == 0:
+            torch.testing.assert_close(matrix @ matrix.T, torch.eye(size), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rung", ["count", "normalised", "binary", "slowed"])
+def test_a_shift_that_is_no_linear_map_misses(rung):
+    """p -> p + k is not linear in p: what is missed is told as a share of the step, however large p is."""
+    assert translation(posswap.Ladder(rung=rung), 1, 32)[1] > 0.2
+    with pytest.raises(posswap.PosswapError, match="shift=0 must be at least 1"):
+        translation(posswap.Ladder(rung=rung), 0, 32)
+
+
+def test_rows_of_zeros_have_no_cosine():
+    """They are left out of means and bands, and blank in the matrix."""
+    table = torch.tensor([[0.0, 0.0], [1.0, 0.0], [2.0, 0.0]])
+    line = plots.plot_dot_products({"count": table}).axes[0].lines[0]
+    assert line.get_ydata()[:2].tolist() == [1.0, 1.0] and math.isnan(line.get_ydata()[2])
+    assert plots.plot_similarity(table).axes[0].images[0].get_array().mask[0].all()
+
+
+def test_what_a_picture_does_not_look_at_is_an_error(tmp_path):
+    """Options of other kinds, runs of other depths, foreign files, a model without a table."""
+    file = tmp_path / "runs.json"
+    run = {
+        "config": {"scheme": "rotary", "start": "fit", "seed": 0},
+        "details": {"depths": [0], "lengths": [8], "accuracy": [[1]]},
+    }
+    other = {**run, "details": {**run["details"], "lengths": [32]}}
+    for kind, source, options, message in (
+        ("table", "sinusoidal", ["--shift", "3"], "does not look at --shift; it takes --positions, --size"),
+        ("heat-map", {"runs": [run, other]}, [], "runs of different depths or lengths"),
+        ("loss", {"runs": [1]}, [], "is not what compare or a recipe writes"),
+        ("loss", {"runs": [{}]}, [], "is not what compare or a recipe writes"),
+        ("recovery", {"rows": [1]}, [], "is not what compare or a recipe writes"),
+    ):
+        if isinstance(source, dict):
+            file.write_text(json.dumps(source))
+            source = str(file)
+        with pytest.raises(posswap.PosswapError, match=message):
+            CliRunner().invoke(cli.app, ["plot", kind, source, *options, "--output", "x.png"], catch_exceptions=False)
+
+
+def test_points_are_joined_in_order():
+    """Lengths that come in another order are drawn from left to right; dollars in a name are dollars."""
+    axes = plots.plot_loss_by_length({"$a$": {256: 3.0, 1024: 4.0, 512: 3.5}}, None, "$x_$").axes[0]
+    assert axes.lines[0].get_xdata().tolist() == [256, 512, 1024]
+    axes.figure.savefig(io.BytesIO())

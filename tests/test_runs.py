@@ -14,7 +14,7 @@ import hf_posswap as posswap
 from hf_posswap import cli
 from hf_posswap.compare import _begin, _jobs
 from hf_posswap.recipe import RecipeConfig
-from hf_posswap.runs import background, check_budgets, load_runs, markdown, write_comparison
+from hf_posswap.runs import background, check_budgets, load_runs, markdown, plot, write_comparison
 
 ROOT = Path(__file__).parent.parent
 
@@ -129,6 +129,16 @@ def run(config, folder, resume):
 if __name__ == "__main__":
     main(RecipeConfig, run)
 '''
+
+
+def test_a_row_far_off_does_not_hide_the_others(tmp_path):
+    """Figures of one size are drawn on a plain axis; where one is twenty times another, it is logarithmic."""
+    for worst, scale in ((30.0, "linear"), (3000.0, "log")):
+        for seed, (scheme, value) in enumerate((("rotary", 20.0), ("none", worst))):
+            figures = {"perplexity_128": value, "perplexity_256": value + 1}
+            _run(tmp_path / f"{scale}{seed}", figures, scheme=scheme)
+        runs = load_runs([tmp_path / f"{scale}{seed}" for seed in (0, 1)])
+        assert plot(runs, "perplexity").axes[0].get_yscale() == scale
 
 
 def test_running_a_recipe(tmp_path):

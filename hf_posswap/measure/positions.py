@@ -36,6 +36,8 @@ def position_table(source: Scheme | PreTrainedModel, positions: int | None = Non
     Raises:
         PosswapError: The scheme has no vectors, or none without a checkpoint, or the model holds fewer positions.
     """
+    if positions is not None and positions < 1:
+        raise PosswapError(f"positions={positions} must be at least 1")
     if isinstance(source, Scheme):
         scheme, geometry = source, one_head(size, positions or 64)
         scheme.check(geometry)
@@ -83,28 +85,51 @@ def frequencies(scheme: Scheme, geometry: Geometry) -> torch.Tensor:
     return torch.atan2(sines, cosines)
 
 
+def pair_rotation(angles: torch.Tensor) -> torch.Tensor:
+    """Return the matrix that turns pairs (sin, cos) by angles (pairs,) further: (2 pairs, 2 pairs).
+
+    sin(a + b) = cos b sin a + sin b cos a, and cos(a + b) = -sin b sin a + cos b cos a.
+
+    >>> pair_rotation(torch.tensor([0.5], dtype=torch.float64))
+    tensor([[ 0.8776,  0.4794],
+            [-0.4794,  0.8776]], dtype=torch.float64)
+    """
+    cos, sin = angles.cos(), angles.sin()
+    return torch.block_diag(*torch.stack([torch.stack([cos, sin], -1), torch.stack([-sin, cos], -1)], -2))
+
+
 @torch.no_grad()
 def translation(scheme: Scheme, shift: int, size: int) -> tuple[torch.Tensor, float]:
-    """Return T (E, E) with PE(t + shift) = T PE(t), and by how much it misses: |T PE(t) - PE(t + shift)| / |PE(t + shift)|.
+    """Return T (E, E) with PE(t + shift) = T PE(t), and the share of the way from PE(t) to PE(t + shift) by which it misses.
 
-    For a scheme that turns queries and keys T is that rotation. For vectors it is the least-squares solution over 65,536
-    positions, enough to tell slow pairs apart; where no such matrix exists, it misses.
+    For a scheme that turns queries and keys T is that rotation, for sinusoids the rotation of each pair. For other vectors it
+    is the least-squares solution over 4,096 positions; where no such matrix exists, it misses.
 
     >>> matrix, missed = translation(Sinusoidal(), 3, 4)
     >>> [round(x, 2) for x in matrix[0, :2].tolist()], missed < 1e-5  # sin(t + 3) = cos 3 sin t + sin 3 cos t
     ([-0.99, 0.14], True)
 
     Raises:
-        PosswapError: The scheme neither turns nor adds anything.
+        PosswapError: The scheme neither turns nor adds anything, or the shift is less than 1.
     """
-    geometry = one_head(size, 65_536 + shift)
+    if shift < 1:
+        raise PosswapError(f"shift={shift} must be at least 1")
+    geometry = one_head(size, 4096 + shift)
     scheme.check(geometry)
     attention = scheme.attention_module(geometry)
     if attention is not None and type(attention).rotate is not AttentionPositions.rotate:
         places = torch.full((1, size), shift)
         shared = attention.prepare(places, places, geometry.max_positions, None)
         return attention.rotate(torch.eye(size)[None, None], shared)[0, 0].T, 0.0
+    if isinstance(scheme, Sinusoidal):
+        matrix = torch.zeros(size, size)
+        turned = pair_rotation(shift * frequencies(scheme, geometry))
+        pairs = torch.arange(len(turned)).view(-1, 2)
+        orders = {"interleaved": pairs, "cosine_first": pairs.flip(1)}
+        order = orders.get(scheme.layout, pairs.T).flatten()  # halves: all sines, then all cosines
+        matrix[: len(turned), : len(turned)] = turned[order][:, order]
+        return matrix, 0.0
     table = position_table(scheme, geometry.max_positions, size).double()
     before, after = table[:-shift], table[shift:]
     solution = torch.linalg.lstsq(before, after, driver="gelsd").solution
-    return solution.T.float(), float((before @ solution - after).norm() / after.norm())
+    return solution.T.float(), float((before @ solution - after).norm() / (after - before).norm())

@@ -134,6 +134,8 @@ class Scheme(ABC):
     choices: ClassVar[dict[str, tuple]] = {}
     # What a scheme claims, and `hf-posswap check` checks: adding one number to all positions changes no output.
     shift_invariant: ClassVar[bool] = False
+    # Whether a loaded model of the scheme keeps what it has learned when it is given another longest input.
+    resizable: ClassVar[bool] = True
     # Attention implementations the scheme works with; None: whatever the model is set to.
     implementations: ClassVar[tuple[str, ...] | None] = None
 

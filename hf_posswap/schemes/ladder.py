@@ -40,6 +40,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
+from hf_posswap.errors import PosswapError
 from hf_posswap.schemes.base import Geometry, PositionEmbedding, Scheme, check_choice
 from hf_posswap.schemes.sinusoidal import Code, ProjectedCode
 
@@ -82,7 +83,7 @@ def added(positions: torch.Tensor, rung: str, *, max_positions: int, size: int) 
     code = rung_code(positions, rung, max_positions=max_positions, size=size)
     if code.shape[-1] == 1:
         return code.expand(*positions.shape, size)
-    return nn.functional.pad(code, (0, size - code.shape[-1]))  # a negative pad cuts: a size of fewer than n numbers
+    return nn.functional.pad(code, (0, size - code.shape[-1]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,11 +102,20 @@ class Ladder(Scheme):
     combine: Literal["add", "concatenate"] = "add"
 
     name: ClassVar[str] = "ladder"
+    resizable: ClassVar[bool] = False  # N is in the code: for another one, what was learned of it would mean something else
     summary: ClassVar[str] = "counts, bits and dials: what textbooks try before sinusoids, for understanding"
 
     def __post_init__(self):
         check_choice(self, "rung", RUNGS)
         check_choice(self, "combine", ("add", "concatenate"))
+
+    def check(self, geometry: Geometry) -> None:
+        width = rung_code(torch.tensor(0), self.rung, max_positions=geometry.max_positions, size=geometry.hidden_size).shape[-1]
+        if self.combine == "add" and width > geometry.hidden_size:
+            raise PosswapError(
+                f"ladder: {self.rung} takes {width} numbers to count to {geometry.max_positions}, and the hidden size is "
+                f"{geometry.hidden_size}: take fewer positions, or combine='concatenate'"
+            )
 
     def embedding_module(self, geometry: Geometry) -> PositionEmbedding:
         options = {"rung": self.rung, "max_positions": geometry.max_positions, "size": geometry.hidden_size}
