@@ -1,4 +1,4 @@
-"""Results of recipes/fit_quality.py as a Markdown table, and the line that says what stands behind a table."""
+"""Results of recipes/fit_quality.py as Markdown tables, and the line that says what stands behind a table."""
 
 from statistics import mean, stdev
 
@@ -35,6 +35,18 @@ def fit_table(results: dict) -> str:
         label += "" if row["text"] == "given" else f" on {row['text']} text"
         seconds = f"{mean(run['seconds'] for run in row['fitted']):.0f}"
         lines.append(f"| {row['scheme']}, {label} | {' | '.join(cells)} | {seconds} |")
+    return "\n".join(lines)
+
+
+def stage_table(results: dict, name: str) -> str:
+    """Return one figure of recipes/fit_quality.py for many schemes, a row each: cold, warm, fitted with spread over seeds."""
+    title = {"ratio": "perplexity / original's"}.get(name, name.replace("_", " "))
+    lines = [f"| {results['config']['model']}: {title} | cold swap | swap | fit |", "|---|---:|---:|---:|"]
+    for row in results["rows"]:
+        values = [run[name] for run in row["fitted"]]
+        cells = [_number(row["cold"][name]), _number(row["swapped"][name]), _number(mean(values))]
+        cells[-1] += f" ± {_number(stdev(values))}" if len(values) > 1 else ""
+        lines.append(f"| `{row['scheme']}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ from hf_posswap import ARCHITECTURES, SCHEMES
 from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.claims import check_claims
 from hf_posswap.claims import markdown as claims_table
-from hf_posswap.report import fit_table, provenance_line
+from hf_posswap.report import fit_table, provenance_line, stage_table
 from hf_posswap.runs import background, markdown
 
 ROOT = Path(__file__).parents[1]
@@ -55,6 +55,16 @@ def fit_tables(folder: Path) -> str:
     """What a fit alone reaches, from the result files of fit_quality.py."""
     runs = [json.loads(path.read_text()) for path in sorted(folder.glob("*/results.json"))]
     tables = [f"{fit_table(run)}\n\n{provenance_line(run)}" for run in runs]
+    return "\n\n".join(tables)
+
+
+def ladder_tables(folder: Path) -> str:
+    """What each rung of the ladder of absolute codes costs, in one figure for each model; the rest is in results.md."""
+    runs = [json.loads(path.read_text()) for path in sorted(folder.glob("*/results.json"))]
+    tables = []
+    for run in runs:
+        figure = "ratio" if "ratio" in run["original"] else next(iter(run["original"]))
+        tables.append(f"{stage_table(run, figure)}\n\n{provenance_line(run)}")
     return "\n\n".join(tables)
 
 
@@ -119,7 +129,7 @@ def render(readme: str) -> str:
         ("fit", fit_tables(RESULTS / "fit")),
         ("heal", "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("heal/*/results.md")))),
         ("results", "\n\n".join(costs)),
-        ("ladder", fit_tables(RESULTS / "ladder")),
+        ("ladder", ladder_tables(RESULTS / "ladder")),
         ("tasks", "\n\n".join(comparison_table(RESULTS / name, name, figures) for name, figures in TASKS.items())),
         ("speed", speed_tables(RESULTS / "attention")),
     )
