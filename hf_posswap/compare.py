@@ -43,7 +43,7 @@ def compare(
     collect: Annotated[list[Path] | None, typer.Option(help="Folders of finished runs, instead of running.")] = None,
     vary: Annotated[list[str] | None, typer.Option(help="An option that may differ, in --collect. Repeatable.")] = None,
     figure: Annotated[list[str] | None, typer.Option(help="Figures of the table. Repeatable. Default: all.")] = None,
-    launcher: Annotated[str, typer.Option(help="What starts a run. Default: this Python.")] = sys.executable,
+    launcher: Annotated[str, typer.Option(help="What starts a run.", show_default="this Python")] = sys.executable,
 ):
     """Compare position schemes in one recipe: equal budgets, means with spread, one page to share.
 

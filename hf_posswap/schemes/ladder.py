@@ -9,7 +9,7 @@ E its hidden size, n = ceil(log2 N) the bits that it takes to count that far.
 | `normalised` | p / (N - 1) | 1 | a step is smaller the longer the model |
 | `binary` | b_j = floor(p / 2^j) mod 2, j = 0 ... n - 1 | n | never negative, and neighbours may differ everywhere: 7 and 8 |
 | `centred` | 2 b_j - 1 | n | jumps, nothing between two positions |
-| `dials` | sin(pi p / 2^j), j = 1 ... n: a hand for each bit | n | only the slowest tells p from p + N / 2 |
+| `dials` | sin(pi p / 2^j), j = 1 ... n: a hand for each bit | n | n has to fit N; rising or falling looks alike |
 | `slowed` | sin(p w^(j/E)), j = 0 ... E - 1, w = 1e-4 | E | no cosine: a shift is no linear map |
 | `posswap.Sinusoidal` | sin and cos of p w^(2i/E), i = 0 ... E/2 - 1 | E | |
 
