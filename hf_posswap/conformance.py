@@ -92,7 +92,7 @@ class Conformance:
                 if result.passed is None:
                     notes.setdefault(result.detail, {})[result.check] = None  # names in order, each once
         notes = [f"- {', '.join(names)}: {detail}" for detail, names in notes.items()]
-        console = Console(width=120, highlight=False, color_system=None)
+        console = Console(width=120, highlight=False, color_system=None, force_jupyter=False)
         with console.capture() as capture:
             console.print(table)
         lines = [line.rstrip() for line in capture.get().splitlines()]
