@@ -85,7 +85,7 @@ SCHEME_ERRORS = [
     ("relative:clip=true", r"clip=True must be an integer"),
     ("relative:values=maybe", r"values='maybe' is not one of True, False"),
     ("relative:values=1", r"values=1 is not one of True, False"),
-    ("sinusoidal:layout=half", r"layout='half' is not one of 'interleaved', 'halves', 'tensor2tensor'"),
+    ("sinusoidal:layout=half", r"layout='half' is not one of 'interleaved', 'cosine_first', 'halves', 'tensor2tensor'"),
     ("sinusoidal:base=0", r"base=0 must be a number above 1"),
     ("sinusoidal:project=2", r"project=2 is not one of True, False"),
     ("learned:extend=stretch", r"extend='stretch' is not one of 'tile', 'interpolate', None"),
