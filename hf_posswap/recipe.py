@@ -17,7 +17,6 @@ the output folder say what was run and what came out. Comparing schemes and seed
 """
 
 import inspect
-import os
 import resource
 import sys
 import types
@@ -200,10 +199,6 @@ def main(config_class: type[RecipeConfig], run: Callable[[RecipeConfig, Path, bo
             held.append(lock(output))
             prepare_output(asdict(config), output, resume)
         PartialState().wait_for_everyone()
-        if config.save_model and os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3":
-            raise PosswapError(
-                "save_model: DeepSpeed's stage 3 leaves each process a part of the weights: take stage 2 or FSDP2"
-            )
         answer = run(config, output, resume)
         model = answer.pop("model", None)
         if config.save_model:
@@ -217,6 +212,9 @@ def main(config_class: type[RecipeConfig], run: Callable[[RecipeConfig, Path, bo
             kept = {"weights": weight_hashes(output / "model")} if config.save_model else {}
             write_json(output / "result.json", {**about, "config": asdict(config), **answer, **kept})
             _show(answer["figures"], output / "result.json")
+        # A process that is gone before the main one has written takes that with it, should its launcher see it end badly.
+        PartialState().wait_for_everyone()
+        PartialState().destroy_process_group()
 
     command.__doc__ = module.__doc__
     command.__signature__ = inspect.Signature(_parameters(config_class, Path("runs") / program.replace("_", "-")))

@@ -22,6 +22,7 @@ from statistics import mean
 from typing import Annotated, Literal
 
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
 
 from hf_posswap.calibration import text_batches
@@ -93,14 +94,12 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
         examples = PasskeyExamples(texts, config.train_lengths, config.max_steps * config.batch_size, seed=config.seed)
         model, done = train(model, examples, config, collate=pad, output=folder, resume=resume)
     started = time.perf_counter()
-    panels = {}
+    panels = heat_maps(model, tested, config, ask=recall_keys if causal else lambda *given: [point_at_keys(*given)])
     if PartialState().is_main_process:
-        panels = heat_maps(model, tested, config, ask=recall_keys if causal else lambda *given: [point_at_keys(*given)])
         title = f"{config.model}, {config.scheme}" + (f", trained at {_range(config.train_lengths)}" if config.train else "")
         axes = {"row_label": "depth of the key", "column_label": "length (tokens)", "title": title}
         figure = plot_heat_maps(panels, rows=list(config.depths), columns=list(config.lengths), **axes)
         figure.savefig(folder / "heat_map.png", dpi=150)
-    PartialState().wait_for_everyone()
     return {
         "figures": {
             f"{name}_{length}": mean(row[column] for row in matrix)
@@ -119,11 +118,17 @@ def heat_maps(model, texts: PasskeyTexts, config: PasskeyConfig, *, ask: Callabl
     for depth in config.depths:
         rows = {}
         for length in config.lengths:
-            drawn = depth_texts(texts, length, depth, config.examples, seed=config.seed)
+            drawn = list(enumerate(depth_texts(texts, length, depth, config.examples, seed=config.seed)))
             size = max(1, config.tokens_a_batch // length)
-            batches = [ask(model, drawn[first : first + size]) for first in range(0, len(drawn), size)]
-            for name, answers in zip(("accuracy", "candidates"), zip(*batches, strict=True), strict=False):
-                rows.setdefault(name, []).append(mean(answer for batch in answers for answer in batch))
+            # As many texts on each process, the last ones twice: sharded models can only be called by all together.
+            with PartialState().split_between_processes(drawn, apply_padding=True) as own:
+                found = []
+                for some in (own[first : first + size] for first in range(0, len(own), size)):
+                    numbers, asked = zip(*some, strict=True)
+                    found += zip(numbers, *ask(model, list(asked)), strict=True)
+            answers = {number: right for number, *right in gather_object(found)}
+            for name, column in zip(("accuracy", "candidates"), zip(*answers.values(), strict=True), strict=False):
+                rows.setdefault(name, []).append(mean(column))
         for name, row in rows.items():
             panels.setdefault(name, []).append(row)
     return panels

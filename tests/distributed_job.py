@@ -1,10 +1,12 @@
-"""What test_distributed.py starts under torchrun: `distributed_job.py ddp|fsdp FOLDER`. Every process writes what it saw."""
+"""What test_distributed.py starts under torchrun: `distributed_job.py MODE FOLDER`. Every process writes what it saw."""
 
 import json
 import os
+import runpy
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -13,6 +15,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import hf_posswap as posswap
+from hf_posswap.measure.language_modeling import token_losses
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.batching import pad
 from hf_posswap.training.evaluation import evaluate_batches
@@ -66,16 +69,39 @@ class Counter:
         return {"count": len(self.pairs), "right": sum(p == r for p, r in self.pairs), "references": [r for _, r in self.pairs]}
 
 
+def mean_loss_after(model, folder: Path) -> float:
+    """Measure a model that was trained, each process by itself; save it."""
+    save_trained(model, folder)
+    tokens = torch.stack([row["input_ids"] for row in even_rows()])
+    labels = tokens.masked_fill(torch.arange(16) % 3 > 0, -100)
+    return token_losses(model, tokens, labels).nanmean().item()
+
+
+def heat_map(folder: Path) -> dict:
+    """What recipes/passkey.py asks of the texts of one cell, and how often it calls the model on this process."""
+    passkey = runpy.run_path(str(Path(__file__).parents[1] / "recipes" / "passkey.py"))
+    texts = SimpleNamespace(draw=lambda length, depth, chance: chance.random())
+    config = passkey["PasskeyConfig"](lengths=(64,), depths=(0.0,), examples=5, tokens_a_batch=128)
+    calls = []
+
+    def ask(model, drawn):
+        calls.append(len(drawn))
+        return ([text < 0.5 for text in drawn],)
+
+    return {"panels": passkey["heat_maps"](None, texts, config, ask=ask), "calls": calls}
+
+
 def ddp(folder: Path) -> dict:
     seen = {}
     model, run = train(gpt2(), even_rows(), STEADY, progress=False)
-    seen["even"] = run.losses
+    seen["even"], seen["even_after"] = run.losses, mean_loss_after(model, folder / "even")
     seen["processes"] = run.processes
+    seen["heat_map"] = heat_map(folder)
 
     parts = TrainingConfig(max_steps=5, batch_size=8, learning_rate=1e-3, gradient_accumulation_steps=2)
     model, run = train(bert(), ragged_rows(), parts, collate=pad, progress=False)
     seen["ragged"], seen["tokens"] = run.losses, run.tokens
-    save_trained(model, folder / "model")
+    seen["ragged_after"] = mean_loss_after(model, folder / "model")
 
     def breaks(model, batch):
         breaks.calls += 1
@@ -133,15 +159,32 @@ def fsdp(folder: Path) -> dict:
     parts = TrainingConfig(max_steps=5, batch_size=8, learning_rate=1e-3, gradient_accumulation_steps=2, checkpoint_every=2)
 
     def halves(model, run):
+        seen["wrapped"] = plugin.transformer_cls_names_to_wrap
         seen["share"] = sum(p.to_local().numel() for p in model.parameters()) / sum(p.numel() for p in model.parameters())
 
     options = {"collate": pad, "progress": False, "output": folder / "fsdp"}
     model, run = train(bert(), ragged_rows(), parts, after_step=halves, **options)
-    seen["ragged"] = run.losses
-    save_trained(model, folder / "model")
-    seen["wrapped"] = plugin.transformer_cls_names_to_wrap
+    seen["ragged"], seen["ragged_after"] = run.losses, mean_loss_after(model, folder / "model")
     last = folder / "fsdp" / "checkpoints" / "step-00000004"
     assert last.exists()
+    seen["resumed"] = train(bert(), ragged_rows(), parts, resume=True, **options)[1].losses
+    model, run = train(gpt2(), even_rows(), STEADY, progress=False)
+    seen["even"], seen["even_after"] = run.losses, mean_loss_after(model, folder / "even")
+    return seen
+
+
+def deepspeed(folder: Path) -> dict:
+    """DeepSpeed as it is, its stage from the environment; accelerate would connect the processes on GPUs only."""
+    PartialState(cpu=False, backend="gloo")
+    seen = {}
+    model, run = train(gpt2(), even_rows(), STEADY, progress=False)
+    seen["type"], seen["processes"] = str(AcceleratorState().distributed_type), run.processes
+    seen["stage"] = AcceleratorState().deepspeed_plugin.zero_stage
+    seen["even"], seen["even_after"] = run.losses, mean_loss_after(model, folder / "even")
+    parts = TrainingConfig(max_steps=5, batch_size=8, learning_rate=1e-3, gradient_accumulation_steps=2, checkpoint_every=2)
+    options = {"collate": pad, "progress": False, "output": folder / "run"}
+    model, run = train(bert(), ragged_rows(), parts, **options)
+    seen["ragged"], seen["ragged_after"] = run.losses, mean_loss_after(model, folder / "model")
     seen["resumed"] = train(bert(), ragged_rows(), parts, resume=True, **options)[1].losses
     return seen
 
@@ -149,5 +192,5 @@ def fsdp(folder: Path) -> dict:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     mode, folder = sys.argv[1], Path(sys.argv[2])
-    found = {"ddp": ddp, "fsdp": fsdp}[mode](folder)
+    found = {"ddp": ddp, "fsdp": fsdp, "deepspeed": deepspeed}[mode](folder)
     (folder / f"{mode}-{PartialState().process_index}.json").write_text(json.dumps(found))

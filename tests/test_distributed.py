@@ -12,7 +12,8 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
-from transformers import AutoModelForMaskedLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 from hf_posswap import PosswapError
 from hf_posswap.training import TrainingConfig, train
@@ -29,10 +30,10 @@ def _start(command, **variables):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def _launch(processes, mode, folder):
+def _launch(processes, mode, folder, **variables):
     folder.mkdir()
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    done = _start([*launch, str(JOB), mode, str(folder)], ACCELERATE_USE_CPU="true")
+    done = _start([*launch, str(JOB), mode, str(folder)], **(variables or {"ACCELERATE_USE_CPU": "true"}))
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads((folder / f"{mode}-{rank}.json").read_text()) for rank in range(processes)]
 
@@ -104,16 +105,51 @@ def test_each_example_counts_once(alone, together):
             assert rank["labelled_tokens"][name] == alone["labelled_tokens"][name] > 0
 
 
+def test_every_process_asks_for_keys(alone, together):
+    """Five texts are asked once each, on two processes by as many calls of the model, which sharded ones need."""
+    assert alone["heat_map"]["calls"] == [2, 2, 1]
+    for rank in together:
+        assert (
+            rank["heat_map"]["panels"] == alone["heat_map"]["panels"] and 0 < rank["heat_map"]["panels"]["accuracy"][0][0] < 1
+        )
+        assert rank["heat_map"]["calls"] == [2, 1]
+
+
 def test_sharded_processes_take_the_steps_of_one(folder, alone):
-    """FSDP2: halves of the weights, the losses of one process, and exact resuming from a sharded checkpoint."""
+    """FSDP2: halves of the weights, the losses of one process, exact resuming from a sharded checkpoint, a model to measure."""
     for rank in _launch(2, "fsdp", folder / "fsdp"):
         assert rank["wrapped"] == ["BertLayer"] and rank["share"] == pytest.approx(0.5, abs=0.05)
-        assert rank["ragged"] == pytest.approx(alone["ragged"], abs=1e-4)
         assert rank["resumed"] == pytest.approx(rank["ragged"], abs=1e-6)
-    whole, gathered = (AutoModelForMaskedLM.from_pretrained(folder / name / "model") for name in ("one", "fsdp"))
-    for (name, one), other in zip(whole.named_parameters(), gathered.parameters(), strict=True):
-        if not name.endswith("key.bias"):  # which softmax takes out again: its gradient is rounding alone
-            assert torch.allclose(one, other, atol=1e-4), name
+        _same_training(rank, alone)
+    _same_models(folder / "one", folder / "fsdp")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_takes_the_steps_of_one(folder, alone, stage):
+    """DeepSpeed's stages: the losses of one process, exact resuming, and a whole model that is measured and saved as any."""
+    pytest.importorskip("deepspeed", reason="what this tests is there with: pip install deepspeed")
+    variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false"}
+    variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(stage)
+    for rank in _launch(2, "deepspeed", folder / f"stage{stage}", **variables):
+        assert (rank["type"], rank["processes"], rank["stage"]) == ("DistributedType.DEEPSPEED", 2, stage)
+        assert rank["resumed"] == pytest.approx(rank["ragged"], abs=1e-6)
+        _same_training(rank, alone)
+    _same_models(folder / "one", folder / f"stage{stage}")
+
+
+def _same_training(rank, alone):
+    for name in ("even", "ragged", "even_after", "ragged_after"):
+        assert rank[name] == pytest.approx(alone[name], abs=1e-4), name
+
+
+def _same_models(one, other):
+    for name, auto_class in (("model", AutoModelForMaskedLM), ("even", AutoModelForCausalLM)):
+        whole, gathered = (auto_class.from_pretrained(folder / name) for folder in (one, other))
+        for (key, value), found in zip(whole.named_parameters(), gathered.parameters(), strict=True):
+            if not key.endswith(("key.bias", "c_attn.bias")):  # softmax takes it out again: its gradient is rounding alone
+                assert torch.allclose(value, found, atol=1e-4), key
+        saved = [load_file(folder / name / "model.safetensors").keys() for folder in (one, other)]
+        assert saved[0] == saved[1]
 
 
 SMALL = """

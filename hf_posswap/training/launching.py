@@ -58,9 +58,6 @@ def start_accelerator(
             "gradient_accumulation_steps": accumulation_steps,
             "gradient_clipping": config.max_grad_norm,
         }
-    shards = getattr(accelerator.state, "fsdp_plugin", None)
-    if shards is not None and not shards.transformer_cls_names_to_wrap:
-        shards.transformer_cls_names_to_wrap = layer_class_names(model)
     return accelerator
 
 
@@ -93,11 +90,15 @@ def check_trackers(names: tuple[str, ...]) -> None:
 
 @contextmanager
 def sharable(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """Inside, FSDP2 can shard a model whose output bias is also held by another module, as BERT's masked head does.
+    """Inside, FSDP2 knows a model's layers, and can shard one whose output bias another module holds too: BERT's masked head.
 
     accelerate puts the output layer into a group of its own, and torch refuses a parameter that two groups see. The second
     holder never computes with it (it is there for old checkpoints), so it may let go for a while.
     """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)  # one for all models that the process trains
+    named = getattr(plugin, "transformer_cls_names_to_wrap", None)
+    if plugin is not None and not named:
+        plugin.transformer_cls_names_to_wrap = layer_class_names(model)
     head = model.get_output_embeddings() if accelerator.is_fsdp2 and hasattr(model, "get_output_embeddings") else None
     bias = getattr(head, "bias", None)
     holders = [m for m in model.modules() if bias is not None and m is not head and m._parameters.get("bias") is bias]
@@ -106,6 +107,8 @@ def sharable(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]
     try:
         yield
     finally:
+        if plugin is not None:
+            plugin.transformer_cls_names_to_wrap = named
         for holder in holders:
             holder.bias = head.bias  # what sharding has made of it
 
@@ -130,10 +133,30 @@ def share_weights(model: torch.nn.Module) -> None:
             torch.distributed.broadcast(tensor, 0)
 
 
+def make_whole(model: torch.nn.Module) -> None:
+    """Give a model that DeepSpeed's stage 3 has cut up parameters of its own again, in place; all processes must call this.
+
+    Nothing happens to any other. The hooks that gather the parts go when accelerate frees DeepSpeed's engine.
+    """
+    whole = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if hasattr(parameter, "ds_id"):
+                if parameter.ds_id not in whole:  # tied ones stay tied
+                    import deepspeed
+
+                    with deepspeed.zero.GatheredParameters([parameter]):
+                        copied = parameter.detach().clone()
+                    whole[parameter.ds_id] = torch.nn.Parameter(copied, requires_grad=parameter.requires_grad)
+                module._parameters[name] = whole[parameter.ds_id]
+
+
 def save_trained(model: PreTrainedModel, folder: Path) -> None:
     """Write a trained model, on the main process; what FSDP2 has sharded is gathered there, so all processes must call this."""
     weights = None
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        # Tied weights come back as copies, which would be saved twice.
+        weights |= {name: weights[source] for name, source in model.all_tied_weights_keys.items() if source in weights}
     if PartialState().is_main_process:
         model.save_pretrained(folder, state_dict=weights)

@@ -23,7 +23,7 @@ from hf_posswap.errors import Interrupted, PosswapError
 from hf_posswap.schemes import AttentionPositions
 from hf_posswap.training.batching import IGNORED, BatchOrder, MicroBatches, count_terms, count_tokens, predicts_next
 from hf_posswap.training.budget import TrainingConfig, TrainingRun
-from hf_posswap.training.launching import sharable, start_accelerator
+from hf_posswap.training.launching import make_whole, sharable, start_accelerator
 from hf_posswap.training.run_log import RunLog
 from hf_posswap.training.run_state import Checkpoints, StopRequest, accumulation_steps_of, remove_checkpoints
 
@@ -60,7 +60,8 @@ def train(
     and refuses another number of processes. Where `auto_find_batch_size` starts again, so does `after_step`.
 
     Under FSDP the model that comes back, or that `after_step` gets, holds this process's shards: what gathers them, such as
-    `Accelerator.get_state_dict`, must run on all processes.
+    `Accelerator.get_state_dict` and every call of the model, must run on all processes. So it is for `after_step` under
+    DeepSpeed's stage 3; what comes back there is whole. DeepSpeed leaves weights in the precision in which it trained.
 
     Raises:
         PosswapError: What cannot be trained, a loss that is no number, or fewer processes than were asked for.
@@ -113,6 +114,7 @@ class _Loop:
                     plain = {name: v if isinstance(v, int | float) else str(v) for name, v in asdict(config).items()}
                     accelerator.init_trackers("training", plain)
                 self._take_steps(accelerator, model, optimizer, scheduler, run, checkpoints)
+            make_whole(accelerator.unwrap_model(model, keep_torch_compile=False))
         finally:
             for tracker in accelerator.trackers:  # not end_training(), which would also disconnect the processes
                 tracker.finish()
