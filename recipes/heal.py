@@ -28,8 +28,8 @@ from statistics import mean, stdev
 from typing import Annotated
 
 import typer
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogFormatter
@@ -104,22 +104,22 @@ class HealConfig:
 
 def heal(config: HealConfig, output: Path, *, resume: bool = False, progress: bool = True) -> dict | None:
     """Run the rows that `output` does not hold yet; return and write the results. Processes but the main one return None."""
-    accelerator = Accelerator()  # which heeds what `accelerate launch` and the environment say
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     finished = []
-    if accelerator.is_main_process:
+    if state.is_main_process:
         folder = prepare_output(asdict(config), output, resume)
         finished = [number for number in range(len(config.rows())) if (folder / f"{number}.json").exists()]
     finished = broadcast_object_list([finished])[0]
-    bench = _Bench(config, accelerator, progress)
+    bench = _Bench(config, state, progress)
     for number, (scheme, start, seed) in enumerate(config.rows()):
         if number not in finished:
             row = bench.row(scheme, start, seed)
-            if accelerator.is_main_process:
+            if state.is_main_process:
                 write_json(folder / f"{number}.json", row)
-    if not accelerator.is_main_process:
+    if not state.is_main_process:
         return None
     origin = provenance("python recipes/heal.py")
-    origin["hardware"] |= {"processes": accelerator.num_processes}
+    origin["hardware"] |= {"processes": state.num_processes}
     rows = [json.loads((folder / f"{number}.json").read_text()) for number in range(len(config.rows()))]
     results = {"format": FORMAT, **origin, "config": asdict(config), **bench.facts(), "rows": with_tokens(rows)}
     write_json(output / "results.json", results)
@@ -131,14 +131,14 @@ def heal(config: HealConfig, output: Path, *, resume: bool = False, progress: bo
 class _Bench:
     """One model with the text that its swaps are tuned and measured on."""
 
-    def __init__(self, config: HealConfig, accelerator: Accelerator, progress: bool):
-        self.config, self.accelerator, self.progress = config, accelerator, progress
+    def __init__(self, config: HealConfig, state: PartialState, progress: bool):
+        self.config, self.state, self.progress = config, state, progress
         self.causal = load_family(config.model)[1]
         self.checkpoint, tokenizer = load_original(config.model), load_tokenizer(config.model)
         # Nothing reaches a pooler from the states of layers, and processes that train together wait for every gradient.
         if getattr(self.checkpoint, "pooler", None) is not None:
             self.checkpoint.pooler.requires_grad_(False)
-        self.checkpoint.to(accelerator.device)
+        self.checkpoint.to(state.device)
         longest = self.checkpoint.config.max_position_embeddings
         self.block_size = config.block_size or (longest if self.causal else min(128, longest))
         if not 2 < self.block_size <= longest:
@@ -169,17 +169,15 @@ class _Bench:
         }
 
     def row(self, scheme: str, start: str, seed: int) -> dict:
-        """Swap, tune and measure once. Only the main process fits and measures; the others are waited for by every step."""
-        main = self.accelerator.is_main_process
+        """Swap, tune and measure once. The main process fits; all measure, since a sharded model is called by all together."""
         model = copy.deepcopy(self.checkpoint)
         original = self.checkpoint
         if scheme != ORIGINAL:
             model = posswap.swap(model, scheme, warm_start=start != "cold")
             original = posswap.original(model)
         row = {"scheme": scheme, "start": start, "seed": seed}
-        if main:
-            row["reference"] = self.reference(scheme)
-        if start == "fit" and main:
+        row["reference"] = self.reference(scheme)
+        if start == "fit" and self.state.is_main_process:
             steps, rate = self.config.fit_steps, self.config.fit_learning_rate
             report = posswap.fit(
                 model, self.fit_batches, reconstruct=steps, learning_rate=rate, seed=seed, progress=self.progress
@@ -195,12 +193,12 @@ class _Bench:
             dropout=False,
             seed=seed,
         )
-        curve = [{"tokens": 0, **self._measure(model, original)}] if main else []
+        curve = [{"tokens": 0, **self._measure(model, original)}]
         looks = measured_steps(config.max_steps)
 
         def look(model: PreTrainedModel, run: TrainingRun) -> None:
             step = len(run.losses)
-            if main and step in looks:
+            if step in looks:
                 curve.append({"tokens": run.tokens, **self._measure(model, original)})
 
         _, run = train(
