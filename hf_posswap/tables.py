@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
+from huggingface_hub.errors import HTTPError
+
 from hf_posswap.errors import DataError
 
 if TYPE_CHECKING:
@@ -24,7 +26,12 @@ PAIRS = (
 SINGLES = ("text", "sentence", "content", "document", "review")
 LABELS = ("label", "labels", "score", "target")
 TASKS = ("auto", "classification", "regression")
-_SHORT_NAMES = {"glue": "nyu-mll/glue", "super_glue": "aps/super_glue"}  # the ones that everybody writes without an owner
+_SHORT_NAMES = {  # the ones that everybody writes without an owner
+    "glue": "nyu-mll/glue",
+    "super_glue": "aps/super_glue",
+    "imdb": "stanfordnlp/imdb",
+    "wikitext": "Salesforce/wikitext",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +189,8 @@ def read_hub(name: str, config: str | None, split: str | None) -> "datasets.Data
 
     try:
         return datasets.load_dataset(name, config, split=split)
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
+    # RuntimeError: a data set that is a script; HTTPError: a connection that breaks.
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError, HTTPError) as error:
         reason = str(error).strip().splitlines()[0]
         place = name + (f", {config}" if config else "")
         raise DataError(f"cannot read the Hub data set {place}: {reason}; a local file needs no network") from None
@@ -231,8 +239,8 @@ def _hub_tables(config: TableConfig) -> dict[str, "datasets.Dataset"]:
 def hub_name(name: str) -> tuple[str, str | None]:
     """Return (name, configuration) of a data set as people write it.
 
-    >>> hub_name("glue/cola"), hub_name("nyu-mll/glue/cola"), hub_name("stanfordnlp/imdb"), hub_name("wikitext:wikitext-2-v1")
-    (('nyu-mll/glue', 'cola'), ('nyu-mll/glue', 'cola'), ('stanfordnlp/imdb', None), ('wikitext', 'wikitext-2-v1'))
+    >>> hub_name("glue/cola"), hub_name("nyu-mll/glue/cola"), hub_name("imdb"), hub_name("wikitext:wikitext-2-v1")
+    (('nyu-mll/glue', 'cola'), ('nyu-mll/glue', 'cola'), ('stanfordnlp/imdb', None), ('Salesforce/wikitext', 'wikitext-2-v1'))
     """
     if ":" in name:
         name, _, config = name.partition(":")

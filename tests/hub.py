@@ -1,4 +1,5 @@
-"""A Hugging Face Hub on 127.0.0.1 for tests: what the real client sends to push, pull and open pull requests on models.
+"""A Hugging Face Hub on 127.0.0.1 for tests: what the real client sends to push, pull and open pull requests on models,
+and to read data sets, which are repositories whose name begins with datasets/.
 
     with Hub.serve() as hub:
         subprocess.run([...], env=os.environ | hub.environment(tmp_path))  # HF_ENDPOINT is read when the client is imported
@@ -60,7 +61,7 @@ class Commit:
 
 
 class Repo:
-    """One model: commits, and the names that point at them."""
+    """One model or data set: commits, and the names that point at them."""
 
     def __init__(self, name: str, private: bool):
         self.name, self.private = name, private
@@ -234,11 +235,11 @@ class Handler(BaseHTTPRequestHandler):
             (r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", self.lfs_batch),
             (r"/([^/]+/[^/]+)\.git/info/lfs/objects/verify", self.lfs_verify),
             (r"/_lfs/(\w+)", self.lfs_put),
-            (r"/([^/]+/[^/]+)/resolve/(refs(?:/|%2F)pr(?:/|%2F)\d+|[^/]+)/(.+)", self.resolve),
-            (r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", self.info),
-            (r"/api/models/([^/]+/[^/]+)/tree/([^/]+)(?:/(.*))?", self.tree),
-            (r"/api/models/([^/]+/[^/]+)/paths-info/(.+)", self.paths_info),
-            (r"/api/models/([^/]+/[^/]+)/refs", self.refs),
+            (r"/((?:datasets/)?[^/]+/[^/]+)/resolve/(refs(?:/|%2F)pr(?:/|%2F)\d+|[^/]+)/(.+)", self.resolve),
+            (r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)(?:/revision/(.+))?", self.info),
+            (r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)/tree/([^/]+)(?:/(.*))?", self.tree),
+            (r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)/paths-info/(.+)", self.paths_info),
+            (r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)/refs", self.refs),
             (r"/api/models/([^/]+/[^/]+)/preupload/(.+)", self.preupload),
             (r"/api/models/([^/]+/[^/]+)/commit/(.+)", self.commit),
             (r"/api/models/([^/]+/[^/]+)/xet-(?:read|write)-token/.+", self.xet_token),
@@ -254,7 +255,7 @@ class Handler(BaseHTTPRequestHandler):
     def repo(self, name: str, *, write: bool = False) -> Repo | None:
         """Return a repository, or answer why not."""
         found = self.hub.repos.get(name)
-        owner = name.split("/")[0]
+        owner = name.split("/")[-2]
         if found is None or (found.private and self.user != owner):
             self.refuse(404 if self.user else 401, "Repository not found", "RepoNotFound")
         elif write and self.user is None:
@@ -317,7 +318,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         card = FRONT_MATTER.match(commit.tree["README.md"].data.decode()) if "README.md" in commit.tree else None
         facts = {
-            "id": name,
+            "id": name.removeprefix("datasets/"),
             "modelId": name,
             "sha": commit.oid,
             "private": repo.private,
@@ -333,7 +334,12 @@ class Handler(BaseHTTPRequestHandler):
         if (repo := self.repo(name)) is None or (commit := self.commit_of(repo, revision)) is None:
             return
         inside = f"{unquote(folder)}/" if folder else ""
-        found = [_entry(path, file) for path, file in sorted(commit.tree.items()) if path.startswith(inside)]
+        below = {path.removeprefix(inside): path for path in sorted(commit.tree) if path.startswith(inside)}
+        deep = self.query.get("recursive", ["false"])[0].lower() in ("true", "1")
+        found = [_entry(path, commit.tree[path]) for short, path in below.items() if deep or "/" not in short]
+        if not deep:
+            folders = sorted({inside + short.split("/")[0] for short in below if "/" in short})
+            found += [{"type": "directory", "path": one, "oid": "0" * 40, "size": 0} for one in folders]
         if inside and not found:
             self.refuse(404, f'{folder} does not exist on "{revision}"', "EntryNotFound")
             return
