@@ -212,9 +212,6 @@ def main(config_class: type[RecipeConfig], run: Callable[[RecipeConfig, Path, bo
             kept = {"weights": weight_hashes(output / "model")} if config.save_model else {}
             write_json(output / "result.json", {**about, "config": asdict(config), **answer, **kept})
             _show(answer["figures"], output / "result.json")
-        # A process that is gone before the main one has written takes that with it, should its launcher see it end badly.
-        PartialState().wait_for_everyone()
-        PartialState().destroy_process_group()
 
     command.__doc__ = module.__doc__
     command.__signature__ = inspect.Signature(_parameters(config_class, Path("runs") / program.replace("_", "-")))

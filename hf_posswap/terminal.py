@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 import typer
+from huggingface_hub.errors import HTTPError
 from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
@@ -28,7 +29,11 @@ def run_program(program: str, command: Callable | typer.Typer) -> None:
         app.command()(command)
     try:
         app()
-    except (PosswapError, OSError) as error:
+    except SystemExit as end:
+        if not end.code and torch.distributed.is_initialized():
+            torch.distributed.barrier()  # the main process may still write, and a launcher ends all when one ends badly
+        raise
+    except (PosswapError, OSError, HTTPError) as error:  # the last: a connection to the Hub that breaks
         Console(stderr=True).print(f"{program}: {error}", style="red", highlight=False, markup=False)
         raise SystemExit(130 if isinstance(error, Interrupted) else 2) from None
     except KeyboardInterrupt:

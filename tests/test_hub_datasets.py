@@ -1,4 +1,4 @@
-"""Data sets of a Hub on loopback, read by the real client in processes of their own: shaped as GLUE and wikitext, and faults."""
+"""Data sets of a Hub on loopback, read by the real client in processes of their own: like GLUE and wikitext, and faults."""
 
 import json
 import os
