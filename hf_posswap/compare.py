@@ -5,7 +5,7 @@
         --output runs/keys -- --config recipes/configs/passkey.yaml
     hf-posswap compare recipes/passkey.py --launcher "accelerate launch --config_file recipes/accelerate/multi_gpu.yaml" \\
         --output runs/keys -- --model gpt2
-    hf-posswap compare --collect runs/mine --collect runs/theirs --output runs/both
+    hf-posswap compare --collect runs/mine --collect theirs/comparison.json --output runs/both
 
 What stands after `--` goes to every run. Each is a process of its own, so that memory and seeds are its own, and finished ones
 are kept: the same command again does the rest. Writes comparison.json, .md, .html (one page, no other files) and pictures.
@@ -40,7 +40,9 @@ def compare(
     scheme: Annotated[list[str] | None, typer.Option(help=f"Repeatable. Default: {' '.join(SCHEMES)}.")] = None,
     start: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(STARTS)}. Default: swap.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Repeatable. Default: 0 1 2.")] = None,
-    collect: Annotated[list[Path] | None, typer.Option(help="Folders of finished runs, instead of running.")] = None,
+    collect: Annotated[
+        list[Path] | None, typer.Option(help="Finished runs or comparisons, instead of running. Repeatable.")
+    ] = None,
     vary: Annotated[list[str] | None, typer.Option(help="An option that may differ, in --collect. Repeatable.")] = None,
     figure: Annotated[list[str] | None, typer.Option(help="Figures of the table. Repeatable. Default: all.")] = None,
     launcher: Annotated[str, typer.Option(help="What starts a run.", show_default="this Python")] = sys.executable,

@@ -26,15 +26,29 @@ FREE = ("scheme", "start", "seed", "save_model")
 COST = {"tokens_per_second": ("tokens/s", 1.0, "{:,.0f}"), "peak_memory_bytes": ("peak MiB", 2**20, "{:,.0f}")}
 
 
-def load_runs(folders: Sequence[Path]) -> list[dict]:
-    """Return the results below some folders, in the order of their paths; each knows its `folder`."""
+def load_runs(places: Sequence[Path]) -> list[dict]:
+    """Return the results below some folders, in the order of their paths; each knows its `folder`.
+
+    A comparison.json, or a folder that holds one and no runs, is read too: what others have measured needs no second run.
+    """
     runs = []
-    for folder in folders:
-        found = sorted(Path(folder).rglob("result.json"))
-        if not found:
-            raise PosswapError(f"no result.json in {folder}: give folders that a recipe wrote and finished")
+    for place in map(Path, places):
+        found = sorted(place.rglob("result.json"))
         runs += [{**_read(path), "folder": str(path.parent)} for path in found]
+        if not found:
+            runs += _compared(place / "comparison.json" if place.is_dir() else place)
     return list({run["folder"]: run for run in runs}.values())
+
+
+def _compared(file: Path) -> list[dict]:
+    if not file.is_file():
+        raise PosswapError(
+            f"no result.json in {file.parent}: give folders that a recipe wrote and finished, or a comparison.json"
+        )
+    runs = _read(file).get("runs")
+    if not isinstance(runs, list) or not all(isinstance(run, dict) and "config" in run and "folder" in run for run in runs):
+        raise PosswapError(f"{file} holds no runs: give a comparison.json, or folders that a recipe wrote and finished")
+    return [{**run, "folder": str(file.parent / Path(run["folder"]).name)} for run in runs]
 
 
 def _read(path: Path) -> dict:

@@ -93,6 +93,22 @@ def test_what_cannot_be_compared(tmp_path):
         load_runs([tmp_path / "empty"])
 
 
+def test_a_comparison_is_runs_too(tmp_path):
+    """What was compared can be compared with more: the same rows as from the runs themselves; anything else is an error."""
+    write_comparison(_matrix(tmp_path / "a"), tmp_path / "written")
+    for seed in (0, 1):
+        _run(tmp_path / "more" / str(seed), {"accuracy": 0.1}, scheme="none", seed=seed)
+    for place in (tmp_path / "written", tmp_path / "written" / "comparison.json"):
+        whole = load_runs([place, tmp_path / "more"])
+        assert markdown(whole) == markdown(load_runs([tmp_path / "a", tmp_path / "more"]))
+        assert whole[0]["folder"] == str(tmp_path / "written" / "r-cold-0")
+        check_budgets(whole)
+    (tmp_path / "strange.json").write_text('{"runs": [{}]}')
+    for name, says in (("strange.json", "holds no runs"), ("nowhere", "no result.json")):
+        with pytest.raises(posswap.PosswapError, match=says):
+            load_runs([tmp_path / name])
+
+
 def test_asked_differences_are_rows(tmp_path):
     """What `vary` names may differ, and stands in the label."""
     for steps in (10, 20):
