@@ -20,7 +20,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markdown import Markdown
 from tqdm import tqdm
 
 from hf_posswap.errors import PosswapError
@@ -28,6 +27,7 @@ from hf_posswap.recipe import ORIGINAL, STARTS
 from hf_posswap.results import write_json
 from hf_posswap.runs import load_runs, write_comparison
 from hf_posswap.schemes import parse_scheme
+from hf_posswap.terminal import print_markdown
 
 SCHEMES = (ORIGINAL, "sinusoidal", "relative", "rotary", "none")
 DEFAULT_RECIPE = "hf_posswap.swap_cost"  # a module of the package, so that it is there without the recipes
@@ -61,7 +61,7 @@ def compare(
         run_all([*shlex.split(launcher), *program, *(options or [])], jobs, output)
     written = write_comparison(load_runs(collect or [output / "runs"]), output, vary=vary or (), figures=figure or ())
     console = Console()
-    console.print(Markdown((output / "comparison.md").read_text()))
+    print_markdown(console, (output / "comparison.md").read_text())
     for path in written:
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
 

@@ -1,13 +1,15 @@
-"""Starting a command line: libraries quiet, and what users did wrong told in one paragraph, without a traceback."""
+"""Starting a command line, with libraries quiet and what users did wrong told in a paragraph; printing Markdown."""
 
 import logging
 import os
 from collections.abc import Callable
+from itertools import groupby
 
 import torch
 import typer
 from huggingface_hub.errors import HTTPError
 from rich.console import Console
+from rich.markdown import Markdown
 from transformers.utils import logging as transformers_logging
 
 from hf_posswap.errors import Interrupted, PosswapError
@@ -41,3 +43,38 @@ def run_program(program: str, command: Callable | typer.Typer) -> None:
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def print_markdown(console: Console, text: str) -> None:
+    """Print Markdown; a table that is wider than the terminal comes in parts, each with the first column."""
+    blocks = []
+    for table, found in groupby(text.splitlines(), key=lambda line: line.startswith("|")):
+        lines = list(found)
+        blocks += narrow_tables(lines, console.width) if table else ["\n".join(lines)]
+    console.print(Markdown("\n\n".join(blocks)))
+
+
+def narrow_tables(lines: list[str], width: int) -> list[str]:
+    """Return the lines of a Markdown table as tables that fit into `width`, unless a column alone does not.
+
+    >>> print(*narrow_tables(["| scheme | loss | tokens |", "|---|---:|---:|", "| rotary | 1.25 | 100 |"], 20), sep="\\n--\\n")
+    | scheme | loss |
+    |---|---:|
+    | rotary | 1.25 |
+    --
+    | scheme | tokens |
+    |---|---:|
+    | rotary | 100 |
+    """
+    columns = list(zip(*([cell.strip() for cell in line.strip("|").split("|")] for line in lines), strict=True))
+    widths = [max(len(cell) for cell in (head, *cells)) + 2 for head, _, *cells in columns]  # a space on each side
+    parts = [[0]]
+    for place in range(1, len(columns)):
+        if len(parts[-1]) > 1 and sum(widths[one] for one in parts[-1]) + widths[place] + 2 > width:
+            parts.append([0])
+        parts[-1].append(place)
+
+    def row(cells: list[str]) -> str:
+        return f"|{'|'.join(cells)}|" if set("".join(cells)) <= set(":-") else f"| {' | '.join(cells)} |"
+
+    return ["\n".join(row([columns[one][number] for one in part]) for number in range(len(lines))) for part in parts]

@@ -33,13 +33,12 @@ import typer
 from attention_report import write_report
 from attention_worker import ALLOCATORS, DECODERS, LEVELS, PHASES, SUBJECTS, Case
 from rich.console import Console
-from rich.markdown import Markdown
 from tqdm import tqdm
 
 import hf_posswap
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.results import provenance, write_json
-from hf_posswap.terminal import run_program
+from hf_posswap.terminal import print_markdown, run_program
 
 WORKER = Path(__file__).with_name("attention_worker.py")
 FORMAT = 1
@@ -378,7 +377,7 @@ def command(
     results = benchmark(config, output, retry=retry)
     written = write_report(results, output)
     console = Console()
-    console.print(Markdown((output / "results.md").read_text()))
+    print_markdown(console, (output / "results.md").read_text())
     for path in written:
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
     if results["interrupted"]:

@@ -34,7 +34,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, LogFormatter
 from rich.console import Console
-from rich.markdown import Markdown
 from transformers import PreTrainedModel
 
 import hf_posswap as posswap
@@ -46,7 +45,7 @@ from hf_posswap.plots import COLOURS
 from hf_posswap.recipe import ORIGINAL, load_family, load_original, load_tokenizer
 from hf_posswap.results import prepare_output, provenance, write_json
 from hf_posswap.schemes import parse_scheme
-from hf_posswap.terminal import run_program
+from hf_posswap.terminal import print_markdown, run_program
 from hf_posswap.text import embedded_documents, read_documents, token_blocks
 from hf_posswap.training import TrainingConfig, TrainingRun, train
 from hf_posswap.training.launching import share_weights
@@ -426,7 +425,7 @@ def command(
     )
     if heal(config, output, resume=resume) is not None:
         console = Console()
-        console.print(Markdown((output / "results.md").read_text()))
+        print_markdown(console, (output / "results.md").read_text())
         for name in ("results.json", "results.md", "recovery.png"):
             console.print(f"wrote {output / name}", highlight=False, soft_wrap=True)
 
