@@ -1,8 +1,10 @@
 """What the pages show can be done: Python blocks run, and every command line has the options it is given."""
 
+import json
 import re
 import shlex
 from pathlib import Path
+from statistics import mean
 
 import pytest
 from typer.main import get_command
@@ -34,6 +36,30 @@ def test_python_blocks(tmp_path, monkeypatch, capsys):
     assert here["again"].config.position_scheme["name"] == "rotary"
     assert posswap.describe(here["model"]).swapped is False
     assert "learned -> rotary" in capsys.readouterr().out
+
+
+def figures_of(comparison: Path) -> set[float]:
+    """Every mean over the seeds of a row that a comparison has."""
+    rows = {}
+    for run in json.loads(comparison.read_text())["runs"]:
+        for name, value in run["figures"].items():
+            rows.setdefault((run["config"]["scheme"], run["config"]["start"], name), []).append(value)
+    return {mean(values) for values in rows.values()}
+
+
+def test_figures_in_sentences():
+    """A number that is typed next to the link to a comparison is a mean in it: none is left over from an older run."""
+    checked = []
+    for page in PAGES:
+        passages = re.split(r"\n\n|\n(?=\|)", (ROOT / page).read_text())
+        for passage in passages:
+            links = re.findall(r"\(((?:recipes/)?results/[\w/-]+/comparison)\.md\)", passage)
+            means = {value for link in links for value in figures_of((ROOT / page).parent / f"{link}.json")}
+            for number in re.findall(r"(?<![\d.,±-])\d\.\d{2,3}(?![\d.])(?! ±)", passage) if links else ():
+                digits = len(number.partition(".")[2])
+                assert any(round(value, digits) == float(number) for value in means), (page, number, links)
+                checked.append(number)
+    assert len(checked) >= 9
 
 
 def command_lines() -> list[tuple[str, list[str]]]:
