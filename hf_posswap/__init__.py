@@ -4,8 +4,11 @@
     model = AutoModelForMaskedLM.from_pretrained("bert-base-uncased")
     posswap.swap(model, posswap.Rotary(theta=10_000), max_positions=2048)
 
-Importing registers the swapped model types with transformers' Auto classes, and does nothing else.
+Importing registers the swapped model types with transformers' Auto classes, and listens to its reports for checkpoints that
+it loads without their relative positions (`load_relative_key`); it does nothing else.
 """
+
+from transformers.utils.logging import add_handler
 
 from hf_posswap.architectures import ARCHITECTURES, Architecture
 from hf_posswap.assets import embedded_model
@@ -23,7 +26,7 @@ from hf_posswap.errors import (
 )
 from hf_posswap.export import NativeExport, export_native
 from hf_posswap.fitting import FitReport, fit
-from hf_posswap.rescue import load_relative_key
+from hf_posswap.rescue import LoadReports, load_relative_key
 from hf_posswap.schemes import (
     SCHEMES,
     Ladder,
@@ -42,6 +45,8 @@ from hf_posswap.sharing.results_file import leaderboard
 from hf_posswap.swap import describe, original, restore, swap
 
 __version__ = "0.1.0"
+
+add_handler(LoadReports())
 
 __all__ = [
     "ARCHITECTURES",

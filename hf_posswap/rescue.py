@@ -2,17 +2,20 @@
 
 `position_embedding_type` "relative_key" (Shaw et al. 2018) and "relative_key_query" (Huang et al. 2020, method 4): one table of
 2 P - 1 vectors a layer, for all heads, at distances up to P - 1 either way, and nothing added to the embeddings. transformers 5
-loads such a checkpoint as an absolute model, with a table that was never trained.
+loads such a checkpoint as an absolute model, with a table that was never trained, and reports that those of distances "can be
+ignored". Where this package is imported, a warning says what that means: it listens to that report, and changes nothing.
 
 Their row r is of distance query - key = r - (P - 1); ours of key - query: the same table read from right to left, with
 clip = P - 1. Longer inputs, an error there, see the outermost vectors.
 """
 
+import logging
+import re
 import warnings
 
 import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from hf_posswap.checkpoint import CONFIG_CLASSES, SwappedModel, config_entry, on_hub
 from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
@@ -20,6 +23,23 @@ from hf_posswap.schemes.relative import Relative, RelativePositions
 
 KINDS = ("relative_key", "relative_key_query")
 _TABLE = r"attention\.self\.distance_embedding\.weight"
+_LEFT_OUT = re.compile(rf"^(\w*) LOAD REPORT.* from: (.*?)\n.*{_TABLE}\s*\|\s*UNEXPECTED", re.DOTALL)
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class LoadReports(logging.Handler):
+    """Warns when transformers reports that it has left out the relative positions of a checkpoint."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Look at one message of transformers."""
+        if found := _LEFT_OUT.match(_COLOURS.sub("", record.getMessage())):
+            name, source = found.groups()
+            warnings.warn(
+                f"{source} has relative positions of transformers 4 (position_embedding_type), which this {name} leaves out: "
+                "it reads absolute ones that were never trained. A BERT is loaded as it was by "
+                f"hf_posswap.load_relative_key({source!r}, ...), other families only by transformers 4",
+                stacklevel=2,
+            )
 
 
 def load_relative_key(
@@ -65,8 +85,8 @@ def load_relative_key(
     model_class = found[0] if isinstance(found, tuple) else found
     # Not SwappedModel's, which holds that nothing of ours may be missing: what would be added to embeddings is zero here, and
     # the absolute table, which these models have in their files and never read, does not fit.
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # of the report, which would call both a fault
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # of the report, which would call both a fault
     try:
         model, info = super(SwappedModel, model_class).from_pretrained(
             path_or_id,
@@ -77,7 +97,7 @@ def load_relative_key(
             **hub,
         )
     finally:
-        logging.set_verbosity(verbosity)
+        transformers_logging.set_verbosity(verbosity)
     misfits = [key[0] if isinstance(key, tuple) else key for key in info["mismatched_keys"]]
     unread = {name for name in (*info["missing_keys"], *misfits) if ".position_embeddings." not in f".{name}"}
     if lost := sorted(name for name in unread if name in misfits or name.endswith(".positions.key_table")):

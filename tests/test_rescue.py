@@ -1,6 +1,8 @@
 """Checkpoints of transformers 4 with relative positions: golden outputs of 4.57.6, and no silent absolute model."""
 
 import json
+import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from transformers import (
     AutoModelForObjectDetection,
     AutoModelForSequenceClassification,
     BertConfig,
+    BertModel,
 )
 
 import hf_posswap as posswap
@@ -91,13 +94,28 @@ def test_cache(checkpoint):
     assert_close(torch.cat(steps, dim=1), whole, rtol=1e-4, atol=1e-5)
 
 
-def test_a_stock_load_is_noticed(checkpoint):
-    """transformers 5 makes an absolute model of it; whoever swaps or describes that one is told."""
+@pytest.mark.parametrize("stock", [AutoModel, AutoModelForMaskedLM, BertModel], ids=lambda stock: stock.__name__)
+def test_a_stock_load_is_noticed(checkpoint, stock):
+    """transformers 5 makes an absolute model of it: that warns, and whoever swaps or describes it is told."""
     folder, _ = checkpoint
-    stock = AutoModel.from_pretrained(folder)
+    with pytest.warns(
+        UserWarning, match=rf"{re.escape(str(folder))} has relative positions .*hf_posswap.load_relative_key\('.*', ...\)"
+    ):
+        model = stock.from_pretrained(folder)
     for verb in (posswap.describe, lambda model: posswap.swap(model, "rotary")):
         with pytest.raises(posswap.UnsupportedModelError, match="load_relative_key"):
-            verb(stock)
+            verb(model)
+
+
+def test_other_reports_do_not_warn(make_model, tmp_path, caplog):
+    """What is left out or missing of any other checkpoint is transformers' to tell."""
+    model = make_model("bert")
+    weights = {name: tensor.contiguous() for name, tensor in model.base_model.state_dict().items()}
+    save_file(weights | {"encoder.layer.0.attention.self.other.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    model.config.save_pretrained(tmp_path)
+    with warnings.catch_warnings(record=True) as seen:
+        AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert "UNEXPECTED" in caplog.text and "MISSING" in caplog.text and not seen
 
 
 def test_what_is_refused(checkpoint, make_model, tmp_path, kind):
