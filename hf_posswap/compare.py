@@ -5,6 +5,7 @@
         --output runs/keys -- --config recipes/configs/passkey.yaml
     hf-posswap compare recipes/passkey.py --launcher "accelerate launch --config_file recipes/accelerate/multi_gpu.yaml" \\
         --output runs/keys -- --model gpt2
+    hf-posswap compare --schemes-from my_schemes.py --scheme original --scheme mine --output runs/mine
     hf-posswap compare --collect runs/mine --collect theirs/comparison.json --output runs/both
 
 What stands after `--` goes to every run. Each is a process of its own, so that memory and seeds are its own, and finished ones
@@ -27,6 +28,7 @@ from hf_posswap.recipe import ORIGINAL, STARTS
 from hf_posswap.results import write_json
 from hf_posswap.runs import load_runs, write_comparison
 from hf_posswap.schemes import parse_scheme
+from hf_posswap.schemes.importing import import_schemes
 from hf_posswap.terminal import print_markdown
 
 SCHEMES = (ORIGINAL, "sinusoidal", "relative", "rotary", "none")
@@ -40,6 +42,7 @@ def compare(
     scheme: Annotated[list[str] | None, typer.Option(help=f"Repeatable. Default: {' '.join(SCHEMES)}.")] = None,
     start: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(STARTS)}. Default: swap.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Repeatable. Default: 0 1 2.")] = None,
+    schemes_from: Annotated[str | None, typer.Option(help="A module or file.py that registers further schemes.")] = None,
     collect: Annotated[
         list[Path] | None, typer.Option(help="Finished runs or comparisons, instead of running. Repeatable.")
     ] = None,
@@ -56,6 +59,9 @@ def compare(
     if collect and (recipe or options):
         raise PosswapError("give a recipe to run, or --collect folders of finished runs, not both")
     if not collect:
+        if schemes_from:
+            import_schemes(schemes_from)
+            options = [*(options or []), "--schemes-from", schemes_from]
         program, jobs = _program(recipe), _jobs(scheme or SCHEMES, start or ["swap"], seed or [0, 1, 2])
         _begin(output, {"recipe": program, "options": options or []})
         run_all([*shlex.split(launcher), *program, *(options or [])], jobs, output)

@@ -9,18 +9,14 @@ is trained or downloaded, and the process stays as it was: its random state, and
 """
 
 import copy
-import importlib
 import json
-import runpy
-import sys
 import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -45,6 +41,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_posswap.errors import PosswapError, SequenceTooLongError
 from hf_posswap.schemes import SCHEMES, NoPositions, Scheme, parse_scheme, register_scheme, scheme_from_dict
+from hf_posswap.schemes.importing import load_scheme
 from hf_posswap.surgery import geometry_of
 from hf_posswap.swap import restore, swap
 
@@ -592,61 +589,3 @@ def check(scheme: Annotated[str, typer.Argument(help=_SOURCE_HELP)]):
     typer.echo(found)
     if not found.passed:
         raise typer.Exit(1)
-
-
-def load_scheme(source: str) -> Scheme | type[Scheme]:
-    """Return what a string names: a scheme that is known by its name, or a class or an instance in a module or a file.
-
-    The current folder, and that of a file, can be imported from while the module is imported, and not afterwards.
-
-    Raises:
-        PosswapError: There is no such module or file, it cannot be imported, or what is named in it is no scheme.
-
-    >>> load_scheme("hf_posswap.schemes:Rotary")
-    <class 'hf_posswap.schemes.rotary.Rotary'>
-    """
-    if source.partition(":")[0].strip() in SCHEMES:
-        return parse_scheme(source)
-    place, name = source.rsplit(":", 1) if ":" in source else (source, "")
-    found = _import(place)
-    schemes = {key: value for key, value in found.items() if _is_scheme(value)}
-    if name not in schemes:
-        what = f"is {found[name]!r}, no scheme" if name in found else "is not there" if name else "does not say which scheme"
-        raise PosswapError(f"{source} {what}: write {place}:NAME; schemes in it are {', '.join(schemes) or 'none'}")
-    return schemes[name]
-
-
-def _is_scheme(value: Any) -> bool:
-    return isinstance(value, Scheme) or (isinstance(value, type) and issubclass(value, Scheme) and value is not Scheme)
-
-
-def _import(place: str) -> dict[str, Any]:
-    """Return the names in a module, or in a file that ends in .py."""
-    is_file = place.endswith(".py")
-    if is_file and not Path(place).is_file():
-        raise PosswapError(f"there is no file {place}")
-    folders = [str(Path.cwd()), *([str(Path(place).resolve().parent)] if is_file else [])]
-    schemes, modules = dict(SCHEMES), set(sys.modules)
-    sys.path[:0] = folders
-    try:
-        return runpy.run_path(place, run_name=Path(place).stem) if is_file else vars(importlib.import_module(place))
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}."):
-            raise PosswapError(
-                f"{place!r} is neither a scheme ({', '.join(SCHEMES)}) nor a module, here or installed: write module:Name, "
-                "file.py:Name, or a scheme such as rotary:theta=500"
-            ) from None
-        raise PosswapError(f"{place} cannot be imported, {type(error).__name__}: {error}") from error
-    finally:
-        for folder in folders:
-            sys.path.remove(folder)
-        SCHEMES.clear()  # what a file registers is known while it is checked, and may be registered again by the next version
-        SCHEMES.update(schemes)
-        for name in set(sys.modules) - modules:  # helpers next to it: another folder's may have the same names
-            if "." not in name and _lies_in(sys.modules[name], folders):
-                del sys.modules[name]
-
-
-def _lies_in(module: Any, folders: list[str]) -> bool:
-    file = Path(getattr(module, "__file__", None) or "")
-    return str((file.parent if file.stem == "__init__" else file).resolve().parent) in folders and file.name != ""

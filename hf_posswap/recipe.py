@@ -48,6 +48,7 @@ from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelErr
 from hf_posswap.fitting import fit
 from hf_posswap.results import lock, prepare_output, provenance, weight_hashes, write_json
 from hf_posswap.schemes import parse_scheme
+from hf_posswap.schemes.importing import import_schemes
 from hf_posswap.surgery import geometry_of
 from hf_posswap.swap import swap
 from hf_posswap.terminal import run_program
@@ -65,6 +66,7 @@ class RecipeConfig(TrainingConfig):
 
     model: Annotated[str, "A model folder or Hub id; minilm and stdlib-gpt2 are built in."] = "minilm"
     scheme: Annotated[str, "name or name:option=value,...; original leaves the model as it is."] = ORIGINAL
+    schemes_from: Annotated[str | None, "A module or file.py of yours that registers further schemes."] = None
     start: Annotated[
         Literal[STARTS],
         "cold drops the table, swap starts warm, fit fits to the original before training, scratch draws all weights anew.",
@@ -251,6 +253,8 @@ def read_config(config_class: type[RecipeConfig], file: Path | None, given: dict
             for replaced in config_class.REPLACES.get(name, ()):
                 values.pop(replaced, None)
     values |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    if values.get("schemes_from"):  # before the name of one of its schemes is looked up
+        import_schemes(values["schemes_from"])
     return config_class(**values)
 
 

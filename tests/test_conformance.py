@@ -16,8 +16,9 @@ from torch import nn
 from transformers.utils.logging import is_progress_bar_enabled
 
 import hf_posswap as posswap
-from hf_posswap.conformance import CHECKS, FAMILIES, check, check_scheme, load_scheme
+from hf_posswap.conformance import CHECKS, FAMILIES, check, check_scheme
 from hf_posswap.schemes.base import AttentionPositions, PositionEmbedding, Scheme
+from hf_posswap.schemes.importing import import_schemes, load_scheme
 from hf_posswap.terminal import run_program
 
 DECODERS = ("bert-decoder", "gpt2")
@@ -540,6 +541,41 @@ def test_files_are_read_anew(tmp_path):
         for _ in range(2):
             assert load_scheme(f"{tmp_path / who / 'mine.py'}:Mine").summary == who
     assert posswap.SCHEMES == known and "beside" not in sys.modules
+
+
+@pytest.fixture
+def forget():
+    """What is imported during a test is forgotten after it."""
+    known, modules = dict(posswap.SCHEMES), set(sys.modules)
+    yield
+    posswap.SCHEMES.clear()
+    posswap.SCHEMES.update(known)
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+def test_schemes_of_a_file_stay_known(tmp_path, forget):
+    """Imported for use, a file's schemes can be named, also when it is asked for twice; other files do not pass for it."""
+    (tmp_path / "their_schemes.py").write_text(MINE)
+    (tmp_path / "beside.py").write_text("WHO = 'them'")
+    path = list(sys.path)
+    for _ in range(2):
+        assert import_schemes(str(tmp_path / "their_schemes.py")) == ["mine-twice"]
+    assert posswap.SCHEMES["mine-twice"].summary == "them" and sys.path == path
+    assert "rotary" in import_schemes("hf_posswap")
+    other = tmp_path / "other"
+    other.mkdir()
+    for name, text, says in (
+        ("their_schemes", "", "has the name of another module"),
+        ("empty_schemes", "", "registers no scheme: decorate"),
+        ("broken_schemes", "1 / 0", "cannot be imported, ZeroDivisionError"),
+    ):
+        (other / f"{name}.py").write_text(text)
+        with pytest.raises(posswap.PosswapError, match=says):
+            import_schemes(str(other / f"{name}.py"))
+    for place, says in (("no_such_module", "nor a module"), ("no_such_file.py", "there is no file")):
+        with pytest.raises(posswap.PosswapError, match=says):
+            import_schemes(place)
 
 
 def test_leaving_early_is_a_finding(tmp_path):

@@ -176,6 +176,35 @@ def test_running_a_recipe(tmp_path):
     assert "| original | 14.0 |" in table and "| none, cold | 14.0 |" in table
 
 
+THEIRS = """
+from dataclasses import dataclass
+from typing import ClassVar
+from hf_posswap import NoPositions, register_scheme
+
+@register_scheme
+@dataclass(frozen=True, kw_only=True)
+class Theirs(NoPositions):
+    name: ClassVar[str] = "theirs"
+"""
+
+
+def test_schemes_of_others(tmp_path):
+    """A scheme that a user's file registers is a row like any other; without the file its name is an error before any run."""
+    (tmp_path / "count.py").write_text(RECIPE)
+    (tmp_path / "their_scheme.py").write_text(THEIRS)
+    compare = [sys.executable, str(ROOT / "recipes" / "compare.py"), "count.py", "--scheme", "theirs", "--scheme", "none"]
+    compare += ["--seed", "4", "--output", "out"]
+    done = subprocess.run(compare, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "unknown scheme 'theirs'" in done.stderr and not (tmp_path / "out").exists()
+    done = subprocess.run(
+        [*compare, "--schemes-from", "their_scheme.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    runs = json.loads((tmp_path / "out" / "comparison.json").read_text())["runs"]
+    assert {run["config"]["scheme"] for run in runs} == {"theirs", "none"}
+    assert {run["config"]["schemes_from"] for run in runs} == {"their_scheme.py"}
+
+
 def test_a_folder_is_of_one_question(tmp_path):
     """Finished runs of other options would be taken for these: another recipe or other options need another folder."""
     _begin(tmp_path, {"recipe": ["a.py"], "options": ["--max-steps", "5"]})

@@ -1,0 +1,101 @@
+"""Schemes of others: classes in modules and files that a command line names."""
+
+import importlib
+import runpy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from hf_posswap.errors import PosswapError
+from hf_posswap.schemes import SCHEMES, Scheme, parse_scheme
+
+
+def load_scheme(source: str) -> Scheme | type[Scheme]:
+    """Return what a string names: a scheme that is known by its name, or a class or an instance in a module or a file.
+
+    Nothing stays behind: a file that registers its scheme can be read again after it was changed.
+
+    Raises:
+        PosswapError: There is no such module or file, it cannot be imported, or what is named in it is no scheme.
+
+    >>> load_scheme("hf_posswap.schemes:Rotary")
+    <class 'hf_posswap.schemes.rotary.Rotary'>
+    """
+    if source.partition(":")[0].strip() in SCHEMES:
+        return parse_scheme(source)
+    place, name = source.rsplit(":", 1) if ":" in source else (source, "")
+    known, modules, folders = dict(SCHEMES), set(sys.modules), []
+    try:
+        with _importing(place) as folders:
+            found = runpy.run_path(place, run_name=Path(place).stem) if _is_file(place) else vars(_module(place))
+    finally:
+        SCHEMES.clear()
+        SCHEMES.update(known)
+        for key in set(sys.modules) - modules:  # helpers next to it: another folder's may have the same names
+            if "." not in key and _lies_in(sys.modules[key], folders):
+                del sys.modules[key]
+    schemes = {key: value for key, value in found.items() if _is_scheme(value)}
+    if name not in schemes:
+        what = f"is {found[name]!r}, no scheme" if name in found else "is not there" if name else "does not say which scheme"
+        raise PosswapError(f"{source} {what}: write {place}:NAME; schemes in it are {', '.join(schemes) or 'none'}")
+    return schemes[name]
+
+
+def import_schemes(place: str) -> list[str]:
+    """Import a module or a Python file, and return the names of the schemes that it registers (`register_scheme`).
+
+    They stay known, and can be named wherever a scheme is named. What was imported before is not run again.
+
+    Raises:
+        PosswapError: There is no such module or file, it cannot be imported, or it registers no scheme.
+    """
+    before = set(SCHEMES)
+    with _importing(place):
+        module = _module(Path(place).stem if _is_file(place) else place)
+    if _is_file(place) and Path(module.__file__ or "").resolve() != Path(place).resolve():
+        raise PosswapError(f"{place} has the name of another module, {module.__file__ or module}: give the file another one")
+    own = {name for name, scheme in SCHEMES.items() if f"{scheme.__module__}.".startswith(f"{module.__name__}.")}
+    if not own | set(SCHEMES) - before:
+        raise PosswapError(f"{place} registers no scheme: decorate its class with @hf_posswap.register_scheme")
+    return sorted(own | set(SCHEMES) - before)
+
+
+@contextmanager
+def _importing(place: str) -> Iterator[list[str]]:
+    """Inside, the current folder, and that of a file, can be imported from; errors say what was to be imported."""
+    if _is_file(place) and not Path(place).is_file():
+        raise PosswapError(f"there is no file {place}")
+    folders = [*([str(Path(place).resolve().parent)] if _is_file(place) else []), str(Path.cwd())]
+    sys.path[:0] = folders
+    try:
+        yield folders
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}."):
+            raise PosswapError(
+                f"{place!r} is neither a scheme ({', '.join(SCHEMES)}) nor a module, here or installed: give a module's name, "
+                "a file.py, or of a class in one of them module:Name or file.py:Name"
+            ) from None
+        raise PosswapError(f"{place} cannot be imported, {type(error).__name__}: {error}") from error
+    finally:
+        for folder in folders:
+            sys.path.remove(folder)
+
+
+def _module(name: str) -> Any:
+    importlib.invalidate_caches()  # a file may have been written a moment ago
+    return importlib.import_module(name)
+
+
+def _is_file(place: str) -> bool:
+    return place.endswith(".py")
+
+
+def _is_scheme(value: Any) -> bool:
+    return isinstance(value, Scheme) or (isinstance(value, type) and issubclass(value, Scheme) and value is not Scheme)
+
+
+def _lies_in(module: Any, folders: list[str]) -> bool:
+    file = Path(getattr(module, "__file__", None) or "")
+    return str((file.parent if file.stem == "__init__" else file).resolve().parent) in folders and file.name != ""
