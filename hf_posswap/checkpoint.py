@@ -35,6 +35,7 @@ from hf_posswap.schemes import AttentionPositions, PositionEmbedding, Scheme, sc
 from hf_posswap.surgery import geometry_of, install
 
 FORMAT = 1
+_ABOUT_THE_MODEL = ("format", "trained_positions", "max_positions", "base_model")
 
 STUB = "modeling_hf_posswap.py"
 
@@ -42,13 +43,23 @@ SWAPPED_CLASSES: dict[type, type] = {}  # transformers' class -> our subclass; f
 CONFIG_CLASSES: dict[str, type[PreTrainedConfig]] = {}  # "bert" -> the config class of "posswap-bert"
 
 
-def config_entry(scheme: Scheme, trained_positions: int, base_model: dict[str, str | None] | None = None) -> dict[str, Any]:
+def config_entry(
+    scheme: Scheme, trained_positions: int, max_positions: int, base_model: dict[str, str | None] | None = None
+) -> dict[str, Any]:
     """Return what config.json stores under `position_scheme`: the format, the scheme with all fields, the trained length.
 
-    And, where it came from the Hub, which model was swapped: {"id": ..., "revision": ...}.
+    And, where it came from the Hub, which model was swapped: {"id": ..., "revision": ...}; and what a scheme that cannot be
+    resized was made for, since the config's own number can be changed while it is loaded.
     """
     entry = {"format": FORMAT, "trained_positions": trained_positions, **scheme.to_dict()}
+    if not scheme.resizable:
+        entry["max_positions"] = max_positions
     return entry if base_model is None else entry | {"base_model": base_model}
+
+
+def scheme_in(entry: dict[str, Any]) -> Scheme:
+    """Return the scheme in such an entry, whose other keys are about the model."""
+    return scheme_from_dict({key: value for key, value in entry.items() if key not in _ABOUT_THE_MODEL})
 
 
 def on_hub(name_or_path: str) -> dict[str, str | None] | None:
@@ -79,22 +90,26 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
             f"a config of type {config.model_type!r} needs a complete `position_scheme` entry, it has {entry!r}: load the "
             "plain checkpoint and call posswap.swap on it"
         )
-    entry = dict(entry)
-    version = entry.pop("format", None)
+    version = entry.get("format")
     if version != FORMAT:
         raise CheckpointError(
             f"this checkpoint has position format {version!r}, this hf_posswap reads format {FORMAT}: "
             "upgrade with pip install -U hf_posswap"
         )
-    trained_positions = entry.pop("trained_positions")
-    entry.pop("base_model", None)
+    trained_positions = entry["trained_positions"]
+    max_positions = entry.get("max_positions", config.max_position_embeddings)
+    if max_positions != config.max_position_embeddings:
+        raise CheckpointError(
+            f"{entry.get('name')} was made for {max_positions} positions, and what it has learned means nothing for "
+            f"{config.max_position_embeddings}: load it without max_position_embeddings, or swap the original model"
+        )
     if trained_positions < 1 or config.max_position_embeddings < 1:
         raise CheckpointError(
             f"config.json has trained_positions={trained_positions} and max positions {config.max_position_embeddings}: both "
             "must be 1 or more; the file was changed by hand, save the swapped model again"
         )
     try:
-        return scheme_from_dict(entry), trained_positions
+        return scheme_in(entry), trained_positions
     except PosswapError as error:
         raise CheckpointError(f"config.json holds a position scheme that cannot be used: {error}") from None
 

@@ -19,10 +19,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import ARCHITECTURES, Architecture
-from hf_posswap.checkpoint import SwappedModel, config_entry, on_hub
+from hf_posswap.checkpoint import SwappedModel, config_entry, on_hub, scheme_in
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.results import write_json
-from hf_posswap.schemes import scheme_from_dict
 from hf_posswap.swap import find_target, original, restore, swap
 
 FORMAT = 1
@@ -76,7 +75,8 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
             "training has changed them, and a delta holds positions alone. Save the whole model, or swap with "
             "warm_start=False or a scheme that leaves attention as it is"
         )
-    entry = config_entry(target.base_model.position_scheme, target.config.position_scheme["trained_positions"])
+    scheme, trained = target.base_model.position_scheme, target.config.position_scheme["trained_positions"]
+    entry = config_entry(scheme, trained, target.config.max_position_embeddings)
     about = {
         "format": FORMAT,
         "model_type": architecture.model_type,
@@ -136,10 +136,8 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
         raise CheckpointError(
             f"{folder_or_id} was made from other weights ({known}): load that model, in the dtype it was in, and no other one"
         )
-    for name in ("format", "trained_positions", "base_model"):
-        entry.pop(name, None)
     try:
-        swap(target, scheme_from_dict(entry), max_positions=longest, warm_start=False)
+        swap(target, scheme_in(entry), max_positions=longest, warm_start=False)
     except PosswapError as error:
         raise CheckpointError(f"{folder_or_id} holds a scheme that cannot be used: {error}") from None
     wanted = _position_weights(target, architecture)

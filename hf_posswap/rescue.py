@@ -75,7 +75,7 @@ def load_relative_key(
     if (max_positions or trained) < trained:
         raise PosswapError(f"max_positions={max_positions} must be at least {trained}, what the checkpoint holds")
     scheme = Relative(clip=trained - 1, values=False, share_heads=True, key_query=kind == "relative_key_query")
-    entry = config_entry(scheme, trained, on_hub(str(path_or_id)))
+    entry = config_entry(scheme, trained, max_positions or trained, on_hub(str(path_or_id)))
     own = {"position_scheme": entry, "max_position_embeddings": max_positions or trained}
     fields = {name: value for name, value in fields.items() if name not in ("model_type", "architectures", "auto_map")}
     config = config_class(**fields | own)

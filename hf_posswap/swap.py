@@ -151,7 +151,7 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, warm_
     base_model = config.position_scheme.get("base_model") if isinstance(target, SwappedModel) else on_hub(config.name_or_path)
     config.__class__ = CONFIG_CLASSES[architecture.model_type]
     config.max_position_embeddings = geometry.max_positions
-    config.position_scheme = config_entry(scheme, geometry.trained_positions, base_model)
+    config.position_scheme = config_entry(scheme, geometry.trained_positions, geometry.max_positions, base_model)
     config._name_or_path = ""
     set_config(target, config, config)
     base = target.base_model

@@ -157,6 +157,8 @@ def test_a_code_for_one_length_is_not_resized(make_model, make_swapped, tmp_path
         with pytest.raises(posswap.PosswapError, match="was made for 32 positions"):
             posswap.swap(loaded, posswap.Ladder(rung=rung, combine="concatenate"), max_positions=128)
         posswap.swap(loaded, posswap.Ladder(rung=rung, combine="concatenate"))
+        with pytest.raises(posswap.CheckpointError, match="was made for 32 positions"):
+            AutoModel.from_pretrained(tmp_path / rung, max_position_embeddings=128)
     posswap.swap(make_model("gpt2"), "ladder:rung=binary", max_positions=128)
 
 

@@ -19,6 +19,7 @@ from transformers import (
     BertConfig,
     BertModel,
 )
+from transformers.utils import logging
 
 import hf_posswap as posswap
 
@@ -94,6 +95,16 @@ def test_cache(checkpoint):
     assert_close(torch.cat(steps, dim=1), whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture
+def reports():
+    """transformers reports as it does by default, whatever another test has asked for."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_warning()
+    yield
+    logging.set_verbosity(before)
+
+
+@pytest.mark.usefixtures("reports")
 @pytest.mark.parametrize("stock", [AutoModel, AutoModelForMaskedLM, BertModel], ids=lambda stock: stock.__name__)
 def test_a_stock_load_is_noticed(checkpoint, stock):
     """transformers 5 makes an absolute model of it: that warns, and whoever swaps or describes it is told."""
@@ -107,6 +118,7 @@ def test_a_stock_load_is_noticed(checkpoint, stock):
             verb(model)
 
 
+@pytest.mark.usefixtures("reports")
 def test_other_reports_do_not_warn(make_model, tmp_path, caplog):
     """What is left out or missing of any other checkpoint is transformers' to tell."""
     model = make_model("bert")

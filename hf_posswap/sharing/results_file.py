@@ -24,14 +24,14 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from transformers import AutoConfig
 
-from hf_posswap.checkpoint import CONFIG_CLASSES, read_config_entry
+from hf_posswap.checkpoint import CONFIG_CLASSES, read_config_entry, scheme_in
 from hf_posswap.delta import ABOUT
 from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.fitting import FIT_FILE
 from hf_posswap.parity import PARITY_FILE
 from hf_posswap.results import weight_hashes, without_home
 from hf_posswap.runs import background, check_budgets, load_runs, markdown
-from hf_posswap.schemes import Scheme, parse_scheme, scheme_from_dict
+from hf_posswap.schemes import Scheme, parse_scheme
 
 FORMAT = 1
 RESULTS_FILE = "posswap_results.json"
@@ -119,7 +119,7 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
 
 def _scheme(entry: dict, folder: Path) -> Scheme:
     try:
-        return scheme_from_dict({k: v for k, v in entry.items() if k not in ("format", "trained_positions", "base_model")})
+        return scheme_in(entry)
     except PosswapError as error:
         raise CheckpointError(f"{folder} holds a position scheme that cannot be used: {error}") from None
 
