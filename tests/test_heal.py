@@ -159,7 +159,7 @@ def test_distillation_loss(make_model, make_swapped, tokens):
 
 
 def test_two_processes_write_what_one_writes(recipe, config, folders, tmp_path):
-    """Under torchrun only the main process measures and writes; rows have the same keys and start from the same damage."""
+    """Under torchrun only the main process writes; rows have the same keys and start from the same damage."""
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     config = replace(config, model=str(folders / "bert"), schemes=("relative:clip=4",), starts=("fit", "swap"))
     alone = recipe.heal(config, tmp_path / "alone", progress=False)
