@@ -47,6 +47,7 @@ from hf_posswap.assets import model_source
 from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
 from hf_posswap.fitting import fit
 from hf_posswap.results import lock, prepare_output, provenance, weight_hashes, write_json
+from hf_posswap.runs import ORIGINAL
 from hf_posswap.schemes import parse_scheme
 from hf_posswap.schemes.importing import import_schemes
 from hf_posswap.surgery import geometry_of
@@ -55,7 +56,6 @@ from hf_posswap.terminal import run_program
 from hf_posswap.training import TrainingConfig, TrainingRun
 from hf_posswap.training.launching import save_trained, share_weights
 
-ORIGINAL = "original"  # the scheme of a model that is left as it is
 STARTS = ("cold", "swap", "fit", "scratch")
 FORMAT = 1
 

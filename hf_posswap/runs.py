@@ -14,6 +14,7 @@ from statistics import mean, stdev
 from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
+from scipy import stats
 
 from hf_posswap.errors import PosswapError
 from hf_posswap.results import write_json
@@ -22,6 +23,7 @@ from hf_posswap.training.budget import NOT_BUDGET
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+ORIGINAL = "original"  # the scheme of a model that is left as it is
 FREE = ("scheme", "start", "seed", "save_model")
 COST = {"tokens_per_second": ("tokens/s", 1.0, "{:,.0f}"), "peak_memory_bytes": ("peak MiB", 2**20, "{:,.0f}")}
 
@@ -98,12 +100,12 @@ def _rows(runs: list[dict], vary: Sequence[str]) -> dict[tuple, list[dict]]:
     rows = {}
     for run in runs:
         rows.setdefault(_row(run["config"], vary), []).append(run)
-    return dict(sorted(rows.items(), key=lambda item: item[0][0] != "original"))  # what all others are compared with
+    return dict(sorted(rows.items(), key=lambda item: item[0][0] != ORIGINAL))  # what all others are compared with
 
 
 def _row(config: dict, vary: Sequence[str]) -> tuple:
     """Return what a row's runs share; an original has no start, unless it was trained from nothing."""
-    start = "" if config["scheme"] == "original" and config["start"] != "scratch" else config["start"]
+    start = "" if config["scheme"] == ORIGINAL and config["start"] != "scratch" else config["start"]
     return (config["scheme"], start, *((name, str(config.get(name))) for name in vary))
 
 
@@ -143,6 +145,40 @@ def _cell(values: list[float | None]) -> str:
         return ""
     form = "{:.3f}" if max(map(abs, found)) < 10 else "{:.1f}"
     return form.format(mean(found)) + (f" ± {form.format(stdev(found))}" if len(found) > 1 else "")
+
+
+def paired_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
+    """Return a table of how far each row is from the original's, seed by seed; empty where no original was run.
+
+    Runs of one seed share their luck (the order of data, what is drawn), which falls out of their difference: the mean of the
+    differences ± their standard deviation. Bold: Student's t-test calls it different from zero, p < 0.05, each cell by itself.
+    """
+    rows = _rows(runs, vary)
+    names = list(figures) or list(dict.fromkeys(name for run in runs for name in run["figures"]))
+    lines = [f"| less the original | {' | '.join(name.replace('_', ' ') for name in names)} |", f"|---|{'---:|' * len(names)}"]
+    for row, members in rows.items():
+        original = [one for one in rows if one[0] == ORIGINAL and one[2:] == row[2:] and one[1] in ("", row[1])]
+        if row[0] == ORIGINAL or not original:
+            continue
+        figures_of = {run["config"]["seed"]: run["figures"] for run in rows[original[0]]}
+        cells = []
+        for name in names:
+            pairs = [(run["figures"].get(name), figures_of[run["config"]["seed"]].get(name)) for run in members]
+            cells.append(_difference([ours - theirs for ours, theirs in pairs if None not in (ours, theirs)]))
+        lines.append(f"| {_label(row)} | {' | '.join(cells)} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _difference(values: list[float]) -> str:
+    if not values:
+        return ""
+    form = "{:+.3f}" if max(map(abs, values)) < 10 else "{:+.1f}"
+    if len(values) == 1:
+        return form.format(values[0])
+    spread = stdev(values)
+    surely = abs(mean(values)) > stats.t.ppf(0.975, len(values) - 1) * spread / len(values) ** 0.5
+    cell = f"{form.format(mean(values))} ± {form.format(spread)[1:]}"
+    return f"**{cell}**" if surely else cell
 
 
 def background(runs: list[dict]) -> str:
@@ -223,7 +259,10 @@ def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = ()
     check_budgets(runs, vary)
     table = markdown(runs, vary=vary, figures=figures)
     pictures = plots(runs, vary, figures)
-    text = f"{table}\n\n{background(runs)}\n"
+    paired = paired_table(runs, vary=vary, figures=figures)
+    if paired and len({run["config"]["seed"] for run in runs}) > 1:
+        paired += "\n\nDifferences are taken seed by seed; bold ones are unlike zero by a t-test (p < 0.05, each by itself)."
+    text = "\n\n".join(part for part in (table, paired, background(runs)) if part) + "\n"
     output.mkdir(parents=True, exist_ok=True)
     written = [output / "comparison.json", output / "comparison.md", output / "comparison.html"]
     write_json(written[0], {"format": 1, "vary": list(vary), "runs": runs})

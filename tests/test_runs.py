@@ -9,12 +9,13 @@ from pathlib import Path
 from statistics import stdev
 
 import pytest
+from scipy import stats
 
 import hf_posswap as posswap
 from hf_posswap import cli
 from hf_posswap.compare import _begin, _jobs
 from hf_posswap.recipe import RecipeConfig
-from hf_posswap.runs import background, check_budgets, load_runs, markdown, plot, write_comparison
+from hf_posswap.runs import background, check_budgets, load_runs, markdown, paired_table, plot, write_comparison
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,6 +49,30 @@ def test_table(tmp_path):
     assert lines[2] == f"| original | 0.905 ± {stdev([0.9, 0.91]):.3f} | 1,000 | 1,024 |"
     assert lines[3].startswith("| rotary, cold | 0.550 ± 0.071") and lines[4].startswith("| rotary, fit | 0.850")
     assert "seeds [0, 1] (means ± standard deviations over them)" in background(runs) and "commit abc" in background(runs)
+
+
+def test_differences_are_taken_seed_by_seed(tmp_path):
+    """What all runs of a seed share falls out; bold is what a paired t-test says; one seed says less."""
+    values = {"original": [0.5, 0.7, 0.9], "rotary": [0.512, 0.714, 0.913], "none": [0.6, 0.5, 0.95]}
+    values["learned"] = [0.25, 0.45, 0.65]
+    for scheme, found in values.items():
+        for seed, value in enumerate(found):
+            _run(tmp_path / f"{scheme}-{seed}", {"accuracy": value, "loss": 100 * value}, scheme=scheme, seed=seed)
+    table = paired_table(load_runs([tmp_path])).splitlines()
+    assert table[0] == "| less the original | accuracy | loss |" and len(table) == 5
+    for scheme in ("rotary", "none"):
+        (line,) = [line for line in table if line.startswith(f"| {scheme}")]
+        less = [ours - theirs for ours, theirs in zip(values[scheme], values["original"], strict=True)]
+        surely = stats.ttest_rel(values[scheme], values["original"]).pvalue < 0.05
+        assert f"{sum(less) / 3:+.3f} ± {stdev(less):.3f}" in line and ("**" in line) == surely == (scheme == "rotary")
+    assert "| learned, swap | **-0.250 ± 0.000** | **-25.0 ± 0.0** |" in table
+    (tmp_path / "one").mkdir()
+    for scheme in ("original", "rotary"):
+        (tmp_path / f"{scheme}-0").rename(tmp_path / "one" / scheme)
+    assert "| rotary, swap | +0.012 | +1.200 |" in paired_table(load_runs([tmp_path / "one"]))
+    write_comparison(load_runs([tmp_path / "one"]), tmp_path / "written")
+    assert "t-test" not in (tmp_path / "written" / "comparison.md").read_text()
+    assert paired_table([run for run in load_runs([tmp_path / "one"]) if run["config"]["scheme"] != "original"]) == ""
 
 
 def test_every_budget_field_counts(tmp_path):
