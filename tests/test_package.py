@@ -127,7 +127,10 @@ def picture():
 before = picture()
 warnings = list(__import__("warnings").filters)
 threads, generator = torch.get_num_threads(), torch.get_rng_state()
+log = __import__("logging").getLogger("transformers")
+handlers, level = list(log.handlers), log.level
 import hf_posswap
+assert log.level == level and log.handlers[:-1] == handlers and type(log.handlers[-1]).__name__ == "LoadReports"
 assert picture() == before
 assert list(__import__("warnings").filters) == warnings
 assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), generator)
