@@ -53,6 +53,13 @@ def compare(
     """Compare position schemes in one recipe: equal budgets, means with spread, one page to share.
 
     Without a recipe: what a swap costs, and what a fit and a short tuning win back; without options, on what is built in.
+    What stands after -- goes to every run.
+
+    \b
+        hf-posswap compare --output runs/cost
+        hf-posswap compare recipes/passkey.py --scheme original --scheme rotary --start fit --output runs/keys \\
+            -- --config recipes/configs/passkey.yaml
+        hf-posswap compare --collect runs/mine --collect theirs/comparison.json --output runs/both
     """
     if recipe is not None and recipe.startswith("-"):  # after `--` alone: options of the default recipe
         recipe, options = None, [recipe, *(options or [])]

@@ -22,6 +22,7 @@ RECIPE = '''
 """How deep?
 
     python recipes/depth.py
+    python recipes/depth.py --depth 4
 """
 from dataclasses import dataclass
 from typing import Annotated
@@ -117,6 +118,7 @@ def test_a_run_from_the_command_line(tmp_path):
     """Options, help, result file; a finished folder is not overwritten, another configuration is not resumed."""
     code, out = _recipe(tmp_path, "--help")
     assert code == 0 and "Where the key is. [default: 3]" in " ".join(out.split()) and "--learning-rate" in out
+    assert "    python recipes/depth.py\n      python recipes/depth.py --depth 4\n" in out  # examples stay lines
     output = tmp_path / "out"
     code, out = _recipe(tmp_path, "--depth", "4", "--lengths", "7", "--lengths", "8", "--output", str(output))
     assert code == 0, out
