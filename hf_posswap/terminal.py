@@ -66,7 +66,10 @@ def narrow_tables(lines: list[str], width: int) -> list[str]:
     |---|---:|
     | rotary | 100 |
     """
-    columns = list(zip(*([cell.strip() for cell in line.strip("|").split("|")] for line in lines), strict=True))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    if len({len(cells) for cells in rows}) > 1:  # a | in a cell: better wide than wrong
+        return ["\n".join(lines)]
+    columns = list(zip(*rows, strict=True))
     widths = [max(len(cell) for cell in (head, *cells)) + 2 for head, _, *cells in columns]  # a space on each side
     parts = [[0]]
     for place in range(1, len(columns)):

@@ -8,6 +8,7 @@ Runs alternate between the two, so that a machine that slows down slows down bot
 bare loop until its end. Writes results.json into --output.
 """
 
+import math
 import time
 from pathlib import Path
 from statistics import median
@@ -33,7 +34,7 @@ def bare_loop(model: PreTrainedModel, rows: list[dict], config: TrainingConfig, 
     model.to(device).train()
     # fused, as in the loop: on CPUs it alone would make the loop look better than it is.
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    scheduler = get_scheduler("cosine", optimizer, int(config.warmup_ratio * config.max_steps), config.max_steps)
+    scheduler = get_scheduler("cosine", optimizer, math.ceil(config.warmup_ratio * config.max_steps), config.max_steps)
     order = BatchOrder(len(rows), config.batch_size, config.seed)
     loader = DataLoader(rows, batch_sampler=MicroBatches(order, 1, 0, config.max_steps))
     started = time.perf_counter()

@@ -242,3 +242,16 @@ def test_cases(recipe):
     assert [case.subject for case in alone] == ["sdpa", "rotary"] * 2
     with pytest.raises(PosswapError, match="nothing to run"):
         recipe.list_cases(recipe.BenchmarkConfig(subjects=("bert/rotary",), phases=("decode",)))
+
+
+def test_the_loop_and_a_bare_one_do_the_same(monkeypatch, make_model, tmp_path):
+    """What recipes/benchmark_loop.py times on both sides takes the same steps: where nothing is drawn, to the same loss."""
+    monkeypatch.syspath_prepend(str(RECIPES))
+    make_model("gpt2").save_pretrained(tmp_path / "model")
+    loop = importlib.import_module("benchmark_loop")
+    loop.main(tmp_path / "out", model=str(tmp_path / "model"), batch_size=4, length=16, steps=5, pairs=2)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert len(results["pairs"]) == 2 and results["overhead_range"][0] <= results["overhead"] <= results["overhead_range"][1]
+    for pair in results["pairs"]:
+        assert pair["losses"][0] == pytest.approx(pair["losses"][1], abs=1e-4)
+        assert pair["bare_seconds"] > 0 and pair["loop_seconds"] > 0
