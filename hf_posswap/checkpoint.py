@@ -35,7 +35,7 @@ from hf_posswap.schemes import AttentionPositions, PositionEmbedding, Scheme, sc
 from hf_posswap.surgery import geometry_of, install
 
 FORMAT = 1
-_ABOUT_THE_MODEL = ("format", "trained_positions", "max_positions", "base_model")
+_ABOUT_THE_MODEL = ("format", "trained_positions", "made_for_positions", "base_model")
 
 STUB = "modeling_hf_posswap.py"
 
@@ -53,7 +53,7 @@ def config_entry(
     """
     entry = {"format": FORMAT, "trained_positions": trained_positions, **scheme.to_dict()}
     if not scheme.resizable:
-        entry["max_positions"] = max_positions
+        entry["made_for_positions"] = max_positions
     return entry if base_model is None else entry | {"base_model": base_model}
 
 
@@ -97,7 +97,7 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
             "upgrade with pip install -U hf_posswap"
         )
     trained_positions = entry["trained_positions"]
-    max_positions = entry.get("max_positions", config.max_position_embeddings)
+    max_positions = entry.get("made_for_positions", config.max_position_embeddings)
     if max_positions != config.max_position_embeddings:
         raise CheckpointError(
             f"{entry.get('name')} was made for {max_positions} positions, and what it has learned means nothing for "

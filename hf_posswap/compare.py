@@ -63,8 +63,8 @@ def compare(
     """
     if recipe is not None and recipe.startswith("-"):  # after `--` alone: options of the default recipe
         recipe, options = None, [recipe, *(options or [])]
-    if collect and (recipe or options):
-        raise PosswapError("give a recipe to run, or --collect folders of finished runs, not both")
+    if collect and (recipe or options or schemes_from):
+        raise PosswapError("give a recipe to run (and --schemes-from), or --collect folders of finished runs, not both")
     if not collect:
         if schemes_from:
             import_schemes(schemes_from)

@@ -215,7 +215,8 @@ def main(config_class: type[RecipeConfig], run: Callable[[RecipeConfig, Path, bo
             write_json(output / "result.json", {**about, "config": asdict(config), **answer, **kept})
             _show(answer["figures"], output / "result.json")
 
-    command.__doc__ = module.__doc__.replace("\n\n    ", "\n\n\b\n    ")  # \b: leave the lines of the paragraph as they are
+    # \b: leave the lines of the paragraph as they are.
+    command.__doc__ = (module.__doc__ or "").replace("\n\n    ", "\n\n\b\n    ")
     command.__signature__ = inspect.Signature(_parameters(config_class, Path("runs") / program.replace("_", "-")))
     try:
         run_program(program, command)

@@ -3,7 +3,8 @@
 `position_embedding_type` "relative_key" (Shaw et al. 2018) and "relative_key_query" (Huang et al. 2020, method 4): one table of
 2 P - 1 vectors a layer, for all heads, at distances up to P - 1 either way, and nothing added to the embeddings. transformers 5
 loads such a checkpoint as an absolute model, with a table that was never trained, and reports that those of distances "can be
-ignored". Where this package is imported, a warning says what that means: it listens to that report, and changes nothing.
+ignored". Where this package is imported, a warning says what that means: it listens to that report, and changes nothing. (Who
+silences transformers' warnings silences this one.)
 
 Their row r is of distance query - key = r - (P - 1); ours of key - query: the same table read from right to left, with
 clip = P - 1. Longer inputs, an error there, see the outermost vectors.
@@ -11,6 +12,7 @@ clip = P - 1. Longer inputs, an error there, see the outermost vectors.
 
 import logging
 import re
+import sys
 import warnings
 
 import torch
@@ -32,14 +34,26 @@ class LoadReports(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Look at one message of transformers."""
-        if found := _LEFT_OUT.match(_COLOURS.sub("", record.getMessage())):
+        try:
+            said = record.getMessage()
+        except (TypeError, ValueError):  # which some of transformers' own messages raise, and its handler tells
+            return
+        if found := _LEFT_OUT.match(_COLOURS.sub("", said)):
             name, source = found.groups()
             warnings.warn(
                 f"{source} has relative positions of transformers 4 (position_embedding_type), which this {name} leaves out: "
                 "it reads absolute ones that were never trained. A BERT is loaded as it was by "
                 f"hf_posswap.load_relative_key({source!r}, ...), other families only by transformers 4",
-                stacklevel=2,
+                stacklevel=_depth_of_caller(),
             )
+
+
+def _depth_of_caller() -> int:
+    """Return how far up the stack somebody else's code is, for a warning to name its line."""
+    between, frame, depth = ("hf_posswap", "logging", "transformers"), sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in between:
+        frame, depth = frame.f_back, depth + 1
+    return depth
 
 
 def load_relative_key(

@@ -8,9 +8,10 @@ import base64
 import html
 import io
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import fmean, mean, stdev
 from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ORIGINAL = "original"  # the scheme of a model that is left as it is
-FREE = ("scheme", "start", "seed", "save_model")
+FREE = ("scheme", "start", "seed", "schemes_from", "save_model")
+_PARTS = {"recipe", "command", "commit", "versions", "hardware", "config", "figures", "cost", "folder"}
 COST = {"tokens_per_second": ("tokens/s", 1.0, "{:,.0f}"), "peak_memory_bytes": ("peak MiB", 2**20, "{:,.0f}")}
 
 
@@ -38,19 +40,18 @@ def load_runs(places: Sequence[Path]) -> list[dict]:
         found = sorted(place.rglob("result.json"))
         runs += [{**_read(path), "folder": str(path.parent)} for path in found]
         if not found:
-            runs += _compared(place / "comparison.json" if place.is_dir() else place)
+            runs += _compared(place)
     return list({run["folder"]: run for run in runs}.values())
 
 
-def _compared(file: Path) -> list[dict]:
+def _compared(place: Path) -> list[dict]:
+    file = place / "comparison.json" if place.is_dir() else place
     if not file.is_file():
-        raise PosswapError(
-            f"no result.json in {file.parent}: give folders that a recipe wrote and finished, or a comparison.json"
-        )
+        raise PosswapError(f"no result.json in {place}: give folders that a recipe wrote and finished, or a comparison.json")
     runs = _read(file).get("runs")
-    if not isinstance(runs, list) or not all(isinstance(run, dict) and "config" in run and "folder" in run for run in runs):
+    if not isinstance(runs, list) or not runs or not all(isinstance(run, dict) and _PARTS <= set(run) for run in runs):
         raise PosswapError(f"{file} holds no runs: give a comparison.json, or folders that a recipe wrote and finished")
-    return [{**run, "folder": str(file.parent / Path(run["folder"]).name)} for run in runs]
+    return [{**run, "folder": str(file.parent / run["folder"])} for run in runs]
 
 
 def _read(path: Path) -> dict:
@@ -144,23 +145,26 @@ def _cell(values: list[float | None]) -> str:
     if not found:
         return ""
     form = "{:.3f}" if max(map(abs, found)) < 10 else "{:.1f}"
-    return form.format(mean(found)) + (f" ± {form.format(stdev(found))}" if len(found) > 1 else "")
+    spread = len(found) > 1 and all(map(math.isfinite, found))
+    return form.format(fmean(found)) + (f" ± {form.format(stdev(found))}" if spread else "")
 
 
 def paired_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
     """Return a table of how far each row is from the original's, seed by seed; empty where no original was run.
 
     Runs of one seed share their luck (the order of data, what is drawn), which falls out of their difference: the mean of the
-    differences ± their standard deviation. Bold: Student's t-test calls it different from zero, p < 0.05, each cell by itself.
+    differences ± their standard deviation. Bold: Student's t-test calls it different from zero, p < 0.05, each cell by itself;
+    where a figure is the same with all seeds there is nothing to test.
     """
     rows = _rows(runs, vary)
     names = list(figures) or list(dict.fromkeys(name for run in runs for name in run["figures"]))
     lines = [f"| less the original | {' | '.join(name.replace('_', ' ') for name in names)} |", f"|---|{'---:|' * len(names)}"]
     for row, members in rows.items():
-        original = [one for one in rows if one[0] == ORIGINAL and one[2:] == row[2:] and one[1] in ("", row[1])]
-        if row[0] == ORIGINAL or not original:
+        # What was born with a scheme is compared with what was born without, if that was run.
+        original = next((one for start in (row[1], "") if (one := (ORIGINAL, start, *row[2:])) in rows), None)
+        if row[0] == ORIGINAL or original is None:
             continue
-        figures_of = {run["config"]["seed"]: run["figures"] for run in rows[original[0]]}
+        figures_of = {run["config"]["seed"]: run["figures"] for run in rows[original]}
         cells = []
         for name in names:
             pairs = [(run["figures"].get(name), figures_of[run["config"]["seed"]].get(name)) for run in members]
@@ -173,12 +177,12 @@ def _difference(values: list[float]) -> str:
     if not values:
         return ""
     form = "{:+.3f}" if max(map(abs, values)) < 10 else "{:+.1f}"
-    if len(values) == 1:
-        return form.format(values[0])
-    spread = stdev(values)
+    if len(values) == 1 or not all(map(math.isfinite, values)):
+        return form.format(fmean(values))
+    middle, spread = form.format(mean(values)), stdev(values)
     surely = abs(mean(values)) > stats.t.ppf(0.975, len(values) - 1) * spread / len(values) ** 0.5
-    cell = f"{form.format(mean(values))} ± {form.format(spread)[1:]}"
-    return f"**{cell}**" if surely else cell
+    cell = f"{middle} ± {form.format(spread)[1:]}"
+    return f"**{cell}**" if surely and spread > 1e-9 * abs(mean(values)) and float(middle) else cell
 
 
 def background(runs: list[dict]) -> str:

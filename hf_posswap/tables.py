@@ -191,7 +191,7 @@ def read_hub(name: str, config: str | None, split: str | None) -> "datasets.Data
         return datasets.load_dataset(name, config, split=split)
     # RuntimeError: a data set that is a script; HTTPError: a connection that breaks.
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError, HTTPError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         place = name + (f", {config}" if config else "")
         raise DataError(f"cannot read the Hub data set {place}: {reason}; a local file needs no network") from None
 

@@ -67,7 +67,7 @@ def narrow_tables(lines: list[str], width: int) -> list[str]:
     | rotary | 100 |
     """
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    if len({len(cells) for cells in rows}) > 1:  # a | in a cell: better wide than wrong
+    if len(rows) < 2 or len({len(cells) for cells in rows}) > 1:  # a | in a cell: better wide than wrong
         return ["\n".join(lines)]
     columns = list(zip(*rows, strict=True))
     widths = [max(len(cell) for cell in (head, *cells)) + 2 for head, _, *cells in columns]  # a space on each side

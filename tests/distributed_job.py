@@ -71,10 +71,23 @@ class Counter:
 
 def mean_loss_after(model, folder: Path) -> float:
     """Measure a model that was trained, each process by itself; save it."""
-    save_trained(model, folder)
     tokens = torch.stack([row["input_ids"] for row in even_rows()])
     labels = tokens.masked_fill(torch.arange(16) % 3 > 0, -100)
-    return token_losses(model, tokens, labels).nanmean().item()
+    loss = token_losses(model, tokens, labels).nanmean().item()
+    save_trained(model, folder)
+    return loss
+
+
+def finished(folder: Path) -> list[float]:
+    """Resume a run that has no step left, as if it was stopped while it measured; measure it by parts and as a whole."""
+    config, options = (
+        TrainingConfig(max_steps=2, batch_size=8, checkpoint_every=2),
+        {"output": folder / "run", "progress": False},
+    )
+    train(gpt2(), even_rows(), config, **options)
+    model, _ = train(gpt2(), even_rows(), config, resume=True, **options)
+    tokens = torch.stack([row["input_ids"] for row in even_rows()])
+    return [mean_loss_after(model, folder / "model"), model(input_ids=tokens, labels=tokens).loss.item()]
 
 
 def heat_map(folder: Path) -> dict:
@@ -97,6 +110,7 @@ def ddp(folder: Path) -> dict:
     seen["even"], seen["even_after"] = run.losses, mean_loss_after(model, folder / "even")
     seen["processes"] = run.processes
     seen["heat_map"] = heat_map(folder)
+    seen["finished"] = finished(folder / "finished")
 
     parts = TrainingConfig(max_steps=5, batch_size=8, learning_rate=1e-3, gradient_accumulation_steps=2)
     model, run = train(bert(), ragged_rows(), parts, collate=pad, progress=False)
@@ -170,6 +184,7 @@ def fsdp(folder: Path) -> dict:
     seen["resumed"] = train(bert(), ragged_rows(), parts, resume=True, **options)[1].losses
     model, run = train(gpt2(), even_rows(), STEADY, progress=False)
     seen["even"], seen["even_after"] = run.losses, mean_loss_after(model, folder / "even")
+    seen["finished"] = finished(folder / "finished")
     return seen
 
 
@@ -186,6 +201,7 @@ def deepspeed(folder: Path) -> dict:
     model, run = train(bert(), ragged_rows(), parts, **options)
     seen["ragged"], seen["ragged_after"] = run.losses, mean_loss_after(model, folder / "model")
     seen["resumed"] = train(bert(), ragged_rows(), parts, resume=True, **options)[1].losses
+    seen["finished"] = finished(folder / "finished")
     return seen
 
 

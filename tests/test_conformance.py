@@ -544,24 +544,25 @@ def test_files_are_read_anew(tmp_path):
 
 
 @pytest.fixture
-def forget():
-    """What is imported during a test is forgotten after it."""
-    known, modules = dict(posswap.SCHEMES), set(sys.modules)
+def forget(monkeypatch, tmp_path):
+    """What is imported from a test's folder is forgotten after it."""
+    known = dict(posswap.SCHEMES)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     posswap.SCHEMES.clear()
     posswap.SCHEMES.update(known)
-    for name in set(sys.modules) - modules:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 def test_schemes_of_a_file_stay_known(tmp_path, forget):
     """Imported for use, a file's schemes can be named, also when it is asked for twice; other files do not pass for it."""
     (tmp_path / "their_schemes.py").write_text(MINE)
     (tmp_path / "beside.py").write_text("WHO = 'them'")
-    path = list(sys.path)
     for _ in range(2):
         assert import_schemes(str(tmp_path / "their_schemes.py")) == ["mine-twice"]
-    assert posswap.SCHEMES["mine-twice"].summary == "them" and sys.path == path
+    assert posswap.SCHEMES["mine-twice"].summary == "them" and sys.path.count(str(tmp_path)) == 1
     assert "rotary" in import_schemes("hf_posswap")
     other = tmp_path / "other"
     other.mkdir()
@@ -569,6 +570,7 @@ def test_schemes_of_a_file_stay_known(tmp_path, forget):
         ("their_schemes", "", "has the name of another module"),
         ("empty_schemes", "", "registers no scheme: decorate"),
         ("broken_schemes", "1 / 0", "cannot be imported, ZeroDivisionError"),
+        ("my.schemes", "", "give the file another one"),
     ):
         (other / f"{name}.py").write_text(text)
         with pytest.raises(posswap.PosswapError, match=says):

@@ -138,7 +138,7 @@ def test_deepspeed_takes_the_steps_of_one(folder, alone, stage):
 
 
 def _same_training(rank, alone):
-    for name in ("even", "ragged", "even_after", "ragged_after"):
+    for name in ("even", "ragged", "even_after", "ragged_after", "finished"):
         assert rank[name] == pytest.approx(alone[name], abs=1e-4), name
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import datasets
 import pytest
 from hub import File, Hub, Repo
+from transformers import BertTokenizer
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 COLA = datasets.Features({"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["wrong", "right"])})
@@ -120,8 +121,11 @@ def test_faults(hub, tmp_path, status):
 def test_recipe(hub, make_model, tmp_path):
     """A recipe learns from a Hub data set as from a file."""
     options = ["--dataset", "glue/cola", "--max-steps", "2", "--batch-size", "8", "--report-to", "none"]
-    model = tmp_path / "model"
-    make_model("bert").save_pretrained(model)
+    make_model("bert").save_pretrained(tmp_path / "model")
+    words = sorted({word.lower() for sentence in SENTENCES for word in sentence.rstrip(".").split() if word.isalpha()})
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *map(str, range(10)), *words]
+    BertTokenizer(vocab={word: number for number, word in enumerate(words)}).save_pretrained(tmp_path / "model")
+    options += ["--model", str(tmp_path / "model")]
     recipe = str(RECIPES / "downstream_classification.py")
     done = _run(hub, tmp_path / "home", [recipe, *options, "--output", str(tmp_path / "run")])
     assert done.returncode == 0, done.stderr[-3000:]

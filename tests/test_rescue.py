@@ -1,6 +1,7 @@
 """Checkpoints of transformers 4 with relative positions: golden outputs of 4.57.6, and no silent absolute model."""
 
 import json
+import logging as std_logging
 import re
 import warnings
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers import (
 from transformers.utils import logging
 
 import hf_posswap as posswap
+from hf_posswap.rescue import LoadReports
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("relative_key", "relative_key_query")
@@ -109,10 +111,11 @@ def reports():
 def test_a_stock_load_is_noticed(checkpoint, stock):
     """transformers 5 makes an absolute model of it: that warns, and whoever swaps or describes it is told."""
     folder, _ = checkpoint
-    with pytest.warns(
-        UserWarning, match=rf"{re.escape(str(folder))} has relative positions .*hf_posswap.load_relative_key\('.*', ...\)"
-    ):
+    place = re.escape(str(folder))
+    says = rf"{place} has relative positions .*hf_posswap\.load_relative_key\('{place}', ...\)"
+    with pytest.warns(UserWarning, match=says) as said:
         model = stock.from_pretrained(folder)
+    assert said[0].filename == __file__  # the line of whoever loads it
     for verb in (posswap.describe, lambda model: posswap.swap(model, "rotary")):
         with pytest.raises(posswap.UnsupportedModelError, match="load_relative_key"):
             verb(model)
@@ -128,6 +131,8 @@ def test_other_reports_do_not_warn(make_model, tmp_path, caplog):
     with warnings.catch_warnings(record=True) as seen:
         AutoModelForMaskedLM.from_pretrained(tmp_path)
     assert "UNEXPECTED" in caplog.text and "MISSING" in caplog.text and not seen
+    record = std_logging.LogRecord("transformers", std_logging.WARNING, __file__, 1, "one %s", ("two", "values"), None)
+    LoadReports().handle(record)  # transformers has such calls: Python's own handlers tell, and go on
 
 
 def test_what_is_refused(checkpoint, make_model, tmp_path, kind):

@@ -57,7 +57,8 @@ def token_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.
     first = 1 if causal else 0  # the states of token p - 1 predict token p
     at_once = max(1, _LOGITS_A_SLICE // model.config.vocab_size)
     model.eval()
-    if isinstance(model, FSDPModule):  # the parts below are called one by one, and FSDP2 gathers what all share for the whole
+    if isinstance(model, FSDPModule):  # the parts below are called one by one; what they share FSDP2 gathers for the whole
+        model(input_ids=input_ids[:1, :2].to(model.device))  # and its first call settles what is the whole
         model.unshard()
     for rows in torch.arange(len(input_ids)).split(max(1, _TOKENS_A_BATCH // input_ids.shape[1])):
         wanted = labels[rows, first:]

@@ -46,19 +46,23 @@ def load_scheme(source: str) -> Scheme | type[Scheme]:
 def import_schemes(place: str) -> list[str]:
     """Import a module or a Python file, and return the names of the schemes that it registers (`register_scheme`).
 
-    They stay known, and can be named wherever a scheme is named. What was imported before is not run again.
+    They stay known, and can be named wherever a scheme is named; so does the folder of a file, at the end of the path, for
+    what they import later. What was imported before is not run again.
 
     Raises:
         PosswapError: There is no such module or file, it cannot be imported, or it registers no scheme.
     """
     before = set(SCHEMES)
-    with _importing(place):
+    if _is_file(place) and not Path(place).stem.isidentifier():
+        raise PosswapError(f"{place} cannot be imported under the name {Path(place).stem!r}: give the file another one")
+    with _importing(place) as folders:
         module = _module(Path(place).stem if _is_file(place) else place)
     if _is_file(place) and Path(module.__file__ or "").resolve() != Path(place).resolve():
         raise PosswapError(f"{place} has the name of another module, {module.__file__ or module}: give the file another one")
     own = {name for name, scheme in SCHEMES.items() if f"{scheme.__module__}.".startswith(f"{module.__name__}.")}
     if not own | set(SCHEMES) - before:
         raise PosswapError(f"{place} registers no scheme: decorate its class with @hf_posswap.register_scheme")
+    sys.path += [folder for folder in folders if folder not in sys.path]
     return sorted(own | set(SCHEMES) - before)
 
 
