@@ -73,8 +73,11 @@ def test_head(make_model, make_swapped, head, scheme, tmp_path):
     model.save_pretrained(tmp_path)
     loaded, info = type(model).from_pretrained(tmp_path, attn_implementation="eager", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
+    weights = loaded.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
     again = tensors_of(loaded.eval()(**inputs))
-    assert all(torch.equal(again[name], actual[name]) for name in actual)
+    for name in actual:  # not bit for bit: some CPUs round otherwise where the same weights lie elsewhere in memory
+        assert_close(again[name], actual[name], rtol=1e-5, atol=1e-6)
     posswap.restore(model)
     assert type(model) is head
     restored = tensors_of(model(**inputs))
