@@ -75,6 +75,17 @@ def test_differences_are_taken_seed_by_seed(tmp_path):
     assert paired_table([run for run in load_runs([tmp_path / "one"]) if run["config"]["scheme"] != "original"]) == ""
 
 
+def test_what_was_born_with_a_scheme(tmp_path):
+    """It is compared with the original that was born without, whichever original was read first."""
+    rows = (("original", "swap", 0.9), ("original", "scratch", 0.5), ("rotary", "scratch", 0.6), ("rotary", "fit", 0.8))
+    for scheme, start, value in rows:
+        _run(tmp_path / f"{start}-{scheme}", {"accuracy": value}, scheme=scheme, start=start)
+    runs = load_runs([tmp_path])
+    for some in (runs, runs[::-1]):
+        table = paired_table(some)
+        assert "| rotary, scratch | +0.100 |" in table and "| rotary, fit | -0.100 |" in table
+
+
 def test_every_budget_field_counts(tmp_path):
     """Each option of a run but scheme, start and seed is turned once, and the error names it."""
     check_budgets(_matrix(tmp_path / "equal"))
