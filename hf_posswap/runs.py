@@ -86,6 +86,10 @@ def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:
                 )
     rows = _rows(runs, vary)
     seeds = {row: [run["config"]["seed"] for run in members] for row, members in rows.items()}
+    for row, members in rows.items():
+        files = sorted({str(run["config"].get("schemes_from")) for run in members})
+        if len(files) > 1:  # one name, and maybe two schemes
+            raise PosswapError(f"runs of {_label(row)} have schemes_from {' and '.join(files)}: compare those of one file")
     for row, found in seeds.items():
         if len(set(found)) < len(found):
             raise PosswapError(f"{_label(row)} has a seed twice ({sorted(found)}): give each run once")

@@ -92,7 +92,7 @@ def test_every_budget_field_counts(tmp_path):
     other = {str: "else", int: 7, float: 0.125, bool: None, type(None): 5}
     seen = []
     for name, value in asdict(RecipeConfig()).items():
-        if name in ("scheme", "start", "seed", "save_model"):
+        if name in ("scheme", "start", "seed", "save_model", "schemes_from"):
             continue
         changed = (not value) if isinstance(value, bool) else () if isinstance(value, tuple) else other[type(value)]
         runs = [{**run} for run in load_runs([tmp_path / "equal"])]
@@ -250,6 +250,9 @@ def test_schemes_of_others(tmp_path):
     assert done.returncode == 0, done.stderr
     runs = json.loads((tmp_path / "out" / "comparison.json").read_text())["runs"]
     check_budgets([*runs, {**runs[0], "config": {**runs[0]["config"], "scheme": "rotary", "schemes_from": None}}])
+    other = [{**run, "config": {**run["config"], "seed": 5, "schemes_from": "another.py"}} for run in runs]
+    with pytest.raises(posswap.PosswapError, match=r"have schemes_from another\.py and their_scheme\.py"):
+        check_budgets([*runs, *other])  # the same name, and maybe another scheme
     assert {run["config"]["scheme"] for run in runs} == {"theirs", "none"}
     assert {run["config"]["schemes_from"] for run in runs} == {"their_scheme.py"}
 
