@@ -4,85 +4,83 @@
     model = AutoModelForMaskedLM.from_pretrained("bert-base-uncased")
     posswap.swap(model, posswap.Rotary(theta=10_000), max_positions=2048)
 
-Importing registers the swapped model types with transformers' Auto classes, and listens to its reports for checkpoints that
-it loads without their relative positions (`load_relative_key`); it does nothing else.
+Importing tells transformers' Auto classes where the swapped model types are, and listens to its reports for checkpoints that
+it loads without their relative positions (`load_relative_key`). Everything else is imported when it is first asked for.
 """
 
+from importlib import import_module
+from types import ModuleType
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.logging import add_handler
 
-from hf_posswap.architectures import ARCHITECTURES, Architecture
-from hf_posswap.assets import embedded_model
-from hf_posswap.calibration import text_batches
-from hf_posswap.checkpoint import register_architecture
-from hf_posswap.choosing import choose
-from hf_posswap.delta import load_delta, save_delta
-from hf_posswap.errors import (
-    CheckpointError,
-    DataError,
-    PosswapError,
-    SequenceTooLongError,
-    UnknownSchemeError,
-    UnsupportedModelError,
-)
-from hf_posswap.export import NativeExport, export_native
-from hf_posswap.fitting import FitReport, fit
-from hf_posswap.rescue import LoadReports, load_relative_key
-from hf_posswap.schemes import (
-    SCHEMES,
-    Ladder,
-    Learned,
-    NoPositions,
-    Relative,
-    Rotary,
-    Scheme,
-    Sinusoidal,
-    register_scheme,
-    set_relative_implementation,
-)
-from hf_posswap.sharing.card import write_card
-from hf_posswap.sharing.hub import share
-from hf_posswap.sharing.results_file import leaderboard
-from hf_posswap.swap import describe, original, restore, swap
+from hf_posswap.sharing.load_reports import LoadReports
 
 __version__ = "0.1.0"
 
-add_handler(LoadReports())
+_PUBLIC = {
+    "architectures": ("ARCHITECTURES", "Architecture"),
+    "assets": ("embedded_model",),
+    "checkpoint": ("register_architecture",),
+    "data.calibration": ("text_batches",),
+    "describing": ("describe",),
+    "errors": (
+        "CheckpointError",
+        "DataError",
+        "PosswapError",
+        "SequenceTooLongError",
+        "UnknownSchemeError",
+        "UnsupportedModelError",
+    ),
+    "fitting.choosing": ("choose",),
+    "fitting.fit": ("FitReport", "fit"),
+    "schemes": (
+        "SCHEMES",
+        "Ladder",
+        "Learned",
+        "NoPositions",
+        "Relative",
+        "Rotary",
+        "Scheme",
+        "Sinusoidal",
+        "register_scheme",
+        "set_relative_implementation",
+    ),
+    "sharing.card": ("write_card",),
+    "sharing.delta": ("load_delta", "save_delta"),
+    "sharing.export": ("NativeExport", "export_native"),
+    "sharing.hub": ("share",),
+    "sharing.record": ("leaderboard",),
+    "sharing.rescue": ("load_relative_key",),
+    "swapping": ("original", "restore", "swap"),
+}
+_HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 
-__all__ = [
-    "ARCHITECTURES",
-    "Architecture",
-    "CheckpointError",
-    "DataError",
-    "FitReport",
-    "Ladder",
-    "Learned",
-    "NativeExport",
-    "NoPositions",
-    "PosswapError",
-    "Relative",
-    "Rotary",
-    "SCHEMES",
-    "Scheme",
-    "SequenceTooLongError",
-    "Sinusoidal",
-    "UnknownSchemeError",
-    "UnsupportedModelError",
-    "choose",
-    "describe",
-    "embedded_model",
-    "export_native",
-    "fit",
-    "leaderboard",
-    "load_delta",
-    "load_relative_key",
-    "original",
-    "register_architecture",
-    "register_scheme",
-    "restore",
-    "save_delta",
-    "set_relative_implementation",
-    "share",
-    "swap",
-    "text_batches",
-    "write_card",
-]
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str):
+    """Import a public name when it is first asked for (PEP 562): a swap needs no training loop, a loaded model no plots."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+class _SwappedConfigs(ModuleType):
+    """Where transformers looks for the configs of our model types: importing them costs what importing its models costs."""
+
+    def __getattr__(self, name: str):
+        return getattr(import_module("hf_posswap.checkpoint"), name)
+
+
+for _model_type, _config in {"bert": "PosswapBertConfig", "gpt2": "PosswapGPT2Config"}.items():
+    # Its own mapping is made so: a model type, the name of its config, and the module that has it, imported when wanted.
+    CONFIG_MAPPING._mapping.setdefault(f"posswap-{_model_type}", _config)
+    CONFIG_MAPPING._modules[f"posswap_{_model_type}"] = _SwappedConfigs("hf_posswap")
+
+add_handler(LoadReports())

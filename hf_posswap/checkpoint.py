@@ -298,7 +298,7 @@ def register_architecture(architecture: Architecture) -> Architecture:
     ARCHITECTURES[architecture.model_type] = architecture
     add_positioned_class(architecture)
     config_class = _config_class(architecture)
-    AutoConfig.register(config_class.model_type, config_class)
+    AutoConfig.register(config_class.model_type, config_class, exist_ok=True)  # built-in ones are named on import
     for model_class in (architecture.base_class, *architecture.further_classes):
         _swapped_class(model_class, config_class, architecture)
     for auto_class in vars(modeling_auto).values():

@@ -10,24 +10,25 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 
 from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.assets import model_source
-from hf_posswap.calibration import text_batches, written_text
 from hf_posswap.checkpoint import SWAPPED_CLASSES
-from hf_posswap.choosing import choose
-from hf_posswap.claims import claims
-from hf_posswap.compare import compare
-from hf_posswap.conformance import check
+from hf_posswap.commands.claims import claims
+from hf_posswap.commands.compare import compare
+from hf_posswap.commands.plot import plot
+from hf_posswap.contract.checks import check
+from hf_posswap.data.calibration import text_batches, written_text
+from hf_posswap.data.text import read_documents, stdlib_prose
+from hf_posswap.describing import describe
 from hf_posswap.errors import CheckpointError, DataError, PosswapError
-from hf_posswap.export import export_native
-from hf_posswap.fitting import fit as fit_swapped
-from hf_posswap.pictures import plot
-from hf_posswap.results import provenance
+from hf_posswap.fitting.choosing import choose
+from hf_posswap.fitting.fit import fit as fit_swapped
+from hf_posswap.provenance import provenance
 from hf_posswap.schemes import SCHEMES, parse_scheme
 from hf_posswap.sharing.card import write_card
+from hf_posswap.sharing.export import export_native
 from hf_posswap.sharing.hub import share
-from hf_posswap.sharing.results_file import leaderboard
-from hf_posswap.swap import describe, swap
+from hf_posswap.sharing.record import leaderboard
+from hf_posswap.swapping import swap
 from hf_posswap.terminal import run_program
-from hf_posswap.text import read_documents, stdlib_prose
 
 app = typer.Typer(
     help="Swap the position scheme of pretrained BERT and GPT-2 models, and measure what it costs.",

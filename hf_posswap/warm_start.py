@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import Architecture
-from hf_posswap.closed_form import second_moment
+from hf_posswap.functional.closed_form import second_moment
 from hf_posswap.schemes import Geometry, Scheme
 from hf_posswap.surgery import Snapshot
 

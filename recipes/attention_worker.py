@@ -156,7 +156,7 @@ def _our_attention() -> tuple[Callable, Callable]:
         package = types.ModuleType("hf_posswap")
         package.__path__ = [str(folder)]
         sys.modules["hf_posswap"] = package
-    from hf_posswap.relative_attention import relative_attention
+    from hf_posswap.functional.relative_attention import relative_attention
     from hf_posswap.schemes.relative import attend_by_index
 
     return relative_attention, attend_by_index

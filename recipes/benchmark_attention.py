@@ -37,7 +37,7 @@ from tqdm import tqdm
 
 import hf_posswap
 from hf_posswap.errors import CheckpointError, PosswapError
-from hf_posswap.results import provenance, write_json
+from hf_posswap.provenance import provenance, write_json
 from hf_posswap.terminal import print_markdown, run_program
 
 WORKER = Path(__file__).with_name("attention_worker.py")

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, get_scheduler
 
 import hf_posswap as posswap
-from hf_posswap.results import provenance, write_json
+from hf_posswap.provenance import provenance, write_json
 from hf_posswap.terminal import run_program
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.batching import BatchOrder, MicroBatches

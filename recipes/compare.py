@@ -1,4 +1,4 @@
-"""`hf-posswap compare`, with the names of this folder's recipes for their paths; hf_posswap/compare.py says what it does.
+"""`hf-posswap compare` (hf_posswap/commands/compare.py), with the names of this folder's recipes for their paths.
 
     python recipes/compare.py downstream_classification --scheme original --scheme rotary --start cold --start fit \\
         --output runs/cola -- --config recipes/configs/cola.yaml
@@ -7,7 +7,7 @@
 import sys
 from pathlib import Path
 
-from hf_posswap.compare import compare
+from hf_posswap.commands.compare import compare
 from hf_posswap.terminal import run_program
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ cut, and the result file says how much of it there was.
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_posswap.classification import ClassificationConfig, classify
-from hf_posswap.recipe import main
+from hf_posswap.experiments.classification import ClassificationConfig, classify
+from hf_posswap.experiments.recipe import main
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,13 +23,13 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 import hf_posswap as posswap
 from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.assets import model_source
-from hf_posswap.calibration import random_tokens, text_batches, written_text
+from hf_posswap.data.calibration import random_tokens, text_batches, written_text
+from hf_posswap.data.text import embedded_documents, read_documents, token_blocks
 from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.experiments.fit_table import fit_table
 from hf_posswap.measure import kl_divergence, perplexity, pooled_cosine, pooled_states
-from hf_posswap.report import fit_table
-from hf_posswap.results import provenance, write_json
+from hf_posswap.provenance import provenance, write_json
 from hf_posswap.terminal import run_program
-from hf_posswap.text import embedded_documents, read_documents, token_blocks
 
 TEXTS = ("given", "embedded", "shuffled", "random", "written")
 

@@ -37,16 +37,16 @@ from rich.console import Console
 from transformers import PreTrainedModel
 
 import hf_posswap as posswap
-from hf_posswap.calibration import text_batches
-from hf_posswap.distillation import distillation_loss
+from hf_posswap.data.calibration import text_batches
+from hf_posswap.data.text import embedded_documents, read_documents, token_blocks
 from hf_posswap.errors import PosswapError
+from hf_posswap.experiments.recipe import ORIGINAL, load_family, load_original, load_tokenizer
+from hf_posswap.fitting.distillation import distillation_loss
 from hf_posswap.measure.damage import damage, perplexity
 from hf_posswap.plots import COLOURS
-from hf_posswap.recipe import ORIGINAL, load_family, load_original, load_tokenizer
-from hf_posswap.results import prepare_output, provenance, write_json
+from hf_posswap.provenance import prepare_output, provenance, write_json
 from hf_posswap.schemes import parse_scheme
 from hf_posswap.terminal import print_markdown, run_program
-from hf_posswap.text import embedded_documents, read_documents, token_blocks
 from hf_posswap.training import TrainingConfig, TrainingRun, train
 from hf_posswap.training.launching import share_weights
 

@@ -25,9 +25,11 @@ from accelerate import PartialState
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
-from hf_posswap.calibration import text_batches
+from hf_posswap.data.calibration import text_batches
+from hf_posswap.data.text import shorter_blocks, spread, token_blocks
 from hf_posswap.errors import PosswapError
-from hf_posswap.language_modeling import (
+from hf_posswap.experiments.recipe import cost, load_model, load_tokenizer, main
+from hf_posswap.experiments.text_tasks import (
     FIXED_SEED,
     MaskedBlocks,
     TextConfig,
@@ -38,9 +40,7 @@ from hf_posswap.language_modeling import (
     train_head,
     trained_length,
 )  # fmt: skip
-from hf_posswap.measure.language_modeling import loss_by_position, mean_loss, token_losses
-from hf_posswap.recipe import cost, load_model, load_tokenizer, main
-from hf_posswap.text import shorter_blocks, spread, token_blocks
+from hf_posswap.measure.losses import loss_by_position, mean_loss, token_losses
 from hf_posswap.training import TrainingConfig, train
 
 

@@ -27,13 +27,13 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_posswap.assets import model_source
-from hf_posswap.calibration import text_batches
+from hf_posswap.data.calibration import text_batches
+from hf_posswap.data.text import shorter_blocks, spread, token_blocks
 from hf_posswap.errors import PosswapError, UnsupportedModelError
-from hf_posswap.language_modeling import TextConfig, check_enough, documents, trained_length
-from hf_posswap.measure.language_modeling import loss_by_position, mean_loss, sliding_window_losses, token_losses
+from hf_posswap.experiments.recipe import ORIGINAL, cost, load_model, load_tokenizer, main
+from hf_posswap.experiments.text_tasks import TextConfig, check_enough, documents, trained_length
+from hf_posswap.measure.losses import loss_by_position, mean_loss, sliding_window_losses, token_losses
 from hf_posswap.plots import plot_loss_by_length
-from hf_posswap.recipe import ORIGINAL, cost, load_model, load_tokenizer, main
-from hf_posswap.text import shorter_blocks, spread, token_blocks
 from hf_posswap.training import train
 
 

@@ -24,8 +24,8 @@ from accelerate import PartialState
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hf_posswap.errors import PosswapError, SequenceTooLongError
+from hf_posswap.experiments.recipe import RecipeConfig, cost, load_model, main
 from hf_posswap.measure.listops import TOKEN_IDS, ListOpsExamples, depth, listops_expressions
-from hf_posswap.recipe import RecipeConfig, cost, load_model, main
 from hf_posswap.training import pad, train
 
 _SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads"}

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from hf_posswap.classification import ClassificationConfig, classify, trained_positions
 from hf_posswap.errors import PosswapError
-from hf_posswap.recipe import ORIGINAL, main
+from hf_posswap.experiments.classification import ClassificationConfig, classify, trained_positions
+from hf_posswap.experiments.recipe import ORIGINAL, main
 
 
 @dataclass(frozen=True, kw_only=True)

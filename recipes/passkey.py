@@ -25,12 +25,12 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
 
-from hf_posswap.calibration import text_batches
+from hf_posswap.data.calibration import text_batches
+from hf_posswap.data.text import embedded_documents
 from hf_posswap.errors import PosswapError, SequenceTooLongError
+from hf_posswap.experiments.recipe import RecipeConfig, cost, load_family, load_model, load_tokenizer, main
 from hf_posswap.measure.passkey import PasskeyExamples, PasskeyTexts, depth_texts, point_at_keys, recall_keys
 from hf_posswap.plots import plot_heat_maps
-from hf_posswap.recipe import RecipeConfig, cost, load_family, load_model, load_tokenizer, main
-from hf_posswap.text import embedded_documents
 from hf_posswap.training import pad, train
 
 

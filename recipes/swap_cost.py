@@ -1,4 +1,4 @@
-"""What does a swap cost, and what do a fit and a short tuning win back? See hf_posswap/swap_cost.py, which asks it.
+"""What does a swap cost, and what do a fit and a short tuning win back? See hf_posswap/experiments/swap_cost.py, which asks it.
 
     python recipes/swap_cost.py --model stdlib-gpt2 --scheme rotary --start fit --output runs/rotary
     python recipes/compare.py swap_cost --start cold --start swap --start fit --output runs/cost -- --model stdlib-gpt2
@@ -6,8 +6,8 @@
 It is in the package because `hf-posswap compare` asks it without being told anything.
 """
 
-from hf_posswap.recipe import main
-from hf_posswap.swap_cost import SwapCostConfig, run
+from hf_posswap.experiments.recipe import main
+from hf_posswap.experiments.swap_cost import SwapCostConfig, run
 
 if __name__ == "__main__":
     main(SwapCostConfig, run)

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from hf_posswap.text import stdlib_documents, token_blocks
+from hf_posswap.data.text import stdlib_documents, token_blocks
 from hf_posswap.training import TrainingConfig, train
 
 CONTEXT = 256

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from hf_posswap import ARCHITECTURES, SCHEMES
 from hf_posswap.checkpoint import SWAPPED_CLASSES
-from hf_posswap.claims import check_claims
-from hf_posswap.claims import markdown as claims_table
-from hf_posswap.report import fit_table, provenance_line, stage_table
-from hf_posswap.runs import background, markdown
+from hf_posswap.commands.claims import check_claims
+from hf_posswap.commands.claims import markdown as claims_table
+from hf_posswap.experiments.comparison import background, markdown
+from hf_posswap.experiments.fit_table import fit_table, provenance_line, stage_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "recipes" / "results"

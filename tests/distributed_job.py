@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 import hf_posswap as posswap
-from hf_posswap.measure.language_modeling import token_losses
+from hf_posswap.measure.losses import token_losses
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.batching import pad
 from hf_posswap.training.evaluation import evaluate_batches

@@ -274,7 +274,7 @@ class FailsLater:
 @pytest.mark.parametrize("place", ["first layer", "second layer", "balance", "config"])
 def test_failure_in_the_middle(make_model, family, first, place, monkeypatch, tokens):
     """A swap that fails half-way leaves the model, swapped before or not, bit for bit and still restorable."""
-    module = importlib.import_module("hf_posswap.swap")  # the attribute of that name is the function
+    module = importlib.import_module("hf_posswap.swapping")  # the attribute of that name is the function
     model = make_model(family)
     original = model(tokens).logits
     if first is not None:

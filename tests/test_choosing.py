@@ -5,7 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_posswap as posswap
-from hf_posswap import choosing, cli
+from hf_posswap import cli
+from hf_posswap.fitting import choosing
 
 
 def _text(rows=40, length=32):

@@ -9,9 +9,9 @@ from test_notebooks import assert_same_text
 from torch.testing import assert_close
 from typer.testing import CliRunner
 
-import hf_posswap.claims as claims
-from hf_posswap.claims import CLAIMS, Claim, Finding, check_claims, markdown, translation_matrix
+import hf_posswap.commands.claims as claims
 from hf_posswap.cli import app
+from hf_posswap.commands.claims import CLAIMS, Claim, Finding, check_claims, markdown, translation_matrix
 from hf_posswap.schemes.sinusoidal import sinusoids
 
 # Whether each finding holds, in order; and text that must stand in one of them.

@@ -13,12 +13,12 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, BertModel, GPT2LMHeadModel
 
-from hf_posswap import classification
-from hf_posswap.classification import encode, predict
+from hf_posswap.data.tables import Rows
 from hf_posswap.errors import PosswapError
-from hf_posswap.recipe import load_model, load_tokenizer, read_config
-from hf_posswap.results import weight_hashes
-from hf_posswap.tables import Rows
+from hf_posswap.experiments import classification
+from hf_posswap.experiments.classification import encode, predict
+from hf_posswap.experiments.recipe import load_model, load_tokenizer, read_config
+from hf_posswap.provenance import weight_hashes
 from hf_posswap.training.batching import pad
 
 ROOT = Path(__file__).parents[1]

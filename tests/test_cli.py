@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoTokenizer, BertModel
 
 import hf_posswap as posswap
 from hf_posswap import cli
-from hf_posswap.results import weight_hashes
+from hf_posswap.provenance import weight_hashes
 
 
 def _call(monkeypatch, capsys, *arguments):

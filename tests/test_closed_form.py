@@ -5,7 +5,8 @@ import torch
 
 import hf_posswap as posswap
 from hf_posswap.architectures import QueryKey
-from hf_posswap.closed_form import (
+from hf_posswap.fitting.fit import fit
+from hf_posswap.functional.closed_form import (
     Evidence,
     balance,
     by_distance,
@@ -17,7 +18,6 @@ from hf_posswap.closed_form import (
     second_moment,
     write_kernel,
 )
-from hf_posswap.fitting import fit
 from hf_posswap.schemes import Geometry, Relative, Rotary
 
 HEADS, DIM, LENGTH = 2, 8, 12

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.utils.logging import is_progress_bar_enabled
 
 import hf_posswap as posswap
-from hf_posswap.conformance import CHECKS, FAMILIES, check, check_scheme
+from hf_posswap.contract.checks import CHECKS, FAMILIES, check, check_scheme
 from hf_posswap.schemes.base import AttentionPositions, PositionEmbedding, Scheme
 from hf_posswap.schemes.importing import import_schemes, load_scheme
 from hf_posswap.terminal import run_program

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 import hf_posswap as posswap
-from hf_posswap.delta import ABOUT, WEIGHTS, weights_hash
+from hf_posswap.sharing.delta import ABOUT, WEIGHTS, weights_hash
 
 
 @pytest.fixture

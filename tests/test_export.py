@@ -23,7 +23,7 @@ from transformers import (
 
 import hf_posswap as posswap
 from hf_posswap.checkpoint import SWAPPED_CLASSES
-from hf_posswap.export import GPT_NEOX, ROFORMER
+from hf_posswap.sharing.export import GPT_NEOX, ROFORMER
 
 HEADS = {kind.__name__: kind for kind in SWAPPED_CLASSES}
 SCALINGS = [
@@ -236,6 +236,6 @@ def test_adapters_and_tokenizers(make_swapped, bert_tokenizer):
 def test_a_wrong_export_is_not_returned(make_swapped, monkeypatch):
     """The certificate can fail: with the layouts confused, an export is an error."""
     model = make_swapped("gpt2", posswap.Rotary(mark_first=False, layout="half"))
-    monkeypatch.setattr("hf_posswap.export._pairs_first", lambda positions: torch.arange(positions.geometry.head_dim))
+    monkeypatch.setattr("hf_posswap.sharing.export._pairs_first", lambda positions: torch.arange(positions.geometry.head_dim))
     with pytest.raises(posswap.PosswapError, match="does not compute what the swapped one does"):
         posswap.export_native(model)

@@ -15,9 +15,11 @@ from transformers import (
 )
 
 import hf_posswap as posswap
-from hf_posswap import cli, fitting, layerwise
-from hf_posswap.calibration import check_batches, split_batches, written_text
-from hf_posswap.fitting import fit
+from hf_posswap import cli
+from hf_posswap.data.calibration import check_batches, split_batches, written_text
+from hf_posswap.fitting import fit as fitting
+from hf_posswap.fitting import layerwise
+from hf_posswap.fitting.fit import fit
 from hf_posswap.measure.damage import damage, order_sensitivity
 
 

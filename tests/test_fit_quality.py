@@ -9,7 +9,7 @@ import pytest
 from transformers import BertModel
 
 from hf_posswap.errors import PosswapError
-from hf_posswap.report import fit_table
+from hf_posswap.experiments.fit_table import fit_table
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "fit_quality.py"
 

@@ -14,10 +14,10 @@ from transformers import (
 )
 
 import hf_posswap as posswap
-from hf_posswap import layerwise
-from hf_posswap.fitting import fit
+from hf_posswap.fitting import layerwise
+from hf_posswap.fitting.fit import fit
 from hf_posswap.measure.damage import damage
-from hf_posswap.swap import original
+from hf_posswap.swapping import original
 
 CASES = [
     ("none", "float32", None),

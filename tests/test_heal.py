@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import BertModel
 
-from hf_posswap.distillation import distillation_loss
 from hf_posswap.errors import PosswapError
+from hf_posswap.fitting.distillation import distillation_loss
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 

@@ -18,8 +18,8 @@ SENTENCES = [f"The cat sat on {number} {'mats' if number % 2 else 'hats'}." for 
 READ = """
 import json, sys
 from hf_posswap.errors import PosswapError
-from hf_posswap.tables import TableConfig, read_task
-from hf_posswap.text import read_documents
+from hf_posswap.data.tables import TableConfig, read_task
+from hf_posswap.data.text import read_documents
 seen = {}
 for name in sys.argv[1:]:
     try:

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, BertForMaskedLM, BertModel
 
 import hf_posswap as posswap
+from hf_posswap.data.text import read_documents, shorter_blocks, spread, token_blocks
 from hf_posswap.errors import DataError
-from hf_posswap.language_modeling import MaskedBlocks, TextConfig, documents, mask_tokens, masked_lm_loss, train_head
+from hf_posswap.experiments.recipe import main, read_config
+from hf_posswap.experiments.text_tasks import MaskedBlocks, TextConfig, documents, mask_tokens, masked_lm_loss, train_head
 from hf_posswap.measure.damage import perplexity
-from hf_posswap.measure.language_modeling import loss_by_position, mean_loss, sliding_window_losses, token_losses
-from hf_posswap.recipe import main, read_config
-from hf_posswap.results import prepare_output
-from hf_posswap.text import read_documents, shorter_blocks, spread, token_blocks
+from hf_posswap.measure.losses import loss_by_position, mean_loss, sliding_window_losses, token_losses
+from hf_posswap.provenance import prepare_output
 from hf_posswap.training import TrainingConfig, run_state, train
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -129,8 +129,8 @@ def test_losses_in_slices(make_model, monkeypatch):
     """Neither the slices of logits nor the batches show in the numbers."""
     model, tokens = make_model("gpt2").double(), torch.randint(2, 98, (5, 14), generator=torch.Generator().manual_seed(0))
     whole = token_losses(model, tokens)
-    monkeypatch.setattr("hf_posswap.measure.language_modeling._LOGITS_A_SLICE", 99 * 4)
-    monkeypatch.setattr("hf_posswap.measure.language_modeling._TOKENS_A_BATCH", 28)
+    monkeypatch.setattr("hf_posswap.measure.losses._LOGITS_A_SLICE", 99 * 4)
+    monkeypatch.setattr("hf_posswap.measure.losses._TOKENS_A_BATCH", 28)
     assert torch.allclose(token_losses(model, tokens), whole, equal_nan=True, atol=1e-12)
 
 

@@ -35,11 +35,11 @@ def top_level_imports(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "files", "forbidden"),
     [
-        ("schemes", 7, ("transformers", "hf_posswap.architectures", "hf_posswap.attention", "hf_posswap.swap")),
+        ("schemes", 7, ("transformers", "hf_posswap.architectures", "hf_posswap.attention", "hf_posswap.swapping")),
         (
             "architectures",
             4,
-            ("hf_posswap.schemes", "hf_posswap.attention", "hf_posswap.swap", "hf_posswap.checkpoint"),
+            ("hf_posswap.schemes", "hf_posswap.attention", "hf_posswap.swapping", "hf_posswap.checkpoint"),
         ),
     ],
 )
@@ -47,7 +47,7 @@ def test_import_direction(folder, files, forbidden):
     """Schemes know no transformers and no family; families know no scheme."""
     visited = sorted((ROOT / folder).glob("*.py"))
     assert len(visited) >= files
-    allowed = {"hf_posswap.errors", "hf_posswap.relative_attention", "hf_posswap.closed_form"}
+    allowed = {"hf_posswap.errors", "hf_posswap.functional.relative_attention", "hf_posswap.functional.closed_form"}
     for path in visited:
         imports = top_level_imports(path)
         assert not {name for name in imports if name.startswith(forbidden)}, path.name
@@ -57,19 +57,19 @@ def test_import_direction(folder, files, forbidden):
 
 def test_relative_attention_knows_no_models():
     """Functions of tensors import torch, triton and each other."""
-    for path in sorted(ROOT.glob("relative_*.py")):
+    for path in sorted((ROOT / "functional").glob("*.py")):
         ours = {name for name in top_level_imports(path) if name.startswith(("hf_posswap", "transformers"))}
-        assert all(name.startswith(("hf_posswap.errors", "hf_posswap.relative_")) for name in ours), (path.name, ours)
+        assert all(name.startswith(("hf_posswap.errors", "hf_posswap.functional")) for name in ours), (path.name, ours)
 
 
 def test_lower_layers_do_not_import_upper_ones():
     """attention, surgery and warm_start import neither swap nor checkpoint; checkpoint does not import swap."""
     forbidden = {
-        "attention": ("hf_posswap.surgery", "hf_posswap.checkpoint", "hf_posswap.swap", "hf_posswap.schemes"),
-        "surgery": ("hf_posswap.checkpoint", "hf_posswap.swap"),
+        "attention": ("hf_posswap.surgery", "hf_posswap.checkpoint", "hf_posswap.swapping", "hf_posswap.schemes"),
+        "surgery": ("hf_posswap.checkpoint", "hf_posswap.swapping"),
         "closed_form": ("hf_posswap.architectures", "hf_posswap.schemes", "transformers"),
-        "warm_start": ("hf_posswap.checkpoint", "hf_posswap.swap"),
-        "checkpoint": ("hf_posswap.swap",),
+        "warm_start": ("hf_posswap.checkpoint", "hf_posswap.swapping"),
+        "checkpoint": ("hf_posswap.swapping",),
     }
     for name, above in forbidden.items():
         imports = top_level_imports(ROOT / f"{name}.py")

@@ -11,7 +11,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertForQuestionAnswering, BertTokenizer, PreTrainedTokenizerFast
 
+from hf_posswap.data.text import split_of
 from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.experiments.recipe import read_config
 from hf_posswap.measure.passkey import (
     CANDIDATES,
     FILLER,
@@ -23,8 +25,6 @@ from hf_posswap.measure.passkey import (
     point_at_keys,
     recall_keys,
 )
-from hf_posswap.recipe import read_config
-from hf_posswap.text import split_of
 from hf_posswap.training import pad
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -64,7 +64,7 @@ def prose(monkeypatch):
     """Other prose for each split, in place of the standard library's, which takes long to read."""
     chosen = {"train": [PROSE], "validation": ["The last key is the red key of the school."]}
     monkeypatch.setattr("hf_posswap.measure.passkey.stdlib_prose", chosen.get)
-    monkeypatch.setattr("hf_posswap.text.stdlib_documents", lambda split: {"": PROSE * 40})
+    monkeypatch.setattr("hf_posswap.data.text.stdlib_documents", lambda split: {"": PROSE * 40})
 
 
 @pytest.fixture

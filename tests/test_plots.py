@@ -21,7 +21,8 @@ from transformers import BertModel, GPT2Model
 from typer.testing import CliRunner
 
 import hf_posswap as posswap
-from hf_posswap import cli, pictures, plots
+from hf_posswap import cli, plots
+from hf_posswap.commands import plot as pictures
 from hf_posswap.errors import PosswapError
 from hf_posswap.measure import attention_by_distance
 from hf_posswap.measure.positions import frequencies, one_head, position_table, scheme_of, translation

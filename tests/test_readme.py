@@ -11,9 +11,9 @@ from typer.main import get_command
 
 import hf_posswap as posswap
 from hf_posswap.cli import app
-from hf_posswap.pictures import KINDS
+from hf_posswap.commands.plot import KINDS
+from hf_posswap.data.text import stdlib_prose
 from hf_posswap.schemes import parse_scheme
-from hf_posswap.text import stdlib_prose
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "notebooks/README.md", "recipes/README.md")

@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import hf_posswap as posswap
-from hf_posswap.classification import ClassificationConfig
-from hf_posswap.language_modeling import TextConfig
-from hf_posswap.recipe import RecipeConfig, cost, load_model, load_tokenizer, read_config
-from hf_posswap.results import lock
+from hf_posswap.experiments.classification import ClassificationConfig
+from hf_posswap.experiments.recipe import RecipeConfig, cost, load_model, load_tokenizer, read_config
+from hf_posswap.experiments.text_tasks import TextConfig
+from hf_posswap.provenance import lock
 
 ROOT = Path(__file__).parent.parent
 RECIPE = '''
@@ -26,9 +26,9 @@ RECIPE = '''
 """
 from dataclasses import dataclass
 from typing import Annotated
-from hf_posswap.classification import ClassificationConfig
-from hf_posswap.language_modeling import TextConfig
-from hf_posswap.recipe import RecipeConfig, main
+from hf_posswap.experiments.classification import ClassificationConfig
+from hf_posswap.experiments.text_tasks import TextConfig
+from hf_posswap.experiments.recipe import RecipeConfig, main
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ def test_a_run_from_the_command_line(tmp_path):
     result = json.loads((output / "result.json").read_text())
     assert result["figures"] == {"depth": 4, "longest": 8} and result["recipe"] == "depth"
     assert result["config"] == json.loads(json.dumps(asdict(Config(depth=4, lengths=(7, 8)))))
-    assert result["command"].startswith("python recipes/depth.py --depth 4") and result["versions"]["torch"]
+    assert "depth.py --depth 4 --lengths 7" in result["command"] and result["versions"]["torch"]
     code, out = _recipe(tmp_path, "--output", str(output))
     assert code == 2 and "not empty" in out and "Traceback" not in out
     code, out = _recipe(tmp_path, "--output", str(output), "--resume")

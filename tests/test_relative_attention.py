@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_posswap as posswap
-from hf_posswap import relative_attention as module
-from hf_posswap.relative_attention import relative_attention
+from hf_posswap.functional import relative_attention as module
+from hf_posswap.functional.relative_attention import relative_attention
 
 HEAD_DIM = 4
 # batch, heads, queries, keys, clip

@@ -24,7 +24,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 def load(monkeypatch, interpret: bool):
     """A copy of the module that decides again whether triton is there, and interpreted."""
     monkeypatch.setenv("TRITON_INTERPRET", str(int(interpret)))
-    spec = importlib.util.find_spec("hf_posswap.relative_triton")
+    spec = importlib.util.find_spec("hf_posswap.functional.relative_triton")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -166,7 +166,7 @@ def compare(module, monkeypatch, dtype, causal, situation):
 @pytest.fixture
 def module():
     """The module with interpreted kernels."""
-    from hf_posswap import relative_triton
+    from hf_posswap.functional import relative_triton
 
     assert relative_triton.why_not(torch.zeros(4)) is None
     return relative_triton

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils import logging
 
 import hf_posswap as posswap
-from hf_posswap.rescue import LoadReports
+from hf_posswap.sharing.load_reports import LoadReports
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = ("relative_key", "relative_key_query")

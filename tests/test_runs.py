@@ -13,9 +13,17 @@ from scipy import stats
 
 import hf_posswap as posswap
 from hf_posswap import cli
-from hf_posswap.compare import _begin, _jobs
-from hf_posswap.recipe import RecipeConfig
-from hf_posswap.runs import background, check_budgets, load_runs, markdown, paired_table, plot, write_comparison
+from hf_posswap.commands.compare import _begin, _jobs
+from hf_posswap.experiments.comparison import (
+    background,
+    check_budgets,
+    load_runs,
+    markdown,
+    paired_table,
+    plot,
+    write_comparison,
+)
+from hf_posswap.experiments.recipe import RecipeConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -183,7 +191,7 @@ def test_page(tmp_path):
 
 RECIPE = '''"""Count."""
 from dataclasses import dataclass
-from hf_posswap.recipe import RecipeConfig, main
+from hf_posswap.experiments.recipe import RecipeConfig, main
 
 def run(config, folder, resume):
     if config.scheme == "original" and not resume:
@@ -307,4 +315,6 @@ def test_the_default_recipe(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main()
     assert not stopped.value.code, capsys.readouterr().err
-    assert [command[:5] for command in asked] == [[sys.executable, "-m", "hf_posswap.swap_cost", "--model", "gpt2"]] * 2
+    assert [command[:5] for command in asked] == [
+        [sys.executable, "-m", "hf_posswap.experiments.swap_cost", "--model", "gpt2"]
+    ] * 2

@@ -10,8 +10,8 @@ import torch
 from transformers import BertModel
 
 import hf_posswap as posswap
+from hf_posswap.experiments.swap_cost import SwapCostConfig, run
 from hf_posswap.measure import kl_divergence, perplexity, pooled_cosine, pooled_states, word_order_examples
-from hf_posswap.swap_cost import SwapCostConfig, run
 
 ROOT = Path(__file__).parents[1]
 SENTENCES = "the cat sat on the mat. a dog ran under the log and sat. then it was happy and the cat ran on. "

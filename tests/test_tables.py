@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from hf_posswap import PosswapError
-from hf_posswap.tables import Rows, TableConfig, hold_out, read_hub, read_task
+from hf_posswap.data.tables import Rows, TableConfig, hold_out, read_hub, read_task
 
 ROWS = [{"text": f"text number {n}", "label": n % 3} for n in range(30)]
 

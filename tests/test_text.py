@@ -6,7 +6,7 @@ import json
 import pytest
 
 from hf_posswap import PosswapError
-from hf_posswap.text import read_documents, split_of, stdlib_documents, stdlib_prose, token_blocks
+from hf_posswap.data.text import read_documents, split_of, stdlib_documents, stdlib_prose, token_blocks
 
 
 def test_splits_are_disjoint_and_stable():

@@ -6,6 +6,7 @@ import pytest
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_posswap as posswap
+from hf_posswap.data.text import stdlib_documents, stdlib_prose, token_blocks
 from hf_posswap.measure import (
     perplexity,
     pooled_cosine,
@@ -14,7 +15,6 @@ from hf_posswap.measure import (
     word_order_preference,
     word_order_probe,
 )
-from hf_posswap.text import stdlib_documents, stdlib_prose, token_blocks
 
 SCHEMES = ("sinusoidal", "relative", "rotary", "rotary:fraction=0.5", "none")
 

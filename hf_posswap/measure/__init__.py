@@ -10,7 +10,7 @@ from hf_posswap.measure.damage import (
     pooled_cosine,
     pooled_states,
 )
-from hf_posswap.measure.language_modeling import loss_by_position, mean_loss, sliding_window_losses, token_losses
+from hf_posswap.measure.losses import loss_by_position, mean_loss, sliding_window_losses, token_losses
 from hf_posswap.measure.word_order import word_order_examples, word_order_preference, word_order_probe
 
 __all__ = [

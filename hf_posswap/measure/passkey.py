@@ -28,8 +28,8 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posswap.data.text import Split, split_of, stdlib_prose
 from hf_posswap.errors import DataError
-from hf_posswap.text import Split, split_of, stdlib_prose
 
 FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 NAMES = ("pass", "door", "house", "car", "garden", "office", "school", "water", "fire", "red", "first", "last")
@@ -53,7 +53,7 @@ class PasskeyText:
 class PasskeyTexts:
     """Draws texts for one tokenizer and one kind of model.
 
-    >>> from hf_posswap.recipe import load_tokenizer
+    >>> from hf_posswap.experiments.recipe import load_tokenizer
     >>> tokenizer = load_tokenizer("stdlib-gpt2")
     >>> text = PasskeyTexts(tokenizer, "train", causal=True).draw(52, 0.5, random.Random(0))
     >>> len(text.input_ids), tokenizer.decode(text.key)

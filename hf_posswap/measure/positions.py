@@ -3,11 +3,12 @@
 import torch
 from transformers import PreTrainedModel
 
+from hf_posswap.describing import describe
 from hf_posswap.errors import PosswapError
 from hf_posswap.schemes import AttentionPositions, Constant, Geometry, Scheme, Sinusoidal
 from hf_posswap.schemes.sinusoidal import sinusoids
 from hf_posswap.surgery import geometry_of
-from hf_posswap.swap import describe, find_target
+from hf_posswap.target import find_target
 
 TURNING = "schemes that turn pairs of dimensions (sinusoidal, rotary)"
 

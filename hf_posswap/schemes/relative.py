@@ -25,9 +25,9 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import nn
 
-from hf_posswap.closed_form import fit_relative_keys, fit_relative_values, missing_scores
 from hf_posswap.errors import PosswapError
-from hf_posswap.relative_attention import IMPLEMENTATIONS, attend
+from hf_posswap.functional.closed_form import fit_relative_keys, fit_relative_values, missing_scores
+from hf_posswap.functional.relative_attention import IMPLEMENTATIONS, attend
 from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number
 from hf_posswap.schemes.sinusoidal import sinusoids
 

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from hf_posswap.closed_form import balance, fit_kernel, kernel_moments, missing_scores, second_moment, write_kernel
 from hf_posswap.errors import PosswapError, UnknownSchemeError
+from hf_posswap.functional.closed_form import balance, fit_kernel, kernel_moments, missing_scores, second_moment, write_kernel
 from hf_posswap.schemes.base import (
     AttentionPositions,
     Constant,

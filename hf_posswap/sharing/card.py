@@ -17,10 +17,10 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_posswap.assets import EMBEDDED_MODELS
 from hf_posswap.errors import CheckpointError, PosswapError
-from hf_posswap.results import write_json
-from hf_posswap.runs import background, markdown, plots, row_label
+from hf_posswap.experiments.comparison import background, markdown, plots, row_label
+from hf_posswap.provenance import write_json
 from hf_posswap.schemes import scheme_from_dict
-from hf_posswap.sharing.results_file import RESULTS_FILE, SCHEMA, data_of, gather, own_rows
+from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, data_of, gather, own_rows
 
 CARD_FILE = "README.md"
 PICTURES = "posswap_results"

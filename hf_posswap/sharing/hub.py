@@ -22,12 +22,12 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 
 from hf_posswap.checkpoint import STUB, is_stub
-from hf_posswap.delta import ABOUT
 from hf_posswap.errors import CheckpointError, PosswapError
-from hf_posswap.fitting import FIT_FILE
-from hf_posswap.parity import PARITY_FILE
+from hf_posswap.fitting.fit import FIT_FILE
 from hf_posswap.sharing.card import CARD_FILE, EVAL_RESULTS, PICTURES, check_repo_id, own_text, write_card
-from hf_posswap.sharing.results_file import RESULTS_FILE
+from hf_posswap.sharing.delta import ABOUT
+from hf_posswap.sharing.parity import PARITY_FILE
+from hf_posswap.sharing.record import RESULTS_FILE
 
 # What a shared model consists of, at the top of its folder. Other files are refused, not left out: pickles run code where they
 # are loaded, and notes, tokens and what a training run leaves behind are no part of a model.

@@ -1,0 +1,1 @@
+"""What the larger commands of `hf-posswap` start."""

@@ -1,0 +1,127 @@
+"""Run a recipe for several schemes, starts and seeds under one budget, or collect finished runs, and set them side by side.
+
+    hf-posswap compare --output runs/cost                              # what a swap costs: hf_posswap/experiments/swap_cost.py
+    hf-posswap compare recipes/passkey.py --scheme original --scheme rotary --start cold --start fit --seed 0 \\
+        --output runs/keys -- --config recipes/configs/passkey.yaml
+    hf-posswap compare recipes/passkey.py --launcher "accelerate launch --config_file recipes/accelerate/multi_gpu.yaml" \\
+        --output runs/keys -- --model gpt2
+    hf-posswap compare --schemes-from my_schemes.py --scheme original --scheme mine --output runs/mine
+    hf-posswap compare --collect runs/mine --collect theirs/comparison.json --output runs/both
+
+What stands after `--` goes to every run. Each is a process of its own, so that memory and seeds are its own, and finished ones
+are kept: the same command again does the rest. Writes comparison.json, .md, .html (one page, no other files) and pictures.
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from tqdm import tqdm
+
+from hf_posswap.errors import PosswapError
+from hf_posswap.experiments.comparison import load_runs, write_comparison
+from hf_posswap.experiments.recipe import ORIGINAL, STARTS
+from hf_posswap.provenance import write_json
+from hf_posswap.schemes import parse_scheme
+from hf_posswap.schemes.importing import import_schemes
+from hf_posswap.terminal import print_markdown
+
+SCHEMES = (ORIGINAL, "sinusoidal", "relative", "rotary", "none")
+DEFAULT_RECIPE = "hf_posswap.experiments.swap_cost"  # a module of the package, so that it is there without the recipes
+
+
+def compare(
+    recipe: Annotated[str | None, typer.Argument(help="A recipe's file. Default: what a swap costs.")] = None,
+    options: Annotated[list[str] | None, typer.Argument(help="Options of the recipe, after --.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for runs/ and the comparison.")] = Path("runs/comparison"),
+    scheme: Annotated[list[str] | None, typer.Option(help=f"Repeatable. Default: {' '.join(SCHEMES)}.")] = None,
+    start: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(STARTS)}. Default: swap.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Repeatable. Default: 0 1 2.")] = None,
+    schemes_from: Annotated[str | None, typer.Option(help="A module or file.py that registers further schemes.")] = None,
+    collect: Annotated[
+        list[Path] | None, typer.Option(help="Finished runs or comparisons, instead of running. Repeatable.")
+    ] = None,
+    vary: Annotated[list[str] | None, typer.Option(help="An option that may differ, in --collect. Repeatable.")] = None,
+    figure: Annotated[list[str] | None, typer.Option(help="Figures of the table. Repeatable. Default: all.")] = None,
+    launcher: Annotated[str, typer.Option(help="What starts a run.", show_default="this Python")] = sys.executable,
+):
+    """Compare position schemes in one recipe: equal budgets, means with spread, one page to share.
+
+    Without a recipe: what a swap costs, and what a fit and a short tuning win back; without options, on what is built in.
+    What stands after -- goes to every run.
+
+    \b
+        hf-posswap compare --output runs/cost
+        hf-posswap compare recipes/passkey.py --scheme original --scheme rotary --start fit --output runs/keys \\
+            -- --config recipes/configs/passkey.yaml
+        hf-posswap compare --collect runs/mine --collect theirs/comparison.json --output runs/both
+    """
+    if recipe is not None and recipe.startswith("-"):  # after `--` alone: options of the default recipe
+        recipe, options = None, [recipe, *(options or [])]
+    if collect and (recipe or options or schemes_from):
+        raise PosswapError("give a recipe to run (and --schemes-from), or --collect folders of finished runs, not both")
+    if not collect:
+        if schemes_from:
+            import_schemes(schemes_from)
+            options = [*(options or []), "--schemes-from", schemes_from]
+        program, jobs = _program(recipe), _jobs(scheme or SCHEMES, start or ["swap"], seed or [0, 1, 2])
+        _begin(output, {"recipe": program, "options": options or []})
+        run_all([*shlex.split(launcher), *program, *(options or [])], jobs, output)
+    written = write_comparison(load_runs(collect or [output / "runs"]), output, vary=vary or (), figures=figure or ())
+    console = Console()
+    print_markdown(console, (output / "comparison.md").read_text())
+    for path in written:
+        console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+def run_all(command: list[str], jobs: list[tuple[str, str, int]], output: Path) -> None:
+    """Run a recipe's command for each (scheme, start, seed) that has no result below `output` yet."""
+    for scheme, start, seed in (bar := tqdm(jobs, desc="compare", unit="run")):
+        bar.set_postfix_str(f"{scheme}, {start}, seed {seed}")
+        name = "-".join("".join(c if c.isalnum() else "-" for c in part) for part in (scheme, start, str(seed)))
+        folder = output / "runs" / name
+        if (folder / "result.json").exists():
+            continue
+        chosen = ["--scheme", scheme, "--start", start, "--seed", str(seed), "--output", str(folder)]
+        done = subprocess.run([*command, *chosen, *(["--resume"] if folder.exists() else [])], check=False)
+        if done.returncode:
+            raise PosswapError(f"the run of {scheme}, {start}, seed {seed} failed; what is finished is kept in {output}")
+
+
+def _jobs(schemes: list[str], starts: list[str], seeds: list[int]) -> list[tuple[str, str, int]]:
+    for scheme in schemes:
+        if scheme != ORIGINAL:
+            parse_scheme(scheme)  # a typo in the last one is found before the first is run
+    if unknown := [start for start in starts if start not in STARTS]:
+        raise PosswapError(f"start={unknown[0]!r} is not known; known are {', '.join(STARTS)}")
+    jobs = []
+    for seed in seeds:  # one after the other: what is stopped half way has whole seeds to collect
+        for scheme in schemes:
+            # The original has one start, unless the question is what it would have been from nothing.
+            possible = [one for one in starts if one == "scratch"] or ["swap"] if scheme == ORIGINAL else starts
+            jobs += [(scheme, start, seed) for start in possible]
+    return jobs
+
+
+def _begin(output: Path, asked: dict) -> None:
+    """Note what is run, or check that it is what a folder was begun with: finished runs of other options would be kept."""
+    file = output / "comparison_of.json"
+    if file.exists() and json.loads(file.read_text()) != asked:
+        raise PosswapError(
+            f"{output} was begun with another recipe or other options, see {file}, and its finished runs would be kept: choose "
+            "another --output, or give the same"
+        )
+    write_json(file, asked)
+
+
+def _program(recipe: str | None) -> list[str]:
+    if recipe is None:
+        return ["-m", DEFAULT_RECIPE]
+    if not Path(recipe).is_file():
+        raise PosswapError(f"there is no {recipe}: give the path of a recipe, such as recipes/passkey.py")
+    return [recipe]

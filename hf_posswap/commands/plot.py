@@ -1,0 +1,327 @@
+"""`hf-posswap plot`: from a scheme, a model or a result file to one of the pictures of `plots`.
+
+    hf-posswap plot table sinusoidal --output table.png                 # as printed, 16 positions of 64 dimensions
+    hf-posswap plot dot-products minilm sinusoidal --output dots.svg    # a learned table next to a formula
+    hf-posswap plot attention minilm rotary --dark --output heads.png   # before and after a swap
+    hf-posswap plot recovery runs/heal --output recovery.png
+
+Schemes are drawn as they are printed, at sizes of your choice; models as they are.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from safetensors import SafetensorError
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+
+from hf_posswap.assets import model_source
+from hf_posswap.data.text import embedded_documents, spread, token_blocks
+from hf_posswap.describing import describe
+from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.experiments.comparison import check_budgets, load_runs, row_label
+from hf_posswap.measure.attention_distance import attention_by_distance
+from hf_posswap.measure.positions import frequencies, one_head, position_table, scheme_of, translation
+from hf_posswap.schemes import SCHEMES, Scheme, parse_scheme
+from hf_posswap.swapping import swap
+from hf_posswap.target import find_target
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What was asked for on the command line."""
+
+    kind: str
+    sources: tuple[str, ...]
+    positions: int | None = None
+    size: int | None = None
+    shifts: tuple[int, ...] = (1, 4, 16)
+    figure: str | None = None
+    dark: bool = False
+
+    @property
+    def title(self) -> str:
+        return self.sources[0] if self.sources[0].partition(":")[0] in SCHEMES else Path(self.sources[0]).resolve().name
+
+    def open(self, *kinds: type) -> dict[str, Any]:
+        """Return every source as what it is, or raise where it is of no use here."""
+        words = {Scheme: "a scheme", PreTrainedModel: "a model", dict: "a result file or folder"}
+        found = {source: open_source(source) for source in self.sources}
+        for source, one in found.items():
+            if not isinstance(one, kinds):
+                given = next(word for kind, word in words.items() if isinstance(one, kind))
+                accepted = " or ".join(words[kind] for kind in kinds)
+                raise PosswapError(f"plot {self.kind} takes {accepted}; {source} is {given}")
+        return found
+
+    def open_one(self, *kinds: type) -> Any:
+        """Return the only source there is."""
+        if len(self.sources) > 1:
+            raise PosswapError(f"plot {self.kind} draws one source at a time; given were {', '.join(self.sources)}")
+        return self.open(*kinds)[self.sources[0]]
+
+    def choose(self, usual: str | None, names, wanted: str) -> str:
+        """Return the figure that was asked for, or the usual one, which is None where there is nothing to draw."""
+        if usual is None:
+            raise PosswapError(f"plot {self.kind} takes {wanted}; there is nothing of the kind in {self.sources[0]}")
+        if self.figure is not None and self.figure not in names:
+            raise PosswapError(f"{self.sources[0]} has no figure {self.figure!r} to draw; there are {', '.join(names)}")
+        return self.figure or usual
+
+
+def open_source(source: str) -> Scheme | PreTrainedModel | dict:
+    """Return the scheme, results or model that a word on the command line stands for, looked for in this order.
+
+    Results are {"runs": [...], "vary": [...]} of `hf-posswap compare` or recipes, or {"rows": [...]} of `recipes/heal.py`.
+
+    >>> open_source("relative:clip=8").clip
+    8
+
+    Raises:
+        PosswapError: It is none of them.
+    """
+    path = Path(source)
+    if source.partition(":")[0] in SCHEMES:
+        return parse_scheme(source)
+    for file in (path, path / "comparison.json", path / "results.json"):
+        if file.is_file():
+            return _read_results(file)
+    if path.is_dir() and any(path.rglob("result.json")):
+        runs = load_runs([path])
+        check_budgets(runs)
+        return {"runs": runs, "vary": []}
+    name = model_source(source)
+    try:
+        model, info = AutoModel.from_pretrained(name, output_loading_info=True)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise PosswapError(
+            f"{source} is no scheme ({', '.join(SCHEMES)}), no result file or folder, and no model that loads: {error}"
+        ) from None
+    if lost := [key for key in info["missing_keys"] if "position" in key or key.endswith("wpe.weight")]:
+        raise PosswapError(f"{source} has no weights for {lost[0]}: what would be drawn is random")
+    return find_target(model.eval())[0]
+
+
+def _read_results(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise PosswapError(f"{path} is no JSON ({error}): give a comparison.json, or results.json of recipes/heal.py") from None
+    if not isinstance(found, dict) or not (found.get("runs") or found.get("rows")):
+        raise PosswapError(f"{path} holds no runs: give a comparison.json, or results.json of recipes/heal.py")
+    return found
+
+
+def _table(wish: Wish, plots: ModuleType) -> "Figure":
+    one, positions = wish.open_one(Scheme, PreTrainedModel), wish.positions
+    if isinstance(one, PreTrainedModel):
+        attentions = find_target(one)[1].self_attentions(one.base_model)
+        layers = [attention.positions for attention in attentions if hasattr(attention, "positions")]
+        if layers and hasattr(layers[0], "key_vectors"):  # relative positions have vectors in each layer, by distance
+            norms = torch.stack([torch.atleast_2d(layer.key_vectors().detach().norm(dim=-1)) for layer in layers])
+            if not norms.any():
+                raise PosswapError(f"the relative vectors of {wish.title} are all zeros: fit or train the model first")
+            return plots.plot_attention_by_distance(
+                {"keys": norms}, label="norm of the vectors of keys", log=False, title=wish.title, dark=wish.dark
+            )
+    else:
+        positions = positions or 16
+    return plots.plot_table(position_table(one, positions, wish.size or 64), title=wish.title, dark=wish.dark)
+
+
+def _similarity(wish: Wish, plots: ModuleType) -> "Figure":
+    table = position_table(wish.open_one(Scheme, PreTrainedModel), wish.positions, wish.size or 128)
+    return plots.plot_similarity(table, title=wish.title, dark=wish.dark)
+
+
+def _dot_products(wish: Wish, plots: ModuleType) -> "Figure":
+    tables = {}
+    for source, one in wish.open(Scheme, PreTrainedModel).items():
+        positions = wish.positions or (256 if isinstance(one, Scheme) else None)
+        tables[source] = position_table(one, positions, wish.size or 128)
+    return plots.plot_dot_products(tables, dark=wish.dark)
+
+
+def _wavelengths(wish: Wish, plots: ModuleType) -> "Figure":
+    lines, trained = {}, wish.positions  # of schemes alone nothing is trained: no line then
+    for source, one in wish.open(Scheme, PreTrainedModel).items():
+        alone = (one, one_head(wish.size or 64, wish.positions or 512))
+        scheme, geometry = alone if isinstance(one, Scheme) else scheme_of(one)
+        lines[source] = 2 * math.pi / frequencies(scheme, geometry)
+        trained = trained or (None if isinstance(one, Scheme) else geometry.trained_positions)
+    return plots.plot_wavelengths(lines, trained=trained, dark=wish.dark)
+
+
+def _translation(wish: Wish, plots: ModuleType) -> "Figure":
+    scheme, panels = wish.open_one(Scheme), {}
+    for shift in wish.shifts:
+        matrix, missed = translation(scheme, shift, wish.size or 16)
+        panels[f"k = {shift}" + (f", misses by {missed:.0%}" if missed > 0.005 else "")] = matrix
+    return plots.plot_translation(panels, title=wish.title, dark=wish.dark)
+
+
+def _attention(wish: Wish, plots: ModuleType) -> "Figure":
+    profiles, model = {}, None
+    for source, one in wish.open(Scheme, PreTrainedModel).items():
+        if isinstance(one, PreTrainedModel):
+            model, batches = one, _batches(source, one, wish.positions)
+        elif model is None:
+            raise PosswapError(f"plot attention takes a model, and then what to swap it to: plot attention minilm {source}")
+        else:
+            swap(model, one)
+        profiles[source] = attention_by_distance(model, batches, reach=min(64, batches[0]["input_ids"].shape[1] - 1))
+    return plots.plot_attention_by_distance(profiles, label="mean attention of a query", dark=wish.dark)
+
+
+def _batches(source: str, model: PreTrainedModel, length: int | None) -> list[dict[str, torch.Tensor]]:
+    """Return some 4,096 tokens of the embedded text, in rows of 128 or as many as the model holds, unless told."""
+    tokenizer, longest = AutoTokenizer.from_pretrained(model_source(source)), describe(model).max_positions
+    if len(tokenizer) <= 10:  # for a folder without one, one is made up
+        raise DataError(f"{source} has no tokenizer to read text with: save one next to the model")
+    if (length or 0) > longest:
+        raise PosswapError(f"{length} positions were asked for, and the model holds {longest}")
+    documents = embedded_documents("validation", causal=find_target(model)[1].is_causal(model.config))
+    rows = spread(token_blocks(documents, tokenizer, length or min(128, longest)), 4096)
+    return [{"input_ids": some} for some in rows.split(8)]
+
+
+def _loss(wish: Wish, plots: ModuleType) -> "Figure":
+    found = wish.open_one(dict)
+    runs, lengths = found.get("runs", []), {}
+    for name in dict.fromkeys(name for run in runs for name in run["figures"]):
+        family, _, number = name.rpartition("_")
+        if number.isdigit():
+            lengths.setdefault(family, []).append(int(number))
+    usual = next((name for name in ("loss", "perplexity") if name in lengths), next(iter(lengths), None))
+    family = wish.choose(usual, lengths, "runs with a figure at several lengths")
+    lines = {}
+    for run in runs:
+        line = lines.setdefault(row_label(run, found.get("vary", [])), {})
+        for length in sorted(lengths[family]):
+            if f"{family}_{length}" in run["figures"]:
+                line.setdefault(length, []).append(run["figures"][f"{family}_{length}"])
+    trained = runs[0].get("details", {}).get("trained_length")
+    label = family.replace("_", " ") + (", nats a token" if family.endswith("loss") else "")
+    return plots.plot_loss_by_length(lines, trained, wish.title, label=label, dark=wish.dark)
+
+
+def _heat_map(wish: Wish, plots: ModuleType) -> "Figure":
+    found = wish.open_one(dict)
+    runs = [run for run in found.get("runs", []) if {"depths", "lengths"} <= run.get("details", {}).keys()]
+    details = [run["details"] for run in runs]
+    for one in details[1:]:
+        if (one["depths"], one["lengths"]) != (details[0]["depths"], details[0]["lengths"]):
+            raise PosswapError(f"{wish.sources[0]} has runs of different depths or lengths: draw those of one kind")
+    names = [name for name in ("accuracy", "candidates") if details and name in details[0]]
+    name = wish.choose(next(iter(names), None), names, "shares by depth and length, as recipes/passkey.py writes them")
+    seeds = {}
+    for run in runs:
+        seeds.setdefault(row_label(run, found.get("vary", [])), []).append(
+            torch.tensor(run["details"][name], dtype=torch.float64)
+        )
+    return plots.plot_heat_maps(
+        {row: torch.stack(maps).mean(0).tolist() for row, maps in seeds.items()},
+        rows=details[0]["depths"],
+        columns=details[0]["lengths"],
+        row_label="depth of the key",
+        column_label="length (tokens)",
+        title=f"{wish.title}: {name}" + (", means over seeds" if len(details) > len(seeds) else ""),
+        dark=wish.dark,
+    )
+
+
+def _recovery(wish: Wish, plots: ModuleType) -> "Figure":
+    found = wish.open_one(dict)
+    rows = [row for row in found.get("rows", []) if row.get("curve")]
+    names = [name for name in ("damage", "perplexity") if rows and name in rows[0]["curve"][0]]
+    # Where the text itself teaches, damage is not what is wanted less of.
+    usual = names[-1] if names and found.get("config", {}).get("text_weight") else next(iter(names), None)
+    name = wish.choose(usual, names, "curves over tokens, as recipes/heal.py writes them")
+    lines = {}
+    for row in rows:
+        line = lines.setdefault(", ".join(filter(None, (row["scheme"], row["start"]))), {})
+        for point in row["curve"]:
+            line.setdefault(point["tokens"], []).append(point[name])
+    return plots.plot_recovery(
+        lines,
+        original=(found.get("original") or {}).get(name),
+        steps="tokens of distillation",
+        label=f"{name} on held-out text" + (f" ({found['measure']})" if name == "damage" else ""),
+        title=wish.title,
+        dark=wish.dark,
+    )
+
+
+KINDS = {
+    "table": _table,
+    "similarity": _similarity,
+    "dot-products": _dot_products,
+    "wavelengths": _wavelengths,
+    "translation": _translation,
+    "attention": _attention,
+    "loss": _loss,
+    "recovery": _recovery,
+    "heat-map": _heat_map,
+}
+
+# Those that a kind looks at; any other is an error, not silence.
+OPTIONS = {
+    **dict.fromkeys(("table", "similarity", "dot-products", "wavelengths"), ("positions", "size")),
+    "translation": ("size", "shift"),
+    "attention": ("positions",),
+    **dict.fromkeys(("loss", "recovery", "heat-map"), ("figure",)),
+}
+
+
+def _drawn(wish: Wish, plots: ModuleType) -> "Figure":
+    try:
+        return KINDS[wish.kind](wish, plots)
+    except (KeyError, TypeError, AttributeError) as error:
+        if "figure" not in OPTIONS[wish.kind]:
+            raise
+        said = f"{type(error).__name__}: {error}"
+        raise DataError(f"{wish.sources[0]} is not what compare or a recipe writes ({said}): give their files") from error
+
+
+_SOURCE_HELP = "Schemes (name:option=value), models (folder, Hub id, minilm, stdlib-gpt2), or a result file or folder."
+
+
+def plot(
+    kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
+    source: Annotated[list[str], typer.Argument(help=_SOURCE_HELP)],
+    output: Annotated[Path, typer.Option(help="The picture, a .png or .svg file.")],
+    dark: Annotated[bool, typer.Option("--dark", help="For a dark page.")] = False,
+    positions: Annotated[int | None, typer.Option(min=2, help="Positions to draw, or tokens of a text.")] = None,
+    size: Annotated[int | None, typer.Option(min=1, help="Dimensions that a scheme is drawn with.")] = None,
+    shift: Annotated[list[int] | None, typer.Option(min=1, help="k of translation; repeatable. Default: 1 4 16.")] = None,
+    figure: Annotated[str | None, typer.Option(help="Which figure of a result file, where there are several.")] = None,
+):
+    """Draw positions or results: of a scheme, of a checkpoint, of finished runs."""
+    if kind not in KINDS:
+        raise PosswapError(f"there is no picture {kind!r}; there are {', '.join(KINDS)}")
+    if output.suffix not in (".png", ".svg"):
+        raise PosswapError(f"{output} must end in .png or .svg")
+    given = {"positions": positions, "size": size, "shift": shift, "figure": figure}
+    for name, value in given.items():
+        if value and name not in OPTIONS[kind]:
+            takes = ", ".join(f"--{option}" for option in OPTIONS[kind])
+            raise PosswapError(f"plot {kind} does not look at --{name}; it takes {takes}")
+    from matplotlib import rc_context  # takes a second
+
+    from hf_posswap import plots
+
+    shifts = tuple(shift or Wish.shifts)
+    wish = Wish(kind=kind, sources=tuple(source), positions=positions, size=size, shifts=shifts, figure=figure, dark=dark)
+    drawn = _drawn(wish, plots)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context({"svg.hashsalt": "hf_posswap"}):  # the same picture is the same file, byte by byte
+        drawn.savefig(output, dpi=150, metadata={"Date": None} if output.suffix == ".svg" else None)
+    typer.echo(f"wrote {output}")

@@ -1,0 +1,174 @@
+"""Where text comes from: every Python installation, or the user's files and Hub datasets.
+
+The embedded text is the standard library itself: the sources of its modules and the reference documentation that
+`help()` shows (`pydoc_data.topics`). It needs no download, and it is real: prose and code by many hands.
+Held-out documents are chosen by a hash of their name, so the split is the same on every machine and Python version.
+"""
+
+import ast
+import hashlib
+import re
+import sysconfig
+from pathlib import Path
+from typing import Literal
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hf_posswap.data.tables import hub_name, read_hub, read_table, read_texts, table_kind
+from hf_posswap.errors import DataError
+
+Split = Literal["train", "validation"]
+
+# Not on every installation (Debian ships them apart), removed in newer versions, or tables of numbers instead of text.
+_LEFT_OUT = {
+    "site-packages", "dist-packages", "test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils",
+    "ensurepip", "encodings", "pydoc_data", "__phello__", "msilib", "pip", "setuptools", "lib-dynload",
+}  # fmt: skip
+
+
+def split_of(name: str) -> Split:
+    """Return the split that a document belongs to: one name in ten is held out, by SHA-256 of the name.
+
+    >>> split_of("json.decoder"), split_of("argparse")
+    ('train', 'train')
+    """
+    return "validation" if hashlib.sha256(name.encode()).digest()[0] < 26 else "train"
+
+
+def stdlib_documents(split: Split) -> dict[str, str]:
+    """Return the embedded documents of one split, name -> text: modules of the standard library and `help()` topics.
+
+    >>> documents = stdlib_documents("validation")
+    >>> len(documents) > 20 and all(split_of(name) == "validation" for name in documents)
+    True
+    """
+    from pydoc_data.topics import topics
+
+    documents = {f"topic:{name}": text.strip() + "\n" for name, text in topics.items()}
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if not _LEFT_OUT.intersection(parts) and not parts[0].startswith(("_sysconfigdata", "config-")):
+            documents[".".join(parts)] = path.read_text(encoding="utf-8", errors="replace")
+    return {name: text for name, text in sorted(documents.items()) if text.strip() and split_of(name) == split}
+
+
+def stdlib_prose(split: Split) -> list[str]:
+    """Return the English of the embedded text: paragraphs of docstrings and of the reference documentation."""
+    paragraphs = []
+    for name, text in stdlib_documents(split).items():
+        for passage in [text] if name.startswith("topic:") else _docstrings(text):
+            for paragraph in re.split(r"\n\s*\n", passage):
+                paragraph = " ".join(paragraph.split())
+                words = paragraph.split()
+                # Prose, not code, tables or signatures: mostly plain words, some length, ends like a sentence.
+                if len(words) >= 8 and sum(w.strip(".,;:()\"'").isalpha() for w in words) > 0.8 * len(words):
+                    paragraphs.append(paragraph)
+    return list(dict.fromkeys(paragraphs))
+
+
+def embedded_documents(split: Split, *, causal: bool) -> list[str]:
+    """Return the embedded text of one split as documents; an encoder reads the English of it, a causal model the code, too."""
+    return list(stdlib_documents(split).values()) if causal else ["\n".join(stdlib_prose(split))]
+
+
+def _docstrings(source: str) -> list[str]:
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # a file of another Python version left in the folder: it has no docstrings for us
+        return []
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [doc for node in ast.walk(tree) if isinstance(node, owners) and (doc := ast.get_docstring(node))]
+
+
+def read_documents(source: str | Path, *, split: Split | None = "train", text_column: str = "text") -> list[str]:
+    """Read documents from a text, csv, tsv, json or parquet file, a folder of .txt files, or a Hub dataset id.
+
+    A plain text file is one document, and held-out text is its last tenth; a table has one document a row, and rows are
+    held out by a hash of their text; a Hub dataset ("name" or "name:config") uses its own splits. `split=None` reads all.
+    """
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(path.rglob("*.txt"))
+        if not files:
+            raise DataError(f"no .txt file in {path}; give a file, a folder of .txt files or a Hub dataset id")
+        texts = {str(file.relative_to(path)): _read_text(file) for file in files}
+        if len(texts) > 1:
+            documents = [text for name, text in texts.items() if split in (None, split_of(name))]
+        else:
+            documents = [_tenth(text, split) for text in texts.values()]
+    elif table_kind(path) and path.is_file():
+        texts = read_texts(read_table(path), text_column, source)
+        documents = [text for text in texts if split in (None, split_of(text))]
+    elif path.is_file():
+        documents = [_tenth(_read_text(path), split)]
+    elif path.suffix or str(source).startswith((".", "/", "~")):
+        raise DataError(f"no such file or folder: {source}")
+    else:
+        documents = read_texts(read_hub(*hub_name(str(source)), split or "all"), text_column, source)
+    documents = [text for text in documents if text.strip()]
+    if not documents:
+        part = "" if split is None else f" in its {split!r} part"
+        raise DataError(f"{source} has no text{part}; give more text, or another text_column")
+    return documents
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error}): convert it first") from None
+
+
+def _tenth(text: str, split: Split | None) -> str:
+    if split is None:
+        return text
+    cut = len(text) * 9 // 10
+    return text[:cut] if split == "train" else text[cut:]
+
+
+def token_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:
+    """Tokenize documents into one stream and cut it: (N, length) token ids, nothing padded.
+
+    Tokenizers with [CLS] and [SEP] get them around every block, as BERT was trained; others get the end-of-text token
+    between documents.
+    """
+    wrap = _wraps(tokenizer)
+    stream: list[int] = []
+    # verbose=False: the whole point is to cut, so the warning about sequences beyond the model's length is noise.
+    for ids in tokenizer(list(documents), add_special_tokens=False, verbose=False)["input_ids"]:
+        stream += ids
+        if not wrap and tokenizer.eos_token_id is not None:
+            stream.append(tokenizer.eos_token_id)
+    body = length - 2 if wrap else length
+    count = len(stream) // body
+    if count == 0:
+        raise DataError(f"the text has {len(stream)} tokens, fewer than one block of {body}: give more text")
+    blocks = torch.tensor(stream[: count * body]).view(count, body)
+    return _wrap(blocks, tokenizer) if wrap else blocks
+
+
+def shorter_blocks(blocks: torch.Tensor, tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:
+    """Cut each row of `token_blocks` into rows of another length: the same tokens with less around them.
+
+    What is left of a row at its end is dropped: where one length divides the other, and nothing is put around, that is none.
+    """
+    edge = 1 if _wraps(tokenizer) else 0
+    bodies = blocks[:, edge : blocks.shape[1] - edge].unfold(1, length - 2 * edge, length - 2 * edge).flatten(0, 1)
+    return _wrap(bodies, tokenizer) if edge else bodies
+
+
+def spread(blocks: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return about so many tokens of blocks (N, L), at least one block, evenly spread over the text."""
+    count = min(len(blocks), max(1, tokens // blocks.shape[1]))
+    return blocks[torch.linspace(0, len(blocks) - 1, count).long()]
+
+
+def _wraps(tokenizer: PreTrainedTokenizerBase) -> bool:
+    return tokenizer.cls_token_id is not None and tokenizer.sep_token_id is not None
+
+
+def _wrap(bodies: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    edge = torch.ones(len(bodies), 1, dtype=torch.long)
+    return torch.cat([edge * tokenizer.cls_token_id, bodies, edge * tokenizer.sep_token_id], dim=1)

@@ -1,0 +1,82 @@
+"""What positions a model has, swapped or not."""
+
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from hf_posswap.checkpoint import SwappedModel, read_config_entry
+from hf_posswap.schemes import Learned, Scheme
+from hf_posswap.target import find_target
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `describe` tells; `print` shows it as a table."""
+
+    family: str
+    model_class: str
+    old: Scheme  # what the checkpoint was trained with, as far as this process knows
+    new: Scheme  # what the model has now
+    parameters_added: int
+    parameters_dropped: int
+    trained_positions: int
+    max_positions: int
+    layers: int
+    layers_patched: int
+    swapped: bool
+    can_restore: bool
+
+    def __str__(self) -> str:
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_row("model", f"{self.model_class} ({self.family})")
+        table.add_row("positions", f"{self.old} -> {self.new}" if self.swapped else f"{self.new}, not swapped")
+        table.add_row("parameters", f"+{self.parameters_added:,} -{self.parameters_dropped:,}")
+        table.add_row("max positions", f"{self.max_positions:,} (trained with {self.trained_positions:,})")
+        table.add_row("attention layers patched", f"{self.layers_patched} of {self.layers}")
+        original = "kept: posswap.restore(model)" if self.can_restore else "not kept in this process"
+        table.add_row("original", original if self.swapped else "this is it")
+        console = Console(width=100, highlight=False, color_system=None, force_jupyter=False)
+        with console.capture() as capture:
+            console.print(table)
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def describe(model: PreTrainedModel) -> Description:
+    """Say what positions a model has, swapped or not.
+
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> print(describe(GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64))))
+    model                     GPT2Model (gpt2)
+    positions                 learned, not swapped
+    parameters                +0 -0
+    max positions             64 (trained with 64)
+    attention layers patched  0 of 1
+    original                  this is it
+    """
+    target, architecture = find_target(model)
+    base = target.base_model
+    attentions = architecture.self_attentions(base)
+    owner, name = architecture.table_owner(base)
+    record = vars(target).get("_posswap_record")
+    swapped = isinstance(target, SwappedModel)
+    trained_positions = read_config_entry(target.config)[1] if swapped else target.config.max_position_embeddings
+    modules = [getattr(owner, name), *(a.positions for a in attentions if hasattr(a, "positions"))]
+    added = sum(p.numel() for module in modules for p in module.parameters()) if swapped else 0
+    dropped = trained_positions * target.config.hidden_size if swapped else 0
+    old = Learned() if record is None else record.original.scheme or Learned()
+    return Description(
+        family=architecture.model_type,
+        model_class=type(target).__name__,
+        old=old,
+        new=base.position_scheme if swapped else Learned(),
+        parameters_added=added,
+        parameters_dropped=dropped,
+        trained_positions=trained_positions,
+        max_positions=target.config.max_position_embeddings,
+        layers=len(attentions),
+        layers_patched=sum(hasattr(a, "positions") for a in attentions),
+        swapped=swapped,
+        can_restore=record is not None,
+    )

@@ -1,0 +1,251 @@
+"""Fine-tune a swapped model on texts with labels, and measure it: what the recipes of classification share.
+
+Shapes: B texts of a batch, L tokens of the longest of them, C labels (1 in a regression).
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from accelerate import PartialState
+from torch.nn import functional
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_posswap.data.calibration import text_batches
+from hf_posswap.data.tables import Rows, TableConfig, Task, read_task
+from hf_posswap.data.text import embedded_documents, stdlib_prose
+from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.experiments.recipe import RecipeConfig, cost, load_family, load_model, load_tokenizer
+from hf_posswap.measure.word_order import word_order_examples
+from hf_posswap.provenance import write_json
+from hf_posswap.training import TrainingRun, evaluate_batches, pad, train
+
+WORD_ORDER = {"train": 4000, "validation": 1000}  # examples of the embedded task, where max_*_samples do not say
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassificationConfig(TableConfig, RecipeConfig):
+    """A model, a scheme, a budget, and rows of a table; without a data set, the embedded word-order task."""
+
+    metric: Annotated[str | None, "The main one. Default: accuracy, or spearman for numbers."] = None
+    max_length: Annotated[int | None, "Cut texts after so many tokens. Default: what the model reads."] = None
+    eval_steps: Annotated[int, "Measure after every so many steps, too. 0: at the end alone."] = 0
+    eval_batch_size: Annotated[int, "Texts a process reads at once when it measures."] = 32
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.max_length is not None and self.max_length < 3:
+            raise PosswapError(f"max_length={self.max_length} must be at least 3")
+        if self.eval_steps < 0 or self.eval_batch_size < 1:
+            raise PosswapError(f"eval_steps={self.eval_steps} or eval_batch_size={self.eval_batch_size} is too small")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The token ids of one split, with what became of texts that were too long."""
+
+    rows: list[dict]  # input_ids (L,), labels (), and token_type_ids (L,) for pairs
+    lengths: list[int]  # before they were cut
+    truncated: int
+
+
+def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *, split_at: int | None = None) -> dict:
+    """Read the rows, train on them, measure; return {"figures", "cost", ...} for the result file of a recipe.
+
+    With `split_at`, figures are also taken on the texts of more than so many tokens alone (`accuracy_long`). `folder` keeps
+    checkpoints and the measurements of `eval_steps`, for a run that is resumed.
+
+    Raises:
+        PosswapError: All that is wrong with data, options and model, before anything is trained.
+    """
+    from hf_posswap.measure.metrics import metric_names  # imports `evaluate`, which takes seconds
+
+    tokenizer, trained = load_tokenizer(config.model), trained_positions(config)
+    held = config.max_positions or trained  # what the scheme will hold
+    longest = config.max_length or held
+    if longest > held:
+        raise PosswapError(
+            f"max_length={longest}, but the model will read {held} tokens: raise max_positions, or cut at {held}"
+        )
+    with PartialState().main_process_first():  # which fills the cache that the others read
+        task = read_labelled(config)
+    metrics = metric_names(len(task.label_names))
+    if config.metric:
+        if config.metric not in metrics:
+            kind = "a regression" if task.is_regression else f"{len(task.label_names)} labels"
+            raise PosswapError(f"metric={config.metric!r} is none for {kind}; there are {', '.join(metrics)}")
+        metrics = (config.metric, *(name for name in metrics if name != config.metric))
+    if len(task.train) < config.batch_size:
+        raise DataError(f"{len(task.train)} training rows do not fill one batch of {config.batch_size}")
+    parts = {"train": task.train, "validation": task.validation} | ({"test": task.test} if task.test else {})
+    encoded = {split: encode(rows, tokenizer, longest, split) for split, rows in parts.items()}
+
+    fitted_on = []
+    options = {"num_labels": 1, "problem_type": "regression"}
+    if not task.is_regression:
+        names = dict(enumerate(task.label_names))
+        options = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+        options["problem_type"] = "single_label_classification"
+    model = load_model(
+        config,
+        AutoModelForSequenceClassification,
+        fit_batches=lambda: _fit_batches(config, task, encoded["train"], tokenizer, trained, fitted_on),
+        tokenizer=tokenizer,
+        **options,
+    )
+    pad_token_id = model.config.pad_token_id
+
+    def measure(model: PreTrainedModel, split: str) -> dict[str, float]:
+        return _figures(model, encoded[split].rows, metrics, pad_token_id, config.eval_batch_size)
+
+    def look(model: PreTrainedModel, run: TrainingRun) -> None:
+        step = len(run.losses)
+        if step % config.eval_steps == 0 and step < config.max_steps:
+            point = {"step": step, "tokens": run.tokens, "seconds": run.seconds, **measure(model, "validation")}
+            if PartialState().is_main_process:
+                write_json(folder / "rows" / f"{step:08d}.json", point)
+
+    model, run = train(
+        model,
+        encoded["train"].rows,
+        config,
+        collate=lambda rows: pad(rows, pad_token_id),
+        after_step=look if config.eval_steps else None,
+        output=folder,
+        resume=resume,
+    )
+    figures = measure(model, "validation")
+    point = {"step": len(run.losses), "tokens": run.tokens, "seconds": run.seconds, **figures}
+    if task.test:
+        figures |= {f"test_{name}": value for name, value in measure(model, "test").items()}
+    if split_at is not None:
+        long = [row for row, n in zip(encoded["validation"].rows, encoded["validation"].lengths, strict=True) if n > split_at]
+        if long:
+            few = _figures(model, long, metrics, pad_token_id, config.eval_batch_size)
+            figures |= {f"{name}_long": value for name, value in few.items()}
+    rows = [json.loads(file.read_text()) for file in sorted((folder / "rows").glob("*.json"))]
+    return {
+        "figures": figures,
+        "metric": metrics[0],
+        "cost": cost(model, run),
+        "model": model,
+        "curve": [row for row in rows if row["step"] < point["step"]] + [point],
+        "losses": run.losses,
+        "data": {
+            "source": task.source,
+            "labels": list(task.label_names),
+            "max_length": longest,
+            "splits": {split: _sizes(part, split_at) for split, part in encoded.items()},
+        },
+        "fitted_on": fitted_on[0] if fitted_on else None,
+    }
+
+
+def trained_positions(config: RecipeConfig) -> int:
+    """Return how many tokens the checkpoint reads before it is swapped."""
+    return load_family(config.model)[0].max_position_embeddings
+
+
+def read_labelled(config: TableConfig) -> Task:
+    """Read the rows that a configuration asks for; without a data set, those of the embedded word-order task."""
+    if config.dataset or config.train_file or config.validation_file or config.test_file:
+        return read_task(config)
+    parts = {}
+    for split, wanted in (("train", config.max_train_samples), ("validation", config.max_eval_samples)):
+        count = wanted or WORD_ORDER[split]
+        texts, labels = word_order_examples(stdlib_prose(split), max(2, count), seed=config.data_seed)
+        parts[split] = Rows(texts, None, labels)
+    return Task("word order", parts["train"], parts["validation"], None, ("intact", "swapped"))
+
+
+def encode(rows: Rows, tokenizer: PreTrainedTokenizerBase, longest: int, split: str = "train") -> Encoded:
+    """Turn texts into token ids of at most `longest`; of a pair, the longer one is cut first.
+
+    A tokenizer that puts nothing between the texts of a pair gets the end-of-text token there: GPT-2 would read them as one.
+    """
+    pairs = rows.pairs
+    if pairs is not None and tokenizer.sep_token_id is None and tokenizer.eos_token is not None:
+        pairs = [tokenizer.eos_token + text for text in pairs]  # with the second, whose end is what is cut off
+    kinds = pairs is not None and tokenizer.sep_token_id is not None
+
+    def tokenize(places: list[int], **options) -> dict:
+        texts = [rows.texts[i] for i in places], *(() if pairs is None else ([pairs[i] for i in places],))
+        return tokenizer(*texts, return_token_type_ids=kinds, return_attention_mask=False, verbose=False, **options)
+
+    def tensors(found: dict, place: int, label) -> dict:
+        row = {name: torch.tensor(values[place]) for name, values in found.items()}
+        return row | {"labels": torch.tensor(label)}  # int64 for a label, float32 for a number
+
+    whole = tokenize(range(len(rows)))
+    lengths = [len(ids) for ids in whole["input_ids"]]
+    if 0 in lengths:
+        raise DataError(f"row {lengths.index(0) + 1} of the {split} texts has no token: drop empty texts")
+    encoded = [tensors(whole, place, label) for place, label in enumerate(rows.labels)]
+    long = [place for place, length in enumerate(lengths) if length > longest]
+    if long:
+        cut = tokenize(long, truncation=True, max_length=longest)
+        for number, place in enumerate(long):
+            encoded[place] = tensors(cut, number, rows.labels[place])
+    return Encoded(encoded, lengths, len(long))
+
+
+def predict(model: PreTrainedModel, rows: list[dict], pad_token_id: int, batch_size: int) -> torch.Tensor:
+    """Return the logits (N, C) of all rows in their order, on all processes, each of which reads its share."""
+    order = sorted(range(len(rows)), key=lambda place: len(rows[place]["input_ids"]))  # like lengths waste little padding
+    logits = evaluate_batches(
+        model,
+        [rows[place] for place in order],
+        _Kept(),
+        collate=lambda few: pad(few, pad_token_id),
+        batch_size=batch_size,
+        predict=lambda model, batch: (model(**batch).logits.float(), batch["labels"]),
+        progress=False,
+    )
+    restored = torch.empty_like(logits)
+    restored[order] = logits
+    return restored
+
+
+class _Kept:
+    """In the place of a metric: what it would be given. Several metrics and the loss are computed from it."""
+
+    def __init__(self):
+        self.predictions = []
+
+    def add_batch(self, *, predictions: torch.Tensor, references: torch.Tensor) -> None:
+        self.predictions.append(predictions)
+
+    def compute(self) -> torch.Tensor:
+        return torch.cat(self.predictions)
+
+
+def _figures(model: PreTrainedModel, rows: list[dict], metrics: tuple[str, ...], pad_token_id: int, batch_size: int) -> dict:
+    from hf_posswap.measure.metrics import compute_metrics
+
+    logits = predict(model, rows, pad_token_id, batch_size)  # (N, C)
+    labels = torch.stack([row["labels"] for row in rows])
+    if labels.is_floating_point():
+        guesses, loss = logits[:, 0], functional.mse_loss(logits[:, 0], labels)
+    else:
+        guesses, loss = logits.argmax(-1), functional.cross_entropy(logits, labels)
+    return {**compute_metrics(metrics, guesses.tolist(), labels.tolist()), "loss": loss.item()}
+
+
+def _fit_batches(
+    config: ClassificationConfig, task: Task, train_rows: Encoded, tokenizer, trained: int, fitted_on: list[str]
+) -> list[torch.Tensor]:
+    """Return the text that a swap is fitted on: the training texts, or the embedded text if they are too few."""
+    _, causal = load_family(config.model)
+    longest = min(trained, config.max_positions or trained)
+    enough = sum(train_rows.lengths) >= max(config.fit_tokens, 2 * longest)
+    fitted_on.append("the training texts" if enough else "the embedded text")
+    texts = [*task.train.texts, *(task.train.pairs or [])] if enough else embedded_documents("train", causal=causal)
+    return text_batches(texts, tokenizer, longest, tokens=config.fit_tokens, causal=causal)
+
+
+def _sizes(part: Encoded, split_at: int | None) -> dict:
+    sizes = {"rows": len(part.rows), "longest": max(part.lengths), "truncated": part.truncated}
+    sizes["truncated_share"] = part.truncated / len(part.rows)
+    return sizes if split_at is None else sizes | {"long": sum(length > split_at for length in part.lengths)}

@@ -1,0 +1,118 @@
+"""What does a swap cost, and what do a fit and a short tuning win back? Against the original, before anything else is asked.
+
+    hf-posswap compare --output runs/minilm                                                # every scheme, on what is built in
+    hf-posswap compare --start cold --start swap --start fit --output runs/gpt2 -- --model gpt2 --train-file my.txt
+    python recipes/swap_cost.py --model stdlib-gpt2 --scheme rotary --output runs/rotary   # one scheme, one seed
+
+Right after the swap (and the fit), and, with `tuned_` before the names, after --max-steps of tuning that are equal for all:
+
+- an encoder: `cosine_N`, of its mean-pooled states with the original's on held-out blocks of N tokens; it is tuned by
+  distillation from the original;
+- a causal model: `perplexity_N` on the same held-out tokens in blocks of one, two and four times its trained length, and `kl`
+  of its predictions to the original's at the first; it is tuned on its own loss. The original's table is repeated past its end;
+- `word_order`: whether two neighbours in a sentence were swapped, by a linear probe on an encoder's frozen states, or by which
+  of two sentences is likelier; 0.5 is chance.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+
+from hf_posswap.data.calibration import text_batches
+from hf_posswap.data.text import shorter_blocks, spread, stdlib_prose, token_blocks
+from hf_posswap.errors import PosswapError
+from hf_posswap.experiments.recipe import ORIGINAL, cost, load_model, load_original, load_tokenizer, main
+from hf_posswap.experiments.text_tasks import TextConfig, check_enough, documents, trained_length
+from hf_posswap.fitting.distillation import distillation_loss
+from hf_posswap.measure.damage import kl_divergence, perplexity, pooled_cosine, pooled_states
+from hf_posswap.measure.word_order import word_order_examples, word_order_preference, word_order_probe
+from hf_posswap.training import train
+
+TUNING_LENGTH = 128  # of an encoder, whose sentences are shorter than that; a causal model is tuned at its trained length
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapCostConfig(TextConfig):
+    """One swap, small enough to try all schemes in minutes on a CPU."""
+
+    max_steps: Annotated[int, "Tuning steps."] = 16
+    batch_size: Annotated[int, "Sequences a step."] = 8
+    learning_rate: Annotated[float, "Its peak."] = 2e-4
+    # So few steps that tables would stay next to zero.
+    table_learning_rate_factor: Annotated[float, "Position tables of attention learn so much faster."] = 100.0
+    dropout: Annotated[bool, "Tune with the dropout that the model's config names."] = False
+    fit_tokens: Annotated[int, "Tokens of training text that the start `fit` reads."] = 16_384
+    fit_steps: Annotated[int, "Steps of that fit for each layer."] = 10
+    evaluation_tokens: Annotated[int, "Held-out tokens of each figure."] = 8192
+    word_order_sentences: Annotated[int, "Half of them intact; half as many again are held out."] = 480
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.start == "scratch":
+            raise PosswapError("the cost of a swap is what a checkpoint loses: take the start cold, swap or fit")
+        if self.word_order_sentences < 4:
+            raise PosswapError(f"word_order_sentences={self.word_order_sentences} must be at least 4")
+
+
+def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
+    """Swap, measure, tune, measure again."""
+    trained, causal = trained_length(config)
+    tokenizer = load_tokenizer(config.model)
+    training, held_out = (documents(config, split, causal=causal) for split in ("train", "validation"))
+    lengths = [n * trained for n in (1, 2, 4)] if causal else sorted({min(TUNING_LENGTH, trained), trained})
+    # The same tokens at every length, in shorter or longer blocks: length alone makes the difference.
+    longest = spread(token_blocks(held_out, tokenizer, lengths[-1]), config.evaluation_tokens)
+    cuts = {n: shorter_blocks(longest, tokenizer, n) for n in lengths}
+    tuning = token_blocks(training, tokenizer, trained if causal else lengths[0])
+    check_enough(tuning, config)
+    ours = config.dataset or config.train_file
+    prose = [
+        "\n".join(texts).split("\n") if ours else stdlib_prose(split)
+        for split, texts in (("train", training), ("validation", held_out))
+    ]
+    sentences = config.word_order_sentences
+    probe = [word_order_examples(part, n) for part, n in zip(prose, (sentences, sentences // 2), strict=True)]
+
+    model = load_model(
+        # Past its end the original's table is repeated; up to there it is the original to the last bit.
+        replace(config, scheme="learned:extend=tile") if config.scheme == ORIGINAL and causal else config,
+        AutoModelForCausalLM if causal else AutoModel,
+        max_positions=lengths[-1],
+        fit_batches=lambda: text_batches(
+            training, tokenizer, trained, tokens=config.fit_tokens, causal=causal, seed=config.seed
+        ),
+        tokenizer=tokenizer,
+    )
+    original = load_original(config.model).to(model.device)
+    states = None if causal else {n: pooled_states(original, cut) for n, cut in cuts.items()}
+
+    def measure(model: PreTrainedModel, stage: str) -> dict[str, float]:
+        if causal:
+            figures = {f"perplexity_{n}": perplexity(model, cut) for n, cut in cuts.items()}
+            figures["kl"] = kl_divergence(model, original, cuts[trained])
+            figures["word_order"] = word_order_preference(model, tokenizer, probe[1][0])
+        else:
+            figures = {f"cosine_{n}": pooled_cosine(model, cut, states[n]) for n, cut in cuts.items()}
+            figures["word_order"] = word_order_probe(model, tokenizer, *probe)
+        return {f"{stage}{name}": value for name, value in figures.items()}
+
+    figures = measure(model, "")
+    rows = [{"input_ids": row, "labels": row} if causal else {"input_ids": row} for row in tuning]
+    distil = None if causal else distillation_loss(original)
+    model, done = train(model, rows, config, compute_loss=distil, output=folder, resume=resume, description="tuning")
+    return {
+        "figures": figures | measure(model, "tuned_"),
+        "cost": cost(model, done),
+        "model": model,
+        "details": {
+            "trained_length": trained,
+            "tuning_tokens": done.tokens,
+            "evaluation_tokens": {str(n): cut.numel() for n, cut in cuts.items()},
+        },
+    }
+
+
+if __name__ == "__main__":
+    main(SwapCostConfig, run)

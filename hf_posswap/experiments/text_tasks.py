@@ -1,0 +1,150 @@
+"""What recipes on plain text share: options that name the text, seeded masks, a masked-LM loss, and a head for a model without.
+
+Masks for training depend on the seed and on which example it is, and on nothing else: not on what has been drawn before, so a
+resumed run sees the masks that it would have seen, and not on how many processes share a batch. Masks for evaluation are the
+same for every scheme and seed.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch.nn import functional
+from torch.utils.data import Dataset
+from transformers import DataCollatorForLanguageModeling, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_posswap.data.text import Split, embedded_documents, read_documents
+from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.experiments.recipe import RecipeConfig, load_family
+from hf_posswap.measure.losses import lm_head
+from hf_posswap.training import TrainingConfig, TrainingRun, train
+
+FIXED_SEED = 0  # of what must not differ between the runs of a comparison: masks of held-out text, a new head
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextConfig(RecipeConfig):
+    """Which text, by the names that transformers' examples use; nothing: the standard library's, which needs no download."""
+
+    dataset: Annotated[str | None, "A Hub dataset. Default: the embedded text."] = None
+    dataset_config: Annotated[str | None, "Its configuration."] = None
+    train_file: Annotated[str | None, "A text, csv, json or parquet file, or a folder of .txt files."] = None
+    validation_file: Annotated[str | None, "Default: a tenth of the training file, which is then not trained on."] = None
+    text_column: Annotated[str, "The column of a table that holds the text."] = "text"
+    evaluation_tokens: Annotated[int, "Held-out tokens that each figure is measured on."] = 32_768
+
+    REPLACES: ClassVar[dict[str, tuple[str, ...]]] = {
+        "train_file": ("dataset", "dataset_config"),
+        "dataset": ("dataset_config", "train_file", "validation_file"),
+    }
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.dataset and self.train_file:
+            raise PosswapError("give --dataset or --train-file, not both")
+        for name, needed in (("dataset_config", "dataset"), ("validation_file", "train_file")):
+            if getattr(self, name) and not getattr(self, needed):
+                options = (f"--{one.replace('_', '-')}" for one in (name, needed))
+                raise PosswapError("{} says more about {}: give that, too".format(*options))
+        if self.evaluation_tokens < 1:
+            raise PosswapError(f"evaluation_tokens={self.evaluation_tokens} must be at least 1")
+
+
+def documents(config: TextConfig, split: Split, *, causal: bool) -> list[str]:
+    """Return the text of one split: the user's, or the embedded one."""
+    if config.dataset:
+        name = f"{config.dataset}:{config.dataset_config}" if config.dataset_config else config.dataset
+        return read_documents(name, split=split, text_column=config.text_column)
+    if config.validation_file:
+        file = config.train_file if split == "train" else config.validation_file
+        return read_documents(file, split=None, text_column=config.text_column)
+    if config.train_file:
+        return read_documents(config.train_file, split=split, text_column=config.text_column)
+    return embedded_documents(split, causal=causal)
+
+
+def trained_length(config: RecipeConfig) -> tuple[int, bool]:
+    """Return how many tokens the checkpoint reads, and whether it is causal."""
+    family, causal = load_family(config.model)
+    return family.max_position_embeddings, causal
+
+
+def check_enough(blocks: torch.Tensor, config: TrainingConfig) -> None:
+    """Raise where the text does not fill a batch, before anything is trained."""
+    if len(blocks) < config.batch_size:
+        raise DataError(
+            f"the training text fills {len(blocks)} blocks of {blocks.shape[1]} tokens, fewer than one batch of "
+            f"{config.batch_size}: give more text, a shorter block size or a smaller batch"
+        )
+
+
+def mask_tokens(
+    blocks: torch.Tensor, tokenizer: PreTrainedTokenizerBase, probability: float, seed: int = FIXED_SEED
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return blocks (N, L) with tokens masked as BERT was trained, and the labels, -100 where nothing is asked.
+
+    Of the chosen tokens 80 % become [MASK], 10 % random tokens, 10 % stay: transformers' DataCollatorForLanguageModeling.
+    """
+    # Older versions of transformers take a seed of 0 for none.
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability, seed=seed + 1)
+    batch = collate([{"input_ids": row} for row in blocks])
+    return batch["input_ids"], batch["labels"]
+
+
+class MaskedBlocks(Dataset):
+    """Blocks of tokens (N, L), each so often that no example comes twice in training, with other masks in every copy.
+
+    As BERT's own training data were made (with ten copies): the loop need not know that masks change.
+    """
+
+    def __init__(
+        self, blocks: torch.Tensor, tokenizer: PreTrainedTokenizerBase, probability: float, *, seed: int, examples: int
+    ):
+        self.blocks, self.tokenizer, self.probability, self.seed = blocks, tokenizer, probability, seed
+        self.copies = max(1, -(-examples // len(blocks)))
+
+    def __len__(self) -> int:
+        return len(self.blocks) * self.copies
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= len(self):
+            raise IndexError(index)
+        seed = random.Random(f"{self.seed} {index}").getrandbits(62)
+        row = index % len(self.blocks)
+        input_ids, labels = mask_tokens(self.blocks[row : row + 1], self.tokenizer, self.probability, seed)
+        return {"input_ids": input_ids[0], "labels": labels[0]}
+
+
+def masked_lm_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the mean loss of the masked tokens, for `train`: the head, the dearest part of a small model, sees no others."""
+    chosen = batch["labels"] != -100
+    head = lm_head(getattr(model, "module", model))  # several processes train in a wrapper, which must be what is called
+    hook = head.register_forward_pre_hook(lambda module, states: (states[0][chosen],))
+    try:
+        logits = model(input_ids=batch["input_ids"]).logits
+    finally:
+        hook.remove()
+    return functional.cross_entropy(logits.float(), batch["labels"][chosen])
+
+
+def train_head(
+    model: PreTrainedModel, missing: set[str], blocks: MaskedBlocks, config: TrainingConfig, *, progress: bool = True
+) -> TrainingRun:
+    """Train what a checkpoint lacks for masked language modelling, in place; the encoder, and what is tied to it, stays.
+
+    `missing` are the names of the new weights. They are drawn here, whatever seed the model was made with.
+    """
+    generator = torch.Generator().manual_seed(FIXED_SEED)
+    encoder = {id(parameter) for parameter in model.base_model.parameters()}
+    trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(id(parameter) not in encoder)
+            if name in missing and parameter.dim() > 1:  # norms start at one and biases at zero, without chance
+                parameter.copy_(torch.empty(parameter.shape).normal_(0, model.config.initializer_range, generator=generator))
+    try:
+        return train(model, blocks, config, compute_loss=masked_lm_loss, progress=progress, description="new head")[1]
+    finally:
+        for parameter, was in trained.items():
+            parameter.requires_grad_(was)

@@ -1,0 +1,269 @@
+"""fit: bring a freshly swapped model near its original again, in place, and report what that cost and won.
+
+`layerwise` does the work, layer by layer; here is what surrounds it: checks, the text, the damage before and after, and
+that nothing has changed when something goes wrong.
+"""
+
+import copy
+import tempfile
+import time
+import warnings
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from hf_posswap.architectures import Architecture
+from hf_posswap.checkpoint import SwappedModel
+from hf_posswap.data.calibration import check_batches, random_tokens, split_batches, written_text
+from hf_posswap.errors import CheckpointError, DataError, PosswapError, UnsupportedModelError
+from hf_posswap.fitting.layerwise import LayerFit, Walk
+from hf_posswap.measure.damage import Damage, damage
+from hf_posswap.provenance import provenance, weight_hashes, without_home, write_json
+from hf_posswap.sharing.delta import saved_weights_hash, weights_hash
+from hf_posswap.swapping import is_unchanged, original, rewriting_attention
+from hf_posswap.target import find_target
+from hf_posswap.warm_start import plain_projections
+
+FIT_FILE = "posswap_fit.json"
+
+_TOKENS_A_BATCH = 2048  # of one step; memory for attention probabilities goes with it
+
+
+@dataclass(frozen=True)
+class FitReport:
+    """What a fit did, measured on the tenth of the text that it did not see; `print` shows it as tables."""
+
+    before: Damage
+    after: Damage
+    layers: tuple[LayerFit, ...]
+    seconds: float
+    tokens: int  # fitted on
+    tokens_held_out: int  # measured on
+    text: str  # which: "given", "written by the model", "random tokens"; or in words
+    longest: int  # sequence in it: what the fit did to longer inputs, nobody has looked at
+    trained_positions: int  # what the original reads
+    position_scheme: dict  # as the model's config has it
+    sha256: str  # of the weights that it is of: `delta.weights_hash`
+
+    def __str__(self) -> str:
+        found = Table(box=None, pad_edge=False)
+        for title in ("damage", "before", "after"):
+            found.add_column(title, justify="left" if title == "damage" else "right")
+        found.add_row(self.before.measure, f"{self.before.total:.4f}", f"{self.after.total:.4f}")
+        for name, kind in (("length", "by_length"), ("position", "by_position")):
+            before, after = getattr(self.before, kind), getattr(self.after, kind)
+            keys = list(before) if len(before) <= 8 else []
+            for key in keys:
+                found.add_row(f"  {name} {key}", f"{before[key]:.4f}", f"{after[key]:.4f}")
+        layers = Table(box=None, pad_edge=False)
+        for title in ("layer", "error before", "closed form", "after steps", "states before", "states after"):
+            layers.add_column(title, justify="right")
+        for fit, states in zip(self.layers, zip(self.before.by_layer, self.after.by_layer, strict=True), strict=True):
+            solved = "" if fit.solved is None else f"{fit.solved:.4f}" + ("" if fit.kept else " (not kept)")
+            after = f"{fit.after:.4f}" + ("" if fit.reconstructed else " (no steps)")
+            layers.add_row(str(fit.layer), f"{fit.before:.4f}", solved, after, *(f"{value:.4f}" for value in states))
+        console = Console(width=100, highlight=False, color_system=None, force_jupyter=False)
+        with console.capture() as capture:
+            console.print(found, "", layers)
+            console.print(
+                f"fitted on {self.tokens:,} tokens, {self.text}, in {self.seconds:.0f} s; measured on "
+                f"{self.tokens_held_out:,} others"
+            )
+            if self.longest < self.trained_positions:
+                console.print(
+                    f"no sequence was longer than {self.longest} tokens, and the original reads {self.trained_positions}: give "
+                    "longer ones too if the model shall read them"
+                )
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    def save(self, folder: str | Path, *, command: str | None = None) -> None:
+        """Write `FIT_FILE` next to the saved model, for its card: the report, which weights it is of, versions and hardware.
+
+        Args:
+            folder: Where the fitted model was saved.
+            command: What made the model.
+
+        Raises:
+            CheckpointError: There are no weights in the folder, or others than those that were fitted.
+        """
+        hashes = weight_hashes(Path(folder))
+        if not hashes:
+            raise CheckpointError(f"there is no model in {folder}: save the fitted model there first")
+        if saved_weights_hash(Path(folder)) != self.sha256:
+            raise CheckpointError(
+                f"{folder} holds other weights than those that this report is of: the model was trained or cast since, or it "
+                "is another one"
+            )
+        report = asdict(self) | {"made": provenance() | {"command": command and without_home(command)}}
+        write_json(Path(folder) / FIT_FILE, {"format": 1, "weights": hashes, "report": report})
+
+
+def fit(
+    model: PreTrainedModel,
+    batches: torch.Tensor | Iterable | None = None,
+    *,
+    reconstruct: int = 100,
+    original_model: PreTrainedModel | None = None,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
+    progress: bool = True,
+) -> FitReport:
+    """Fit a freshly swapped model to its original on some text, in place; return what that cost and won.
+
+    Args:
+        model: A swapped model. Only the weights of self-attention, and its positions, change; `restore` still gives
+            the original back bit for bit.
+        batches: Token ids (N, L), or an iterable of such of differing lengths, or of dicts with `input_ids`,
+            `attention_mask` and `token_type_ids`. Mix lengths up to the longest input you care about. None: a causal model
+            writes text itself, an encoder gets random tokens, which real text beats.
+        reconstruct: Steps of Adam for each layer; 0 is the closed form alone, where the scheme has one.
+        original_model: The original, if this process does not keep it: for a model loaded from a swapped checkpoint.
+        learning_rate: Peak of the steps for weights; position tables learn 30 times as fast.
+        seed: Of the order of steps, and of text that the model writes.
+        progress: Show a bar.
+
+    Every tenth sequence is held out, for the figures of the report and to tell whether a closed form helps.
+
+    Raises:
+        PosswapError: The model is not swapped, was trained since, or its original is gone; batches do not belong to it or are
+            too few. The model is as it was before the call, also after an interrupt. A fit that makes it no better is
+            undone, with a warning, and the report's `after` is its `before`.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> from hf_posswap import swap
+    >>> _ = torch.manual_seed(0)
+    >>> config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
+    >>> model = swap(GPT2LMHeadModel(config), "rotary")
+    >>> report = fit(model, torch.randint(99, (40, 64)), reconstruct=10, progress=False)
+    >>> report.after.total < report.before.total
+    True
+    """
+    started = time.perf_counter()
+    target, architecture = find_target(model, dispatched=True)
+    teacher = _check(target, architecture, original_model, reconstruct, learning_rate)
+    longest = min(teacher.config.max_position_embeddings, target.config.max_position_embeddings)
+    text = "given"
+    modes = {module: module.training for one in (target, teacher) for module in one.modules()}
+    try:
+        target.eval(), teacher.eval()
+        if batches is None:
+            causal = architecture.is_causal(target.config)
+            if causal and not (teacher.can_generate() and teacher.get_output_embeddings() is not None):
+                raise DataError("this model has no language-modelling head to write its own text with: pass batches")
+            batches = (written_text if causal else random_tokens)(teacher, seed=seed, length=longest)
+            text = "written by the model" if causal else "random tokens"
+        checked = check_batches(batches, teacher, longest)
+        fitted, held = split_batches(checked, tokens_a_batch=_TOKENS_A_BATCH)
+        counts = [sum(int(batch["attention_mask"].sum()) for batch in part) for part in (fitted, held)]
+        if counts[0] < 4 * target.config.hidden_size or not held:
+            raise DataError(
+                f"{sum(counts):,} tokens in {sum(len(b['input_ids']) for b in checked)} sequences are too few to fit layers "
+                f"of size {target.config.hidden_size}: give at least {5 * target.config.hidden_size:,} in two sequences, "
+                "better ten times that"
+            )
+        before = damage(target, teacher, held)
+        about = (*counts, text, max(batch["input_ids"].shape[1] for batch in checked), longest)
+        if before.total < 1e-7:  # the original's own table: there is nothing to fit
+            return _report(target, before, before, (), time.perf_counter() - started, *about)
+        with rewriting_attention(target), tempfile.TemporaryDirectory(prefix="posswap-") as folder:
+            walk = Walk(target, teacher, architecture, fitted, held, Path(folder), seed)
+            count = len(walk.layers[0])
+            quiet = {} if progress else {"disable": True}  # None or False would overrule TQDM_DISABLE
+            with tqdm(total=count * (reconstruct + 1), desc="fit", unit="step", **quiet) as bar:
+                layers = [walk.fit_layer(index, reconstruct, learning_rate, bar) for index in range(count)]
+            after = damage(target, teacher, held)
+            if not reconstruct and not any(fit.kept for fit in layers):
+                raise PosswapError(
+                    f"{target.base_model.position_scheme} positions have no closed form here, or it makes no layer better: "
+                    "give reconstruct a number of steps"
+                )
+            if not after.total < before.total:
+                raise _NotBetter
+    except _NotBetter:
+        warnings.warn(
+            f"the fit was undone: on text not seen, {after.measure} went from {before.total:.4f} to {after.total:.4f}. Either "
+            f"there is nothing left to win, or {counts[0]:,} tokens are too few: give more text, or a lower learning_rate",
+            stacklevel=2,
+        )
+        after = before
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return _report(target, before, after, tuple(layers), time.perf_counter() - started, *about)
+
+
+def _report(target: PreTrainedModel, *found) -> FitReport:
+    return FitReport(*found, copy.deepcopy(target.config.position_scheme), weights_hash(target))
+
+
+class _NotBetter(Exception):
+    """Makes a fit that did not help undo itself."""
+
+
+def _check(
+    target: PreTrainedModel,
+    architecture: Architecture,
+    given: PreTrainedModel | None,
+    reconstruct: int,
+    learning_rate: float,
+) -> PreTrainedModel:
+    """Return the original to fit to, or raise saying why there is none."""
+    if not isinstance(reconstruct, int) or isinstance(reconstruct, bool) or reconstruct < 0:
+        raise PosswapError(f"reconstruct={reconstruct!r} must be a number of steps, 0 or more")
+    if not isinstance(learning_rate, (int, float)) or isinstance(learning_rate, bool) or not 0 < learning_rate < float("inf"):
+        raise PosswapError(f"learning_rate={learning_rate!r} must be a number above 0")
+    if torch.is_inference_mode_enabled():
+        raise PosswapError("a fit needs gradients and cannot run inside torch.inference_mode(): call it outside")
+    if not isinstance(target, SwappedModel):
+        raise PosswapError(f"this {type(target).__name__} is not swapped: call posswap.swap(model, scheme) first, then fit")
+    if vars(target).get("_posswap_part"):
+        raise PosswapError("this is the inner part of a swapped model: fit the whole model, which can restore what was fitted")
+    _check_weights(target)
+    own = [name for attention in architecture.self_attentions(target.base_model) for name, _ in attention.named_parameters()]
+    if not plain_projections(target, architecture) or any("base_layer." in n or "parametrizations." in n for n in own):
+        raise UnsupportedModelError(
+            "the projections of attention are wrapped by adapters, parametrized or shared: fit before that"
+        )
+    if given is None:
+        if not hasattr(target, "_posswap_record"):
+            raise PosswapError(
+                "the original is not here: this model was loaded from a swapped checkpoint. Load the original checkpoint and "
+                "pass it as original_model="
+            )
+        if not is_unchanged(target):
+            raise PosswapError(
+                "this model's attention has changed since it was swapped (trained, cast or loaded): fit right after the swap"
+            )
+        if any("forward" in vars(module) for module in target.modules()):
+            raise UnsupportedModelError(
+                "no original can be made from a model that accelerate has dispatched (or another patcher changed): fit before "
+                "that, or load the original checkpoint and pass it as original_model="
+            )
+        # In half precision a layer is widened while it is fitted; the original must not be widened with it.
+        wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in target.parameters())
+        return original(target, share_weights=wide)
+    other, family = find_target(given, dispatched=True)
+    sizes = [(c.vocab_size, c.hidden_size, c.num_hidden_layers, c.num_attention_heads) for c in (target.config, other.config)]
+    if type(family) is not type(architecture) or sizes[0] != sizes[1]:
+        raise PosswapError(
+            f"original_model is a {family.model_type} with (vocabulary, hidden size, layers, heads) {sizes[1]}, the swapped "
+            f"one a {architecture.model_type} with {sizes[0]}: pass the checkpoint that it was swapped from"
+        )
+    _check_weights(other)
+    return other
+
+
+def _check_weights(model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UnsupportedModelError(f"{name} is offloaded or not loaded (meta device): load all of the model, then fit")
+        if not torch.isfinite(parameter).all():
+            raise PosswapError(
+                f"{name} holds NaN or infinite numbers: the checkpoint is broken, or training has diverged; load it again"
+            )

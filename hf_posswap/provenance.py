@@ -1,0 +1,111 @@
+"""Result files: what is written so that a figure can be traced and a run gone on with."""
+
+import hashlib
+import json
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import transformers
+from filelock import FileLock, Timeout
+
+from hf_posswap.errors import CheckpointError
+
+LOCK = ".lock"
+
+
+def prepare_output(config: dict, output: Path, resume: bool) -> Path:
+    """Make the folder, or check that a resumed one was begun with the same configuration; return the folder of rows."""
+    wanted = json.loads(json.dumps(config))  # lists, not tuples, come back from JSON
+    file, rows = output / "config.json", output / "rows"
+    if output.exists() and not output.is_dir():
+        raise CheckpointError(f"{output} is a file: give a folder")
+    # A run that stopped before its first row left nothing worth keeping.
+    started = rows.exists() and any(rows.glob("*.json"))
+    foreign = output.exists() and {path.name for path in output.iterdir()} - {file.name, rows.name, LOCK}
+    if started or foreign:
+        if not resume:
+            raise CheckpointError(f"{output} exists and is not empty: choose another --output, or pass --resume")
+        if not file.exists() or json.loads(file.read_text()) != wanted:
+            raise CheckpointError(f"{output} was begun with another configuration, see {file}: resume with the same options")
+    write_json(file, wanted)
+    return rows
+
+
+def lock(output: Path) -> FileLock:
+    """Return the held lock of an output folder: two runs that write into one folder would spoil each other's results."""
+    output.mkdir(parents=True, exist_ok=True)
+    held = FileLock(output / LOCK, timeout=0)
+    try:
+        held.acquire()
+    except Timeout:
+        raise CheckpointError(f"{output} is in use by another run: wait for it, or choose another --output") from None
+    return held
+
+
+def provenance(program: str = "hf-posswap") -> dict:
+    """Return what a result file says of its making: command (the program and its arguments), commit, versions, hardware."""
+    source = Path(__file__).parent
+    commit = None
+    if (source.parent / ".git").exists() and shutil.which("git"):  # not an installed package, whatever lies around it
+        command = ["git", "describe", "--always", "--dirty"]
+        commit = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False).stdout.strip() or None
+    cpu = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else []
+    return {
+        "command": shlex.join([*program.split(), *sys.argv[1:]]),
+        "commit": commit,
+        "versions": {
+            "hf_posswap": version("hf_posswap"),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "hardware": {
+            "cpu": models[0] if models else platform.machine(),
+            "threads": torch.get_num_threads(),
+            "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+    }
+
+
+def weight_hashes(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each weight file of a saved model, which a result that is kept next to them belongs to."""
+    hashes = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while part := file.read(1 << 20):
+                digest.update(part)
+        hashes[path.name] = digest.hexdigest()
+    return hashes
+
+
+def without_home(text: str) -> str:
+    """Return a path, or a command with paths, as others may read it: of an absolute one, the last two parts."""
+    if Path(text).is_absolute():
+        return "/".join(Path(text).parts[-2:]).lstrip("/")
+    try:
+        parts = shlex.split(text)
+    except ValueError:
+        return text
+    short = [
+        name + equals + without_home(value) if Path(value).is_absolute() else part
+        for part in parts
+        for name, equals, value in [part.partition("=") if part.startswith("-") else ("", "", part)]
+    ]
+    return text if short == parts else shlex.join(short)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write a file as a whole: a process that is killed leaves the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(path.name + ".writing")  # a killed run leaves no half-written file under the real name
+    aside.write_text(json.dumps(content, indent=2) + "\n")
+    aside.replace(path)

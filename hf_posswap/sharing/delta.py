@@ -1,0 +1,203 @@
+"""Position deltas: a swap as a few kilobytes next to a base model that everybody has.
+
+Where a swap leaves the other weights as they are, all there is to share is the scheme and its parameters. A delta is a folder
+with position_delta.json (format, scheme, lengths, and of which weights: Hub id, revision, SHA-256) and
+position_delta.safetensors. It goes onto the weights that it was made from, and onto no others: the hash is of all weights
+of the headless model but the pooler, so it does not matter which head is on.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from hf_posswap.architectures import ARCHITECTURES, Architecture
+from hf_posswap.checkpoint import SwappedModel, config_entry, on_hub, scheme_in
+from hf_posswap.errors import CheckpointError, PosswapError
+from hf_posswap.provenance import write_json
+from hf_posswap.swapping import original, restore, swap
+from hf_posswap.target import find_target
+
+FORMAT = 1
+ABOUT, WEIGHTS = "position_delta.json", "position_delta.safetensors"
+
+
+def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTrainedModel | None = None) -> None:
+    """Write a swapped model's scheme and its parameters into a new folder, without the weights that the base model has.
+
+    Args:
+        model: A swapped model whose other weights are the base model's.
+        folder: A new folder.
+        base_model: The base model, to compare with. Default: what the model was swapped from in this process, which shows
+            whether a fit or a warm start rewrote attention. Whether other weights were trained since shows with this alone, or
+            when the delta is loaded.
+
+    Raises:
+        PosswapError: The model is not swapped, its base is not here, or other weights differ from the base's.
+        CheckpointError: The folder has something in it.
+
+    >>> import copy, tempfile
+    >>> import hf_posswap as posswap
+    >>> from transformers import GPT2Config, GPT2Model
+    >>> base = GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64, vocab_size=50))
+    >>> folder = tempfile.mkdtemp()
+    >>> posswap.save_delta(posswap.swap(copy.deepcopy(base), "relative:clip=8"), folder)
+    >>> print(posswap.describe(posswap.load_delta(base, folder)).new)
+    relative:clip=8
+    """
+    target, architecture = find_target(model)
+    if not isinstance(target, SwappedModel):
+        raise PosswapError(f"this {type(target).__name__} is not swapped: there is no delta")
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists already: choose another folder")
+    if base_model is None:
+        base_model = original(target)
+    base, base_architecture = find_target(base_model)
+    if isinstance(base, SwappedModel) or base_architecture is not architecture:
+        raise PosswapError(f"base_model must be an unswapped {architecture.model_type} model, not a {type(base).__name__}")
+    mine, weights = _position_weights(target, architecture), _weights(base)
+    own = {name: value for name, value in _weights(target).items() if name not in mine}
+    table = ".".join(filter(None, (_table_name(base, architecture), "weight")))
+    weights_without = {name: value for name, value in weights.items() if name != table}
+    if own.keys() != weights_without.keys():
+        raise PosswapError(f"base_model has other weights: {sorted(own.keys() ^ weights_without.keys())[:3]} ...")
+    changed = [name for name, value in own.items() if not _same(value, weights_without[name])]
+    if changed:
+        raise PosswapError(
+            f"{len(changed)} weights are not the base model's ({', '.join(changed[:3])} ...): a fit, a balanced basis or "
+            "training has changed them, and a delta holds positions alone. Save the whole model, or swap with "
+            "warm_start=False or a scheme that leaves attention as it is"
+        )
+    scheme, trained = target.base_model.position_scheme, target.config.position_scheme["trained_positions"]
+    entry = config_entry(scheme, trained, target.config.max_position_embeddings)
+    about = {
+        "format": FORMAT,
+        "model_type": architecture.model_type,
+        "position_scheme": entry,
+        "max_positions": target.config.max_position_embeddings,
+        "base_model": {
+            **(on_hub(base.name_or_path) or {"id": None, "revision": None}),
+            "sha256": weights_hash(base),
+        },
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: value.contiguous() for name, value in mine.items()}, folder / WEIGHTS)
+    write_json(folder / ABOUT, about)
+
+
+def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revision: str | None = None) -> PreTrainedModel:
+    """Swap a base model, in place, to what a delta says; return it. `posswap.restore` takes it back.
+
+    Args:
+        base_model: The model that the delta was made from, with any head, in the dtype it was loaded in then.
+        folder_or_id: A folder that `save_delta` wrote, or a repository of the Hub.
+        revision: Of that repository.
+
+    Raises:
+        CheckpointError: The delta is incomplete, of a newer format, or of another base model; nothing is changed.
+    """
+    target, architecture = find_target(base_model)
+    if isinstance(target, SwappedModel):
+        raise PosswapError("this model is swapped already: load the plain checkpoint")
+    folder = Path(folder_or_id)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(str(folder_or_id), revision=revision, allow_patterns=[ABOUT, WEIGHTS]))
+    for name in (ABOUT, WEIGHTS):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder_or_id} has no {name}: it is no position delta")
+    try:
+        about = json.loads((folder / ABOUT).read_text())
+        weights = load_file(folder / WEIGHTS)
+        version, base = about["format"], about["base_model"]
+        kind, entry, longest, digest = (
+            about["model_type"],
+            dict(about["position_scheme"]),
+            about["max_positions"],
+            base["sha256"],
+        )
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"{folder_or_id} cannot be read ({error!r}): the delta is broken, get it again") from None
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{folder_or_id} has delta format {version!r}, this hf_posswap reads format {FORMAT}: upgrade with "
+            "pip install -U hf_posswap"
+        )
+    known = f"{base.get('id')}, revision {base.get('revision')}"
+    if kind != architecture.model_type:
+        raise CheckpointError(f"{folder_or_id} is for a {kind} model ({known}), this is a {architecture.model_type}")
+    if weights_hash(target) != digest:
+        raise CheckpointError(
+            f"{folder_or_id} was made from other weights ({known}): load that model, in the dtype it was in, and no other one"
+        )
+    try:
+        swap(target, scheme_in(entry), max_positions=longest, warm_start=False)
+    except PosswapError as error:
+        raise CheckpointError(f"{folder_or_id} holds a scheme that cannot be used: {error}") from None
+    wanted = _position_weights(target, architecture)
+    shapes = {name: value.shape for name, value in wanted.items()}
+    if {name: value.shape for name, value in weights.items()} != shapes:
+        restore(target)
+        raise CheckpointError(f"{folder_or_id} does not hold the weights of its scheme: the delta is broken, get it again")
+    with torch.no_grad():
+        for name, value in wanted.items():
+            value.copy_(weights[name])
+    return base_model
+
+
+def weights_hash(model: PreTrainedModel) -> str:
+    """Return the SHA-256 of a model's weights: names, types, shapes and values of the headless model without its pooler."""
+    return _hash(sorted(_weights(model).items()))
+
+
+def saved_weights_hash(folder: Path) -> str:
+    """Return `weights_hash` of the swapped model that a folder holds, from its files, one tensor after the other."""
+    family = json.loads((folder / "config.json").read_text())["model_type"].removeprefix("posswap-")
+    prefix = f"{ARCHITECTURES[family].base_class.base_model_prefix}."
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in folder.glob("*.safetensors")]
+        where = {name: file for file in files for name in file.keys()}
+        if any(name.startswith(prefix) for name in where):  # a head is on
+            where = {name: file for name, file in where.items() if name.startswith(prefix)}
+        names = {name.removeprefix(prefix): name for name in where}
+        kept = sorted(name for name in names if not name.startswith("pooler."))
+        return _hash((name, where[names[name]].get_tensor(names[name])) for name in kept)
+
+
+def _hash(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, value in weights:
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.base_model.state_dict().items() if not name.startswith("pooler.")}
+
+
+def _table_name(model: PreTrainedModel, architecture: Architecture) -> str:
+    owner, name = architecture.table_owner(model.base_model)
+    module = getattr(owner, name)
+    return next(name for name, one in model.base_model.named_modules() if one is module)
+
+
+def _position_weights(model: PreTrainedModel, architecture: Architecture) -> dict[str, torch.Tensor]:
+    """Return what a scheme's modules hold, by name in the headless model; the tensors are the model's own."""
+    attentions = architecture.self_attentions(model.base_model)
+    modules = {id(a.positions) for a in attentions if hasattr(a, "positions")}
+    prefixes = [_table_name(model, architecture)]
+    prefixes += [name for name, module in model.base_model.named_modules() if id(module) in modules]
+    inside = tuple(f"{prefix}." for prefix in prefixes)
+    return {name: value for name, value in model.base_model.state_dict().items() if name.startswith(inside)}
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.to(other.device), other)

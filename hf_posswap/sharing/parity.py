@@ -1,0 +1,121 @@
+"""Parity: whether an exported model computes what the swapped one does, measured on the same tokens.
+
+Random tokens and, with a tokenizer, real text; short, 128 tokens, and as long as the model holds, up to `LONGEST`; one sequence
+whole, and one padded on the right where there is a padding token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_posswap.data.text import embedded_documents, token_blocks
+from hf_posswap.errors import PosswapError
+
+# The largest difference that may be left, as a share of the standard deviation of the outputs: the formulas are the same, and
+# the order in which sums are rounded is not.
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 3e-1}
+
+PARITY_FILE = "parity.json"
+
+LONGEST = 2048  # tokens of the longest input that is compared, where the model holds more
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """How near the exported model is to the swapped one: largest absolute differences of outputs, and their deviation."""
+
+    source: str  # class and scheme
+    position_scheme: dict  # as the swapped model's config has it
+    target: str  # class
+    dtype: str
+    output: str  # what was compared: logits; start_logits, end_logits; last_hidden_state; ...
+    random: dict[int, float]  # tokens a sequence -> largest difference
+    text: dict[int, float]  # the same on real text; empty without a tokenizer
+    deviation: float  # of the swapped model's outputs on random tokens
+    left_out: tuple[str, ...]  # weights that the native class has no place for
+    holds_for: tuple[str, ...]  # what inputs must be like, where not all do
+
+    @property
+    def largest(self) -> float:
+        """The largest of all differences."""
+        return max([*self.random.values(), *self.text.values()])
+
+    def __str__(self) -> str:
+        lines = [f"{self.source} -> {self.target}, {self.dtype}: largest difference of {self.output} {self.largest:.2g}"]
+        for name, found in (("random tokens", self.random), ("text", self.text)):
+            lines += [f"  {name}, {length} tokens: {value:.2g}" for length, value in found.items()]
+        lines.append(f"  standard deviation of {self.output}: {self.deviation:.3g}")
+        lines += [f"  left out, {self.target} has no place for it: {name}" for name in self.left_out]
+        lines += [f"  holds for: {condition}" for condition in self.holds_for]
+        return "\n".join(lines)
+
+
+def certify(
+    model: PreTrainedModel,
+    exported: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    left_out: tuple[str, ...] = (),
+    holds_for: tuple[str, ...] = (),
+) -> Certificate:
+    """Let a swapped model and its export read the same tokens.
+
+    Raises:
+        PosswapError: They do not say the same.
+    """
+    causal = model.architecture.is_causal(model.config)
+    longest = min(model.config.max_position_embeddings, LONGEST)
+    cls = getattr(tokenizer, "cls_token_id", None)
+    text = embedded_documents("validation", causal=causal) if tokenizer is not None else None
+    found, deviation = {"random": {}, "text": {}}, 0.0
+    for length in sorted({min(16, longest), min(128, longest), longest}):
+        generator = torch.Generator().manual_seed(length)
+        tokens = torch.randint(model.config.vocab_size, (1, length), generator=generator)
+        if cls is not None and not causal:  # [CLS] stands first, and nowhere else
+            tokens[tokens == cls] = (cls + 1) % model.config.vocab_size
+            tokens[:, 0] = cls
+        inputs = {"random": tokens}
+        if text is not None:
+            inputs["text"] = token_blocks(text, tokenizer, length)[:1]
+        for kind, tokens in inputs.items():
+            ours, theirs = (_outputs(one, tokens) for one in (model, exported))
+            shared = [name for name in ours if name in theirs]  # RoFormer has no pooler
+            found[kind][length] = max(float((theirs[name] - ours[name]).abs().max()) for name in shared)
+            deviation = max(deviation, max(float(ours[name].std()) for name in shared if ours[name].numel() > 1))
+    certificate = Certificate(
+        source=f"{type(model).__name__}, {model.base_model.position_scheme}",
+        position_scheme=model.config.position_scheme,
+        target=type(exported).__name__,
+        dtype=str(model.dtype).removeprefix("torch."),
+        output=", ".join(shared),
+        random=found["random"],
+        text=found["text"],
+        deviation=deviation,
+        left_out=left_out,
+        holds_for=holds_for,
+    )
+    if not certificate.largest <= TOLERANCE[model.dtype] * max(deviation, 1e-6):  # NaN, too
+        raise PosswapError(f"the exported model does not compute what the swapped one does:\n{certificate}")
+    return certificate
+
+
+def _outputs(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what the head says of a sequence, and of one that is padded where there is a padding token; float64."""
+    tokens, padding = tokens.to(model.device), model.config.pad_token_id
+    if padding is not None and padding >= 0:
+        cut = tokens.clone()
+        cut[:, -max(1, tokens.shape[1] // 4) :] = padding
+        tokens = torch.cat([tokens, cut])
+        tokens[0, -1] = tokens[0, -1] if tokens[0, -1] != padding else (padding + 1) % model.config.vocab_size
+    mask = torch.ones_like(tokens)
+    mask[1:, -max(1, tokens.shape[1] // 4) :] = 0
+    choices = "MultipleChoice" in type(model).__name__
+    batch = {"input_ids": tokens, "attention_mask": mask}
+    outputs = model(**{name: value[:, None] for name, value in batch.items()} if choices else batch)
+    compared = {}
+    for name, value in outputs.items():  # a cache is none
+        if isinstance(value, torch.Tensor):
+            per_token = value.dim() > 1 and value.shape[:2] == tokens.shape
+            compared[name] = (value[mask.bool()] if per_token else value).double()
+    return compared

@@ -1,0 +1,341 @@
+"""posswap_results.json: what is known of one shared model, as data; its card is written from it, and leaderboards read it.
+
+The format is published next to this package's other assets: assets/posswap_results.schema.json (JSON Schema, draft 2020-12).
+A file from elsewhere is checked against it before anything is done with it: its names end up in tables and pages, so text that
+Markdown, HTML or YAML would take for markup is refused.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+from transformers import AutoConfig
+
+from hf_posswap.checkpoint import CONFIG_CLASSES, read_config_entry, scheme_in
+from hf_posswap.errors import CheckpointError, DataError, PosswapError
+from hf_posswap.experiments.comparison import background, check_budgets, load_runs, markdown
+from hf_posswap.fitting.fit import FIT_FILE
+from hf_posswap.provenance import weight_hashes, without_home
+from hf_posswap.schemes import Scheme, parse_scheme
+from hf_posswap.sharing.delta import ABOUT
+from hf_posswap.sharing.parity import PARITY_FILE
+
+FORMAT = 1
+RESULTS_FILE = "posswap_results.json"
+SCHEMA = Path(__file__).parents[1] / "assets" / "posswap_results.schema.json"
+LOCAL = "local:"
+
+# What a run's result file holds beyond these, curves and matrices, stays where it was made.
+_OF_A_RUN = ("format", "recipe", "command", "commit", "note", "versions", "hardware", "config", "figures", "cost", "weights")
+
+
+def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str | None = None) -> dict:
+    """Return what `RESULTS_FILE` holds for a folder with a swapped model, its native export or a delta.
+
+    `results` are folders of `compare`, or of single runs; None: what the folder's own file has of these weights. `base_model`
+    is "owner/name", "owner/name@revision", or "local:name"
+    for one that is not on the Hub; needed where the folder does not say it.
+
+    Raises:
+        CheckpointError: There is no such model, or a report next to it is of other weights.
+        PosswapError: No base model, a base model that is not the folder's, or results that do not belong to it.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no folder {folder}: save the model first")
+    weights = weight_hashes(folder)
+    if not weights:
+        raise CheckpointError(f"{folder} has no weights (.safetensors): save the model there first")
+    kind, entry, about = _read_model(folder)
+    before = _json(folder / RESULTS_FILE) if (folder / RESULTS_FILE).is_file() else {}
+    old = before.get("model") if isinstance(before.get("model"), dict) else {}
+    if results is None:
+        comparisons = before.get("comparisons") if old.get("weights") == weights else []
+    else:
+        places = list(dict.fromkeys(Path(place).resolve() for place in results))
+        comparisons = [_comparison(place, _scheme(entry, folder), folder) for place in places]
+    scheme = _scheme(entry, folder)
+    content = {
+        "format": FORMAT,
+        "model": {
+            "kind": kind,
+            **about,
+            "weights": weights,
+            "tokenizer": (folder / "tokenizer_config.json").is_file(),
+            "position_scheme": scheme.to_dict(),
+            "trained_positions": entry["trained_positions"],
+            "base_model": _base_model(entry.get("base_model"), base_model, old.get("base_model"), folder),
+        },
+        "fit": _report(folder / FIT_FILE, "report", scheme),
+        "parity": _report(folder / PARITY_FILE, "certificate", scheme),
+        "comparisons": comparisons,
+    }
+    content = json.loads(json.dumps(content))  # as it will be read: lists, and lengths as text
+    check(content, f"the results of {folder}")
+    return content
+
+
+def _read_model(folder: Path) -> tuple[str, dict, dict]:
+    """Return which kind of folder it is, the entry that its scheme is in, and what else is known of the model."""
+    if (folder / ABOUT).is_file():
+        found = _json(folder / ABOUT)
+        try:
+            entry = found["position_scheme"] | {"base_model": found["base_model"]}
+            return "delta", entry, {"family": found["model_type"], "class": None, "max_positions": found["max_positions"]}
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{folder / ABOUT} lacks {error}: save the delta again") from None
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} has neither config.json nor {ABOUT}: give the folder of a saved model")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)  # and no question whether to
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{folder / 'config.json'} cannot be read: {str(error).splitlines()[0]}") from None
+    about = {"class": (config.architectures or [None])[0], "max_positions": getattr(config, "max_position_embeddings", None)}
+    if type(config) in CONFIG_CLASSES.values():
+        read_config_entry(config)  # or why not
+        return "swapped", config.position_scheme, {"family": config.model_type.removeprefix("posswap-"), **about}
+    if (folder / PARITY_FILE).is_file():
+        entry = _report(folder / PARITY_FILE, "certificate").get("position_scheme")
+        if not isinstance(entry, dict) or "trained_positions" not in entry:
+            raise CheckpointError(f"{folder / PARITY_FILE} does not say which scheme was exported: export the model again")
+        return "native", entry, {"family": config.model_type, **about}
+    raise CheckpointError(
+        f"{folder} holds a {config.model_type!r} model that has not been swapped: give a swapped model, a folder that "
+        "`hf-posswap export` wrote, or a delta"
+    )
+
+
+def _scheme(entry: dict, folder: Path) -> Scheme:
+    try:
+        return scheme_in(entry)
+    except PosswapError as error:
+        raise CheckpointError(f"{folder} holds a position scheme that cannot be used: {error}") from None
+
+
+def _json(path: Path) -> dict:
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): write it again") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} must hold an object, not {type(found).__name__}")
+    return found
+
+
+def _report(path: Path, name: str, scheme: Scheme | None = None) -> dict | None:
+    if not path.is_file():
+        return None
+    found = _json(path)
+    entry = found[name].get("position_scheme") if isinstance(found.get(name), dict) else None
+    if scheme is not None and (not isinstance(entry, dict) or _scheme(entry, path) != scheme):
+        raise CheckpointError(f"{path} is of another scheme than the folder's: write it again, or remove it")
+    if not isinstance(found.get(name), dict) or found.get("weights") != weight_hashes(path.parent):
+        raise CheckpointError(f"{path} is of other weights than the folder's, or broken: write it again, or remove it")
+    return found[name]
+
+
+def _base_model(known: dict | None, given: str | None, before: dict | None, folder: Path) -> dict:
+    """Return the base model: as the folder says, or the user, or the user when a card was written before."""
+    known = known if isinstance(known, dict) and known.get("id") else None
+    if known is not None and not _is_repo_id(known["id"]):
+        raise CheckpointError(
+            f"{folder} names {known['id']!r:.100} as its base, which is no name on the Hub: save the model again"
+        )
+    if given is None:
+        if known is None and isinstance(before, dict) and (not before.get("on_hub") or _is_repo_id(before.get("id"))):
+            return before
+        if known is None:
+            raise PosswapError(
+                f"{folder} does not say which model it was swapped from: give base_model (--base-model), owner/name or "
+                f"owner/name@revision on the Hub, or {LOCAL}NAME for one that is not there"
+            )
+        return {"id": known["id"], "revision": known.get("revision"), "on_hub": True}
+    if given.startswith(LOCAL):
+        name, revision, on_hub = given.removeprefix(LOCAL), None, False
+        if not name or "/" in name or "\\" in name:
+            raise PosswapError(f"base_model={given!r}: give a name after {LOCAL}, not a path")
+    else:
+        name, _, revision = given.partition("@")
+        on_hub = True
+        if not _is_repo_id(name):
+            raise PosswapError(f"base_model={given!r} is no name on the Hub: owner/name, or {LOCAL}NAME")
+    if known is not None and name != known["id"]:
+        raise PosswapError(f"{folder} was swapped from {known['id']}, not from {name}")
+    return {"id": name, "revision": revision or (known or {}).get("revision"), "on_hub": on_hub}
+
+
+def _is_repo_id(name) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:
+    """Read a comparison, or the runs below a folder."""
+    file = place / "comparison.json" if place.is_dir() else place
+    if not place.exists():
+        raise DataError(f"there are no results in {place}: give a folder that `hf-posswap compare` or a recipe wrote")
+    found = _json(file) if file.is_file() else {"vary": [], "runs": load_runs([place])}
+    if not isinstance(found.get("runs"), list) or not isinstance(found.get("vary"), list):
+        raise DataError(f"{file} is no comparison: give a folder that `hf-posswap compare` or a recipe wrote")
+    runs = [{name: run[name] for name in _OF_A_RUN if name in run} for run in found["runs"] if isinstance(run, dict)]
+    for run in runs:  # others need not know where somebody keeps files
+        if isinstance(run.get("command"), str) and isinstance(run.get("config"), dict):
+            run["command"] = without_home(run["command"])
+            run["config"] = {
+                k: without_home(v) if isinstance(v, str) and Path(v).is_absolute() else v for k, v in run["config"].items()
+            }
+    comparison = {"vary": found["vary"], "runs": runs}
+    _check(comparison, str(file), comparison=True)
+    if not own_rows(runs, scheme):
+        raise DataError(
+            f"{file} has no run with {scheme}, the scheme of {folder}; it has "
+            f"{', '.join(sorted({run['config']['scheme'] for run in runs}))}"
+        )
+    return comparison
+
+
+def own_rows(runs: list[dict], scheme: Scheme) -> list[dict]:
+    """Return the runs that have a model's scheme, however it was written."""
+    return [run for run in runs if run["config"]["scheme"] != "original" and _parsed(run["config"]["scheme"]) == scheme]
+
+
+def data_of(config: dict) -> str:
+    """Return what a run read, by the names that it was given."""
+    if config.get("dataset"):
+        return ", ".join(filter(None, (config["dataset"], config.get("dataset_config"))))
+    return "/".join(Path(config["train_file"]).parts[-2:]) if config.get("train_file") else "data that comes with the recipe"
+
+
+def _parsed(scheme: str) -> Scheme | None:
+    try:
+        return parse_scheme(scheme)
+    except PosswapError:  # of somebody who has registered one more
+        return None
+
+
+def check(content: dict, where: str) -> None:
+    """Raise where results do not fit the schema, or compare runs with unequal budgets."""
+    _check(content, where)
+    for comparison in content["comparisons"]:
+        check_budgets([{**run, "folder": run["command"]} for run in comparison["runs"]], comparison["vary"])
+
+
+def _check(content: dict, where: str, *, comparison: bool = False) -> None:
+    schema = json.loads(SCHEMA.read_text())
+    if comparison:
+        schema = {"$defs": schema["$defs"], **schema["properties"]["comparisons"]["items"]}
+    try:
+        error = best_match(Draft202012Validator(schema).iter_errors(content))
+        json.dumps(content, allow_nan=False)
+    except ValueError:
+        raise DataError(f"{where} holds figures that are NaN or infinite: the runs have diverged, leave them out") from None
+    except RecursionError:
+        raise DataError(f"{where} is nested too deeply to be results") from None
+    if error is not None:
+        place = "/".join(map(str, error.absolute_path)) or "the file"
+        says = error.message if len(error.message) < 300 else error.message[:200] + " ..."
+        if error.validator == "pattern" and "u0000" in str(error.validator_value):
+            says = f"{error.instance!r:.200} has characters that Markdown, HTML or YAML would read as markup: rename it"
+        raise DataError(f"{where} does not fit {SCHEMA.name}: {place}: {says}")
+
+
+def read_results(folder_or_id: str | Path) -> dict:
+    """Return the checked `RESULTS_FILE` of a folder, or of a repository of the Hub: owner/name or owner/name@revision.
+
+    Raises:
+        CheckpointError: There is none.
+        DataError: It does not fit the schema.
+    """
+    folder = Path(folder_or_id)
+    if folder.is_dir():
+        path = folder / RESULTS_FILE
+        if not path.is_file():
+            raise CheckpointError(f"{folder} has no {RESULTS_FILE}: write it with `hf-posswap card {folder}`")
+    else:
+        name, _, revision = str(folder_or_id).partition("@")
+        try:
+            path = Path(hf_hub_download(name, RESULTS_FILE, revision=revision or None))
+        except HFValidationError:
+            raise CheckpointError(f"{folder_or_id} is neither a folder nor a name on the Hub (owner/name)") from None
+        except RepositoryNotFoundError:
+            raise CheckpointError(f"there is no model {name} on the Hub that you may read") from None
+        except RevisionNotFoundError:
+            raise CheckpointError(f"{name} has no revision {revision}") from None
+        except LocalEntryNotFoundError:
+            raise CheckpointError(f"{name} could not be read: the Hub cannot be reached, and it is not in the cache") from None
+        except EntryNotFoundError:
+            raise CheckpointError(f"{name} has no {RESULTS_FILE}: it was not shared with hf_posswap") from None
+        except HfHubHTTPError as error:
+            status = error.response.status_code
+            raise CheckpointError(f"{name} could not be read: the Hub answered {status}; try again") from None
+    content = _json(path)
+    if content.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{folder_or_id} has results of format {content.get('format')!r}, this hf_posswap reads format {FORMAT}: upgrade "
+            "with pip install -U hf_posswap"
+        )
+    check(content, str(folder_or_id))
+    return content
+
+
+def leaderboard(places: Sequence[str | Path], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
+    """Return Markdown tables, one for each recipe and data set, of what several folders or repositories say of their own model.
+
+    A table holds the rows of each model's own scheme and those of its original, under one budget: what differs beyond the
+    base model is an error that names it, unless `vary` does. `figures` picks columns.
+
+    Raises:
+        CheckpointError: There are no results in a place.
+        PosswapError: Budgets differ, or a figure is not there.
+    """
+    names = [str(Path(place).resolve()) if Path(place).is_dir() else str(place) for place in places]
+    if len(names) != len(set(names)):
+        raise PosswapError(f"a place is given twice: {', '.join(sorted(n for n in set(names) if names.count(n) > 1))}")
+    if bad := [
+        name for name in map(str, places) if not re.search(json.loads(SCHEMA.read_text())["$defs"]["plain"]["pattern"], name)
+    ]:
+        raise PosswapError(f"{bad[0]!r} has characters that Markdown would read as markup: rename the folder")
+    tables, known = {}, {"from", "model", *vary}
+    for place in places:
+        content = read_results(place)
+        scheme = _scheme(content["model"]["position_scheme"], place)
+        for comparison in content["comparisons"]:
+            own = own_rows(comparison["runs"], scheme)
+            for run in [one for one in comparison["runs"] if one["config"]["scheme"] == "original"] + own:
+                config = run["config"] | {"from": str(place)}
+                tables.setdefault(f"{run['recipe']}: {data_of(config)}", []).append(
+                    {**run, "config": config, "folder": str(place)}
+                )
+    if not tables:
+        raise DataError(
+            f"none of {', '.join(names)} has a comparison: write their cards with results= (hf-posswap card FOLDER --results "
+            "RUNS), where RUNS is what `hf-posswap compare` wrote"
+        )
+    parts, missing = [], set(figures)
+    for title, runs in tables.items():
+        here = [name for name in sorted(known) if any(name in run["config"] for run in runs)]
+        check_budgets(runs, here)
+        shown = [name for name in figures if any(name in run["figures"] for run in runs)]
+        missing -= set(shown)
+        if figures and not shown:
+            continue
+        parts.append(f"## {title}\n\n{markdown(runs, vary=here, figures=shown)}\n\n{background(runs)}\n")
+    if missing:
+        there = sorted({name for runs in tables.values() for run in runs for name in run["figures"]})
+        raise PosswapError(f"no comparison has a figure named {', '.join(sorted(missing))}; there are {', '.join(there)}")
+    return "\n".join(parts)

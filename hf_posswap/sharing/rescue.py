@@ -1,0 +1,95 @@
+"""Rescue of BERT checkpoints with the relative positions that transformers 4 had and 5 has not.
+
+`position_embedding_type` "relative_key" (Shaw et al. 2018) and "relative_key_query" (Huang et al. 2020, method 4): one table of
+2 P - 1 vectors a layer, for all heads, at distances up to P - 1 either way, and nothing added to the embeddings. transformers 5
+loads such a checkpoint as an absolute model, with a table that was never trained (`load_reports` warns of it).
+
+Their row r is of distance query - key = r - (P - 1); ours of key - query: the same table read from right to left, with
+clip = P - 1. Longer inputs, an error there, see the outermost vectors.
+"""
+
+import warnings
+
+import torch
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from hf_posswap.checkpoint import CONFIG_CLASSES, SwappedModel, config_entry, on_hub
+from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
+from hf_posswap.schemes.relative import Relative, RelativePositions
+from hf_posswap.sharing.load_reports import TABLE
+
+KINDS = ("relative_key", "relative_key_query")
+
+
+def load_relative_key(
+    path_or_id: str, auto_class: type = AutoModel, *, max_positions: int | None = None, **hub
+) -> PreTrainedModel:
+    """Load a BERT checkpoint of transformers 4 with relative positions; outputs are those of transformers 4.57.6.
+
+    Args:
+        path_or_id: A folder or a repository of the Hub.
+        auto_class: AutoModel, AutoModelForMaskedLM, ...: the head to load it with.
+        max_positions: The longest input; the checkpoint's own by default. Beyond that, distances are clipped.
+        hub: Of `from_pretrained`: revision, token, cache_dir, local_files_only, force_download, subfolder, dtype.
+
+    Returns:
+        A swapped model: saved, it loads with the Auto classes wherever hf_posswap is imported.
+
+    Raises:
+        UnsupportedModelError: Another family, or a checkpoint with absolute positions.
+        CheckpointError: A layer's table is missing.
+    """
+    allowed = {"revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder", "dtype"}
+    if unknown := sorted(set(hub) - allowed):
+        raise PosswapError(f"unknown option {unknown[0]!r}; known are {', '.join(sorted(allowed))}")
+    fields, _ = PreTrainedConfig.get_config_dict(path_or_id, **{key: hub[key] for key in hub if key != "dtype"})
+    kind = fields.pop("position_embedding_type", "absolute")
+    if fields.get("model_type") != "bert" or kind not in KINDS:
+        raise UnsupportedModelError(
+            f"{path_or_id} is a {fields.get('model_type')!r} model with {kind!r} positions: this loads BERT with "
+            f"{' or '.join(KINDS)}; others load with from_pretrained"
+        )
+    config_class = CONFIG_CLASSES["bert"]
+    trained = fields.get("max_position_embeddings", config_class().max_position_embeddings)
+    if (max_positions or trained) < trained:
+        raise PosswapError(f"max_positions={max_positions} must be at least {trained}, what the checkpoint holds")
+    scheme = Relative(clip=trained - 1, values=False, share_heads=True, key_query=kind == "relative_key_query")
+    entry = config_entry(scheme, trained, max_positions or trained, on_hub(str(path_or_id)))
+    own = {"position_scheme": entry, "max_position_embeddings": max_positions or trained}
+    fields = {name: value for name, value in fields.items() if name not in ("model_type", "architectures", "auto_map")}
+    config = config_class(**fields | own)
+    if type(config) not in (auto_class._model_mapping or {}):
+        raise UnsupportedModelError(f"{auto_class.__name__} has no BERT: take AutoModel or one of AutoModelFor...")
+    found = auto_class._model_mapping[type(config)]
+    model_class = found[0] if isinstance(found, tuple) else found
+    # Not SwappedModel's, which holds that nothing of ours may be missing: what would be added to embeddings is zero here, and
+    # the absolute table, which these models have in their files and never read, does not fit.
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # of the report, which would call both a fault
+    try:
+        model, info = super(SwappedModel, model_class).from_pretrained(
+            path_or_id,
+            config=config,
+            key_mapping={TABLE: "attention.self.positions.key_table"},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **hub,
+        )
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    misfits = [key[0] if isinstance(key, tuple) else key for key in info["mismatched_keys"]]
+    unread = {name for name in (*info["missing_keys"], *misfits) if ".position_embeddings." not in f".{name}"}
+    if lost := sorted(name for name in unread if name in misfits or name.endswith(".positions.key_table")):
+        raise CheckpointError(f"{path_or_id} says {kind}, and what that needs is missing or misshapen: {', '.join(lost)}")
+    if unread:
+        warnings.warn(f"new weights, which the checkpoint lacks: {', '.join(sorted(unread))}", stacklevel=2)
+    # transformers remembers the old name, and would save under it.
+    model._weight_conversions = None
+    # As after a swap: an adapter that named this checkpoint as its base would be put on an absolute model.
+    model.name_or_path = model.config._name_or_path = ""
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, RelativePositions):
+                module.key_table.copy_(module.key_table.flip(0))
+    return model

@@ -1,0 +1,70 @@
+"""Which model is meant, and why some cannot be swapped."""
+
+import sys
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_posswap.architectures import ARCHITECTURES, Architecture
+from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedModel
+from hf_posswap.errors import PosswapError, UnsupportedModelError
+
+
+def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Architecture]:
+    """Return the transformers model to work on and its family, or raise saying why it cannot be swapped."""
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        model = model.get_base_model()
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or getattr(model, "_compiled_call_impl", None):
+        raise UnsupportedModelError("this model is compiled already: swap first, then compile")
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(f"a {type(model).__name__} cannot be swapped: pass a transformers model, or a PEFT one")
+    families = ", ".join(sorted(ARCHITECTURES))
+    kind = model.config.model_type.removeprefix("posswap-")
+    architecture = ARCHITECTURES.get(kind)
+    if architecture is None:
+        raise UnsupportedModelError(
+            f"cannot swap a {kind!r} model ({type(model).__name__}): known families with learned absolute positions are "
+            f"{families}; others need posswap.register_architecture"
+        )
+    if not isinstance(model, SwappedModel) and type(model) not in SWAPPED_CLASSES:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not one of transformers' own {kind} classes, so a swapped copy of it could not be "
+            f"loaded again: swap the {architecture.base_class.__name__} inside it, or use one of "
+            f"{', '.join(sorted(c.__name__ for c in SWAPPED_CLASSES if issubclass(c.config_class, architecture.config_class)))}"
+        )
+    positions = getattr(model.config, "position_embedding_type", "absolute")
+    if positions not in ("absolute", None):
+        raise UnsupportedModelError(
+            f"this checkpoint has {positions!r} positions, which transformers 5 loads as absolute ones that were never "
+            "trained: load it with posswap.load_relative_key(path, auto_class)"
+        )
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        raise UnsupportedModelError("this model is quantized: swap the full-precision checkpoint, then quantize")
+    base = model.base_model
+    owner, name = architecture.table_owner(base)
+    table = getattr(owner, name, None)
+    if table is None or (not isinstance(model, SwappedModel) and type(table) is not nn.Embedding):
+        raise UnsupportedModelError(
+            f"{type(owner).__name__}.{name} is {type(table).__name__}, not a learned table (nn.Embedding): something else has "
+            "changed this model's positions; start from a fresh from_pretrained"
+        )
+    if any(p.is_meta for p in table.parameters()):
+        raise UnsupportedModelError("this model's weights are on the meta device: load them first, then swap")
+    if any(p.is_inference() for p in base.parameters()):
+        raise UnsupportedModelError("this model was made inside torch.inference_mode() and cannot be changed: load it outside")
+    if torch.get_default_device().type == "meta":
+        raise PosswapError("a swap under torch.device('meta') would make empty parameters: swap outside")
+    if any(callable(getattr(layer, "weight", None)) for a in architecture.self_attentions(base) for layer in a.modules()):
+        raise UnsupportedModelError("this model's projections are quantized: swap the full-precision model, then quantize")
+    # accelerate's dispatch (device_map over several devices, offload) and other patchers set `forward` on the instance, which
+    # would go on calling the old attention whatever the class says: a silent no-op.
+    for module in () if dispatched else (base, *architecture.self_attentions(base)):
+        if "forward" in vars(module):
+            raise UnsupportedModelError(
+                f"the forward of {type(module).__name__} is replaced on the instance (device_map with several devices, "
+                "offload, mixed precision wrapper or another patcher): load on one device, swap, save, and load the swapped "
+                "checkpoint with device_map"
+            )
+    return model, architecture
