@@ -11,10 +11,14 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers.cache_utils import EncoderDecoderCache
+from torch.nn.attention.flex_attention import BlockMask
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_posswap.architectures import Architecture
 from hf_posswap.errors import PosswapError
+
+# What a bias can be added to.
+BIAS_IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 
 
 class PositionedAttention(nn.Module):
@@ -31,24 +35,31 @@ class PositionedAttention(nn.Module):
         shared_positions,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Do what the family's own forward does, with the scheme's `rotate` and `attend` in it."""
+        """Do what the family's own forward does, with the scheme's hooks in it.
+
+        `shared_positions` is what the scheme's `prepare` returned. transformers' models hand keywords that they do not know on
+        to their attention layers: that is how it gets here from `forward.positioned_forward`.
+        """
         query, key, value = self.architecture.project(self, hidden_states)
-        query = self.positions.rotate(query, shared_positions)  # one after the other: the memory of one serves the other
-        key = self.positions.rotate(key, shared_positions)
+        query = self.positions("rotate", query, shared_positions)  # one at a time, so the second reuses the first's memory
+        key = self.positions("rotate", key, shared_positions)
         if past_key_values is not None:
             if isinstance(past_key_values, EncoderDecoderCache):
                 past_key_values = past_key_values.self_attention_cache
+            carries = self.layer_idx == 0 and self.positions.needs_key_positions
+            head_dim = key.shape[-1]
+            if carries:
+                key = write_positions(key, shared_positions.queries)
             key, value = past_key_values.update(key, value, self.layer_idx)
-        if self.positions.attend is not None and kwargs.get("cache") is not None:
-            raise PosswapError("these positions compute attention themselves and do not run with a paged cache: use generate()")
+            if carries:
+                key = key[..., :head_dim]
         dropout = self.architecture.dropout(self) if self.training else 0.0
-        if self.positions.attend is None:
-            output, probabilities = self.architecture.backend(self)(
-                self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-            )
-            output = output.flatten(-2)
-        else:
-            output, probabilities = self.positions.attend(
+        causal = self.is_causal and getattr(self.config, "is_causal", True)
+        if self.positions.attend is not None:
+            if kwargs.get("cache") is not None:
+                raise PosswapError("these positions compute attention themselves and cannot use a paged cache: use generate()")
+            output, probabilities = self.positions(
+                "attend",
                 query,
                 key,
                 value,
@@ -56,11 +67,80 @@ class PositionedAttention(nn.Module):
                 shared_positions,
                 scaling=self.scaling,
                 dropout=dropout,
-                causal=self.is_causal and getattr(self.config, "is_causal", True),
+                causal=causal,
                 return_probabilities=self.config._attn_implementation == "eager",  # as sdpa: only eager attention does
             )
-            output = output.transpose(1, 2).flatten(-2)
-        return self.architecture.output(self, output), probabilities
+            output = output.transpose(1, 2)
+        else:
+            if self.positions.bias is not None:
+                bias = self.positions("bias", shared_positions, key.shape[-2]).to(query.dtype)
+                seen = shared_positions.causal(key.shape[-2]) if causal else None
+                attention_mask = add_bias(attention_mask, bias, seen, self.config._attn_implementation)
+                if isinstance(attention_mask, BlockMask):
+                    kwargs["position_bias"] = bias.expand(len(query), query.shape[1], *bias.shape[2:])
+            output, probabilities = self.architecture.backend(self)(
+                self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+            )
+        return self.architecture.output(self, output.flatten(-2)), probabilities
+
+
+def add_bias(mask, bias: torch.Tensor, seen: torch.Tensor | None, implementation: str):
+    """Return the mask that holds a bias (1 or B, H, Q, K), too; a block mask stays as it is, for flex adds biases itself.
+
+    `mask` is additive, boolean with True = attend, or None where all that masks is causality: then `seen` (Q, K) is used.
+    """
+    if implementation not in BIAS_IMPLEMENTATIONS:
+        raise PosswapError(
+            f"these positions are a bias on scores, which attention implementation {implementation!r} cannot add: call "
+            f"model.set_attn_implementation('sdpa') (or {', '.join(map(repr, BIAS_IMPLEMENTATIONS))})"
+        )
+    if isinstance(mask, BlockMask):
+        return mask
+    if mask is None:
+        mask = seen
+    if mask is None:
+        return bias
+    mask = mask[..., : bias.shape[-1]]
+    return bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
+
+
+# Keys in a cache say nothing of their positions, and schemes that look at distances must know them. So the keys of the first
+# layer carry theirs, as three digits to the base 256 behind the head's own dimensions (half precision holds those exactly).
+# What moves keys - reordering, selecting, cropping, copying, offloading, rebuilding a cache - moves positions along.
+DIGITS = 3
+
+
+def write_positions(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return (B, H, Q, D + 3) keys that carry their positions, (B or 1, Q)."""
+    digits = torch.stack([positions // 256**place % 256 for place in range(DIGITS)], dim=-1).to(keys.dtype)
+    return torch.cat([keys, digits[:, None].expand(*keys.shape[:-1], DIGITS)], dim=-1)
+
+
+def read_positions(keys: torch.Tensor) -> torch.Tensor:
+    """Return the positions (B, K) that such keys carry."""
+    digits = keys[:, 0, :, -DIGITS:].to(torch.int64)
+    return sum(digits[..., place] * 256**place for place in range(DIGITS))
+
+
+def key_positions(cache: Cache | None, positions: torch.Tensor, slots: torch.Tensor, past, head_dim: int) -> torch.Tensor:
+    """Return the positions of all keys that queries at `positions` (B or 1, Q) will see, those in the cache first."""
+    cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    layer = cache.layers[0] if cache is not None and cache.layers else None
+    if layer is None or not layer.is_initialized or (isinstance(past, int) and past == 0):
+        return positions
+    if layer.keys.shape[-1] == head_dim:  # keys that something else has put there, such as a learned prefix: they count from 0
+        counted = torch.arange(layer.keys.shape[-2], device=layer.keys.device)[None]
+        layer.keys = write_positions(layer.keys, counted)
+    if layer.keys.shape[-1] != head_dim + DIGITS:
+        raise PosswapError(
+            f"this {type(cache).__name__} holds keys of size {layer.keys.shape[-1]}, this model makes {head_dim} (and their "
+            "positions): start with a new cache"
+        )
+    stored = read_positions(layer.keys).to(positions.device)
+    positions = positions.expand(len(stored), -1)
+    if isinstance(past, int):
+        return torch.cat([stored[:, :past], positions], dim=-1)  # a static cache is longer than what it holds
+    return stored.scatter(1, slots.expand(len(stored), -1), positions)  # and here it does not say how much that is
 
 
 class Observation(NamedTuple):
@@ -89,7 +169,8 @@ def observe(
     query, key, value = architecture.project(attention, hidden_states)
     positions = getattr(attention, "positions", None)
     if positions is not None and positions.attend is not None:
-        output, probabilities = positions.attend(
+        output, probabilities = positions(
+            "attend",
             query,
             key,
             value,
@@ -101,8 +182,10 @@ def observe(
             return_probabilities=True,
         )
         return Observation(query, key, value, probabilities, output)
-    turned = [states if positions is None else positions.rotate(states, shared_positions) for states in (query, key)]
+    turned = [states if positions is None else positions("rotate", states, shared_positions) for states in (query, key)]
     scores = turned[0] @ turned[1].transpose(-1, -2) * attention.scaling
+    if positions is not None and positions.bias is not None:
+        scores = scores + positions("bias", shared_positions, key.shape[-2])
     probabilities = scores.masked_fill(~allowed, float("-inf")).softmax(-1).nan_to_num()  # padding sees nothing: zeros
     return Observation(query, key, value, probabilities, probabilities @ value)
 

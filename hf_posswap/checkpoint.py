@@ -7,8 +7,6 @@ lines of code that are saved next to the weights import it, if the user trusts r
 class that is named outright refuses the shape of the table (see `PositionEmbedding`).
 """
 
-import functools
-import inspect
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +19,6 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers import initialization as init
-from transformers.cache_utils import Cache
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
@@ -29,10 +26,11 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posswap.architectures import ARCHITECTURES, Architecture
 from hf_posswap.assets import EMBEDDED_MODELS, embedded_model, is_installed
-from hf_posswap.attention import add_positioned_class, check_implementation
-from hf_posswap.errors import CheckpointError, PosswapError, SequenceTooLongError
+from hf_posswap.attention import add_positioned_class
+from hf_posswap.errors import CheckpointError, PosswapError
+from hf_posswap.forward import positioned_forward
 from hf_posswap.schemes import AttentionPositions, PositionEmbedding, Scheme, scheme_from_dict
-from hf_posswap.surgery import geometry_of, install
+from hf_posswap.surgery import geometry_of, install, state_of
 
 FORMAT = 1
 _ABOUT_THE_MODEL = ("format", "trained_positions", "made_for_positions", "base_model")
@@ -121,13 +119,16 @@ class SwappedModel:
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
         scheme, trained_positions = read_config_entry(config)
-        geometry = geometry_of(config, config.max_position_embeddings, trained_positions)
+        geometry = geometry_of(config, self.architecture.longest_input(config), trained_positions)
         scheme.check(geometry)
         super().__init__(config, *args, **kwargs)
-        embedding = install(self, self.architecture, scheme, geometry)
+        embedding = install(self, self.architecture, scheme, geometry, classes=SWAPPED_CLASSES)
         self._init_weights(embedding)  # a learned table that starts from scratch starts as the family's tables do
-        self.base_model.__class__ = SWAPPED_CLASSES.get(type(self.base_model), type(self.base_model))
-        mark_part(self)
+
+    @property
+    def position_scheme(self) -> Scheme:
+        """The scheme that this model has."""
+        return state_of(self).scheme
 
     def _init_weights(self, module):
         """As the family does; and our modules, which transformers empties when it builds a model to load it."""
@@ -161,126 +162,6 @@ class SwappedModel:
                 "incomplete; save the swapped model again with save_pretrained"
             )
         return (model, info) if output_loading_info else model
-
-
-def _positioned_forward(base_class: type):
-    """Return the headless model's forward: positions and lengths first, then the family's own."""
-    names = list(inspect.signature(base_class.forward).parameters)[1:]
-
-    @functools.wraps(base_class.forward)
-    def forward(self, *args, **kwargs):
-        arguments = dict(zip(names, args, strict=False), **kwargs)
-        tokens = arguments.get("input_ids")
-        embeds = arguments.get("inputs_embeds")
-        if (tokens is None) == (embeds is None):
-            return base_class.forward(self, **arguments)  # which says what is wrong
-        length = tokens.shape[-1] if embeds is None else embeds.shape[-2]
-        device = (tokens if embeds is None else embeds).device
-        cache = arguments.get("past_key_values")
-        past = 0 if cache is None else cache.get_seq_length()
-        # A new tensor: a static cache returns its own counter, which the first layer moves on.
-        slots = torch.arange(length, device=device)[None] + past  # (1, L)
-        if isinstance(past, torch.Tensor) and past.device.type == "cpu" and not torch.compiler.is_compiling():
-            past = int(past)
-        position_ids = arguments.get("position_ids")
-        known_length = past + length if position_ids is None and isinstance(past, int) else None
-        position_ids = slots if position_ids is None else _check_positions(position_ids, length)
-        _check_length(self, position_ids, past, length, known_length)
-        arguments["position_ids"] = position_ids
-        check_implementation(self.position_scheme.implementations, self.config._attn_implementation, self.position_scheme.name)
-        first = getattr(self.architecture.self_attentions(self)[0], "positions", None)
-        if first is not None:
-            keys = None
-            if first.needs_key_positions:
-                batch = len(tokens if embeds is None else embeds)
-                keys = position_ids if cache is None else _key_positions(cache, position_ids, past, batch)
-            mask = arguments.get("attention_mask")
-            if first.attend is not None and not (mask is None or isinstance(mask, torch.Tensor)):
-                raise PosswapError(
-                    f"{self.position_scheme.name} positions take attention masks as tensors of 2 or 4 dimensions, not "
-                    f"{type(mask).__name__}"
-                )
-            shared = first.prepare(position_ids, slots, known_length, keys, mask if isinstance(mask, torch.Tensor) else None)
-            arguments["shared_positions"] = shared
-            if first.key_mask(shared) is not None:
-                arguments["attention_mask"] = first.key_mask(shared)[:, None, None]  # 4D: passed on as it is
-            outputs = base_class.forward(self, **arguments)
-            if keys is not None and not torch.compiler.is_compiling():
-                # A forward without a cache makes one, and cross-attention wraps the one it is given.
-                values = outputs if isinstance(outputs, tuple) else outputs.values()
-                for made in values:
-                    if isinstance(made, Cache):
-                        made.posswap_key_positions = keys
-            return outputs
-        return base_class.forward(self, **arguments)
-
-    return forward
-
-
-def _check_positions(position_ids: torch.Tensor, length: int) -> torch.Tensor:
-    if position_ids.shape[-1] != length or position_ids.dtype not in (torch.int64, torch.int32):
-        raise PosswapError(
-            f"position_ids of shape {tuple(position_ids.shape)} and type {position_ids.dtype} do not fit an input of "
-            f"{length} tokens: they must be integers of shape (batch or 1, {length})"
-        )
-    return position_ids.view(-1, length)
-
-
-def _key_positions(cache, position_ids: torch.Tensor, past: int | torch.Tensor, batch: int) -> torch.Tensor | None:
-    """Return the positions of all keys, (B or 1, past + L), and keep them on the cache for the next call.
-
-    A cache holds keys and no positions. The cache is what is cropped, copied and started anew between calls, so they are
-    kept on it, and cut to what it holds now. They are not known while compiling, and where a cache's length is a tensor. Rows
-    that are reordered by hand keep the positions of the old order: beams of one sequence, which generate() reorders,
-    have the same.
-    """
-    if torch.compiler.is_compiling() or not isinstance(past, int):
-        return None
-    plain = torch.arange(past, device=position_ids.device)[None]
-    earlier = getattr(cache, "posswap_key_positions", plain)[:, :past].to(position_ids.device)
-    if earlier.shape[-1] < past:  # compiled calls in between did not keep theirs
-        if not bool((earlier == plain[:, : earlier.shape[-1]]).all()):
-            raise PosswapError(
-                f"this cache holds {past} keys, and the positions of {earlier.shape[-1]} that do not count from 0: calls of a "
-                "compiled model do not keep them; start with a new cache, or do not mix compiled and other calls"
-            )
-        earlier = plain
-    if len(earlier) not in (1, batch):
-        if batch % len(earlier) == 0:  # beams that were multiplied since
-            earlier = earlier.repeat_interleave(batch // len(earlier), dim=0)
-        elif bool((earlier == earlier[:1]).all()):
-            earlier = earlier[:1]
-        else:
-            raise PosswapError(
-                f"this cache holds the positions of {len(earlier)} rows and the input has {batch}: start with a new cache"
-            )
-    rows = max(len(earlier), len(position_ids))
-    keys = torch.cat([earlier.expand(rows, -1), position_ids.expand(rows, -1)], dim=-1)
-    cache.posswap_key_positions = keys
-    return keys
-
-
-def mark_part(model) -> None:
-    """Mark the headless model inside a swapped one: a swap of the part alone would contradict the whole's config."""
-    if model.base_model is not model:
-        vars(model.base_model)["_posswap_part"] = True
-
-
-def _check_length(base, position_ids: torch.Tensor, past, length: int, known_length: int | None) -> None:
-    limit = base.config.max_position_embeddings
-    needed = past + length if isinstance(past, int) else 0
-    # Values are looked at where that costs nothing: not while tracing, not where it would wait for a GPU.
-    look = known_length is None and position_ids.device.type == "cpu" and position_ids.numel()
-    if look and not torch.compiler.is_compiling():
-        needed = max(needed, int(position_ids.max()) + 1)
-        if int(position_ids.min()) < 0:
-            raise PosswapError(f"position_ids must not be negative, the smallest is {int(position_ids.min())}")
-    if needed > limit:
-        scheme = base.position_scheme
-        raise SequenceTooLongError(
-            f"the input reaches {needed} positions and this model with {scheme.name} positions was set up for {limit}: "
-            f"swap with a longer range, posswap.swap(model, {str(scheme)!r}, max_positions={needed}), or truncate the input"
-        )
 
 
 def register_architecture(architecture: Architecture) -> Architecture:
@@ -390,7 +271,7 @@ def _swapped_class(model_class: type, config_class: type, architecture: Architec
         "architecture": architecture,
     }
     if model_class is architecture.base_class:
-        namespace["forward"] = _positioned_forward(model_class)
+        namespace["forward"] = positioned_forward(model_class)
     swapped = type(name, (SwappedModel, model_class), namespace)
     # Importable from here, so that models can be pickled. And transformers looks up what to record (hidden_states,
     # attentions) by class name, filled in by its own __init__, which a model that changes its class never runs.

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from hf_posswap.checkpoint import SwappedModel, read_config_entry
 from hf_posswap.schemes import Learned, Scheme
+from hf_posswap.surgery import state_of, undo_of
 from hf_posswap.target import find_target
 
 
@@ -59,24 +59,26 @@ def describe(model: PreTrainedModel) -> Description:
     base = target.base_model
     attentions = architecture.self_attentions(base)
     owner, name = architecture.table_owner(base)
-    record = vars(target).get("_posswap_record")
-    swapped = isinstance(target, SwappedModel)
-    trained_positions = read_config_entry(target.config)[1] if swapped else target.config.max_position_embeddings
+    state = state_of(target)
+    swapped = state is not None
+    longest = architecture.longest_input(target.config)
+    trained_positions = state.geometry.trained_positions if swapped else longest
     modules = [getattr(owner, name), *(a.positions for a in attentions if hasattr(a, "positions"))]
     added = sum(p.numel() for module in modules for p in module.parameters()) if swapped else 0
     dropped = trained_positions * target.config.hidden_size if swapped else 0
-    old = Learned() if record is None else record.original.scheme or Learned()
+    undo = undo_of(target)
+    earlier = undo.snapshot.state if undo is not None else None
     return Description(
         family=architecture.model_type,
         model_class=type(target).__name__,
-        old=old,
-        new=base.position_scheme if swapped else Learned(),
+        old=Learned() if earlier is None else earlier.scheme,
+        new=state.scheme if swapped else Learned(),
         parameters_added=added,
         parameters_dropped=dropped,
         trained_positions=trained_positions,
-        max_positions=target.config.max_position_embeddings,
+        max_positions=longest,
         layers=len(attentions),
         layers_patched=sum(hasattr(a, "positions") for a in attentions),
         swapped=swapped,
-        can_restore=record is not None,
+        can_restore=undo is not None,
     )

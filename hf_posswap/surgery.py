@@ -1,8 +1,10 @@
-"""The only file that changes a model: put a scheme's modules in, and take them out again.
+"""The one file that changes a model: put a scheme in, and take it out again.
 
 Nothing here decides anything; `swap` checks first and warms up afterwards. Instances are changed, never the library.
 """
 
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posswap.architectures import Architecture
 from hf_posswap.attention import POSITIONED_CLASSES
-from hf_posswap.schemes import Geometry, Scheme
+from hf_posswap.schemes import Geometry, PositionEmbedding, Scheme
 
 
 @dataclass
@@ -23,11 +25,49 @@ class Snapshot:
     config: PreTrainedConfig
     base_config: PreTrainedConfig
     max_positions: int
-    scheme: Scheme | None
+    state: "SwapState | None"
     table: nn.Module
     attentions: list[tuple[type, nn.Module | None]]
     query_keys: list[tuple[torch.Tensor, ...]] | None = field(default=None, repr=False)
     attention_weights: list[dict[str, torch.Tensor]] | None = field(default=None, repr=False)  # as before a fit
+
+
+@dataclass
+class Undo:
+    """How to give the original back, and what the model was right after the swap."""
+
+    snapshot: Snapshot
+    fingerprint: int  # of positions and attention
+    weights: dict[str, tuple]  # of each tensor but positions: see `weights_beside_positions`
+    config_fields: dict
+    name_or_path: str
+
+
+@dataclass
+class SwapState:
+    """What a swapped model knows of its swap: the one thing that is kept on it, on the headless model."""
+
+    scheme: Scheme
+    geometry: Geometry
+    inside: bool  # the headless model is part of a swapped one with a head, whose config names the scheme
+    undo: Undo | None = None  # None: it was loaded, the original is not here
+
+
+def state_of(model: PreTrainedModel) -> SwapState | None:
+    """Return the state of a swapped model, with or without its head; None where it is not swapped."""
+    return vars(model.base_model).get("posswap_state")
+
+
+def is_part(model: PreTrainedModel) -> bool:
+    """Whether this is the headless model inside a swapped one: what concerns the swap as a whole is refused for it."""
+    state = state_of(model)
+    return state is not None and state.inside and model is model.base_model
+
+
+def undo_of(model: PreTrainedModel) -> Undo | None:
+    """Return how to give the original of this model back; None where it is not here, or only the whole can be restored."""
+    state = state_of(model)
+    return None if state is None or is_part(model) else state.undo
 
 
 def geometry_of(config: PreTrainedConfig, max_positions: int, trained_positions: int) -> Geometry:
@@ -56,12 +96,49 @@ def take_snapshot(model: PreTrainedModel, architecture: Architecture, *, weights
         base_class=type(base),
         config=model.config,
         base_config=base.config,
-        max_positions=model.config.max_position_embeddings,
-        scheme=getattr(base, "position_scheme", None),
+        max_positions=architecture.longest_input(model.config),
+        state=state_of(model),
         table=getattr(owner, name),
         attentions=[(type(a), getattr(a, "positions", None)) for a in attentions],
         query_keys=query_keys,
     )
+
+
+def install(
+    model: PreTrainedModel,
+    architecture: Architecture,
+    scheme: Scheme,
+    geometry: Geometry,
+    *,
+    classes: dict[type, type],
+    config: PreTrainedConfig | None = None,
+) -> nn.Module:
+    """Put the scheme's modules in the places of the old ones; return the embedding-side module, not yet warmed up.
+
+    `classes` maps classes of transformers to ours, `config` is the one that names the scheme (None: the model has it already).
+    """
+    base = model.base_model
+    owner, name = architecture.table_owner(base)
+    like = base.get_input_embeddings().weight
+    embedding = scheme.embedding_module(geometry).to(device=like.device, dtype=like.dtype)
+    if isinstance(embedding, PositionEmbedding):
+        embedding.first_row = architecture.first_row(base.config)
+    setattr(owner, name, embedding.train(owner.training))
+    for attention in architecture.self_attentions(base):
+        positions = scheme.attention_module(geometry)
+        if positions is None:
+            _set_positions(attention, architecture.attention_class, None)
+        else:
+            like = next(attention.parameters())  # layers of one model may live on several devices
+            positions = positions.to(device=like.device, dtype=like.dtype).train(model.training)
+            _set_positions(attention, POSITIONED_CLASSES[architecture.model_type], positions)
+    architecture.resize(base, geometry.max_positions)
+    if config is not None:
+        _set_config(model, config, config)
+    for part in (base, model):
+        part.__class__ = classes.get(type(part), type(part))
+    base.posswap_state = SwapState(scheme, geometry, inside=base is not model)
+    return embedding
 
 
 @torch.no_grad()
@@ -76,18 +153,48 @@ def revert(model: PreTrainedModel, architecture: Architecture, snapshot: Snapsho
         here = next(attention.parameters())
         _set_positions(attention, kind, positions and positions.to(device=here.device, dtype=here.dtype))
     architecture.resize(base, snapshot.max_positions)
-    set_config(model, snapshot.config, snapshot.base_config)
+    _set_config(model, snapshot.config, snapshot.base_config)
     base.__class__ = snapshot.base_class
     model.__class__ = snapshot.model_class
-    if snapshot.scheme is None:
-        vars(base).pop("position_scheme", None)
+    if snapshot.state is None:
+        vars(base).pop("posswap_state", None)
     else:
-        base.position_scheme = snapshot.scheme
+        base.posswap_state = snapshot.state
     if snapshot.attention_weights is not None:
         write_attention_weights(attentions, snapshot.attention_weights)
     for attention, values in zip(attentions, snapshot.query_keys or (), strict=snapshot.query_keys is not None):
         for target, value in zip(architecture.query_key(attention).tensors(), values, strict=True):
             target.copy_(value)
+
+
+def fingerprint(model: PreTrainedModel, architecture: Architecture) -> int:
+    """Return a checksum of the weights that positions work with: the table's place and every self-attention."""
+    owner, name = architecture.table_owner(model.base_model)
+    modules = [getattr(owner, name), *architecture.self_attentions(model.base_model)]
+    return _checksum(p for module in modules for p in module.parameters())
+
+
+def weights_beside_positions(model: PreTrainedModel, architecture: Architecture) -> dict[str, tuple]:
+    """Return (shape, dtype, checksum, whether it is of self-attention) for each weight that is no position, by name."""
+    base = model.base_model
+    owner, name = architecture.table_owner(base)
+    attentions = architecture.self_attentions(base)
+    inside = {id(p) for attention in attentions for p in attention.parameters()}
+    positions = [getattr(owner, name), *(a.positions for a in attentions if hasattr(a, "positions"))]
+    skipped = {id(p) for module in positions for p in module.parameters()}
+    return {
+        name.replace("base_layer.", ""): (p.shape, p.dtype, _checksum([p]), id(p) in inside)
+        for name, p in model.named_parameters()
+        if id(p) not in skipped
+    }
+
+
+def _checksum(parameters: Iterable[torch.Tensor]) -> int:
+    checksum = 0
+    for parameter in parameters:
+        data = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
+        checksum = zlib.crc32(data.numpy(), checksum)
+    return checksum
 
 
 def copy_attention_weights(attentions: list[nn.Module], *, positions: bool = False) -> list[dict[str, torch.Tensor]]:
@@ -118,27 +225,7 @@ def _own(attention: nn.Module, positions: bool) -> dict[str, nn.Parameter]:
     return {name: p for name, p in named.items() if positions or not name.startswith("positions.")}
 
 
-def install(model: PreTrainedModel, architecture: Architecture, scheme: Scheme, geometry: Geometry) -> nn.Module:
-    """Put the scheme's modules in the places of the old ones; return the embedding-side module, not yet warmed up."""
-    base = model.base_model
-    owner, name = architecture.table_owner(base)
-    like = base.get_input_embeddings().weight
-    embedding = scheme.embedding_module(geometry).to(device=like.device, dtype=like.dtype)
-    setattr(owner, name, embedding.train(owner.training))
-    for attention in architecture.self_attentions(base):
-        positions = scheme.attention_module(geometry)
-        if positions is None:
-            _set_positions(attention, architecture.attention_class, None)
-        else:
-            like = next(attention.parameters())  # layers of one model may live on several devices
-            positions = positions.to(device=like.device, dtype=like.dtype).train(model.training)
-            _set_positions(attention, POSITIONED_CLASSES[architecture.model_type], positions)
-    architecture.resize(base, geometry.max_positions)
-    base.position_scheme = scheme
-    return embedding
-
-
-def set_config(model: PreTrainedModel, config: PreTrainedConfig, base_config: PreTrainedConfig) -> None:
+def _set_config(model: PreTrainedModel, config: PreTrainedConfig, base_config: PreTrainedConfig) -> None:
     """Give every module that holds the model's config, or that of the headless model in it, another; other models keep theirs.
 
     The two are one object as a rule, but a composite model or a user may have given the head its own copy.

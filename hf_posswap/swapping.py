@@ -1,52 +1,36 @@
 """The verbs: swap the positions of a model, restore the original, have it next to the swapped model."""
 
 import copy
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import Architecture
 from hf_posswap.attention import check_implementation
-from hf_posswap.checkpoint import (
-    CONFIG_CLASSES,
-    SWAPPED_CLASSES,
-    SwappedModel,
-    config_entry,
-    mark_part,
-    on_hub,
-    read_config_entry,
-)
+from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES, SwappedModel, config_entry, on_hub
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.closed_form import balance
 from hf_posswap.schemes import SCHEMES, Scheme, parse_scheme
 from hf_posswap.surgery import (
     Snapshot,
+    Undo,
     can_write_attention_weights,
     copy_attention_weights,
+    fingerprint,
     geometry_of,
     install,
+    is_part,
     revert,
-    set_config,
+    state_of,
     take_snapshot,
+    undo_of,
+    weights_beside_positions,
     write_attention_weights,
 )
 from hf_posswap.target import find_target
 from hf_posswap.warm_start import balanced_order, query_key_moments
-
-
-@dataclass
-class _Record:
-    """Kept on a swapped model: how to give the original back, and what it was right after the swap."""
-
-    original: Snapshot
-    fingerprint: int
-    config_fields: dict
-    name_or_path: str
 
 
 def swap(
@@ -71,7 +55,7 @@ def swap(
     >>> from transformers import BertConfig, BertModel
     >>> model = BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32))
     >>> _ = swap(model, "relative:clip=8", max_positions=1024)
-    >>> describe(model).new
+    >>> model.position_scheme
     Relative(clip=8, values=True, share_heads=False, key_query=False, vectors='learned')
     """
     if torch.is_inference_mode_enabled():
@@ -83,17 +67,17 @@ def swap(
             "would load as that one: give it a name of its own"
         )
     target, architecture = find_target(model)
-    if vars(target).get("_posswap_part"):
+    if is_part(target):
         raise PosswapError("this is the inner part of a swapped model, whose config names the scheme: swap the whole model")
     check_implementation(scheme.implementations, target.config._attn_implementation, scheme.name)
-    record: _Record | None = vars(target).get("_posswap_record")
-    if record is not None and record.fingerprint != _fingerprint(target, architecture):
+    undo = undo_of(target)
+    if undo is not None and undo.fingerprint != fingerprint(target, architecture):
         raise PosswapError(
-            f"this model's weights have changed since it was swapped to {target.base_model.position_scheme} (trained, cast "
+            f"this model's weights have changed since it was swapped to {target.position_scheme} (trained, cast "
             "or loaded), and another swap would start from the original's positions: call posswap.restore(model) first, "
             "or save the model and load it again to swap from where it is now"
         )
-    start = take_snapshot(target, architecture, weights=False) if record is None else record.original
+    start = take_snapshot(target, architecture, weights=False) if undo is None else undo.snapshot
     max_positions = _check_max_positions(max_positions, start)
     geometry = geometry_of(target.config, max_positions, _trained_positions(start))
     scheme.check(geometry)
@@ -102,7 +86,7 @@ def swap(
     if start.attention_weights is not None:  # fitted since: going back to the original undoes that
         before.attention_weights = copy_attention_weights(architecture.self_attentions(target.base_model))
     try:
-        if record is not None:
+        if undo is not None:
             revert(target, architecture, start)
         # Query and key weights are kept only when they are about to be rewritten: restore touches nothing else.
         original = take_snapshot(target, architecture, weights=order is not None)
@@ -110,9 +94,9 @@ def swap(
     except BaseException:
         revert(target, architecture, before)
         raise
-    fields = copy.deepcopy(vars(target.config))
-    name = target.name_or_path if record is None else record.name_or_path
-    vars(target)["_posswap_record"] = _Record(original, _fingerprint(target, architecture), fields, name)
+    found = fingerprint(target, architecture), weights_beside_positions(target, architecture)
+    name = target.name_or_path if undo is None else undo.name_or_path
+    state_of(target).undo = Undo(original, *found, copy.deepcopy(vars(target.config)), name)
     # The checkpoint it came from holds the original: an adapter that named it as its base would load onto that one.
     target.name_or_path = ""
     return model
@@ -120,19 +104,28 @@ def swap(
 
 def _install(target, architecture: Architecture, scheme: Scheme, geometry, warm_start: bool, order: torch.Tensor | None):
     owner, name = architecture.table_owner(target.base_model)
-    table = _rows(getattr(owner, name), geometry.trained_positions)
+    old = getattr(owner, name)
+    table = _rows(target, architecture, geometry.trained_positions)
     if not torch.isfinite(table).all():
         raise PosswapError("the position table holds NaN or infinite numbers: the checkpoint is broken, load it again")
     moments = None if order is None else query_key_moments(target, architecture)
     attentions = architecture.self_attentions(target.base_model)
-    same = getattr(target.base_model, "position_scheme", None) == scheme
-    if same and not scheme.resizable and geometry.max_positions != target.config.max_position_embeddings:
+    state = state_of(target)
+    same = state is not None and state.scheme == scheme
+    if same and not scheme.resizable and geometry.max_positions != state.geometry.max_positions:
         raise PosswapError(
-            f"{scheme} was made for {target.config.max_position_embeddings} positions, and what it has learned means nothing "
+            f"{scheme} was made for {state.geometry.max_positions} positions, and what it has learned means nothing "
             f"for {geometry.max_positions}: swap the original model instead"
         )
-    kept = [getattr(owner, name), *(getattr(a, "positions", None) for a in attentions)] if same else []
-    embedding = install(target, architecture, scheme, geometry)
+    kept = [old, *(getattr(a, "positions", None) for a in attentions)]
+    config = copy.deepcopy(target.config)
+    # A loaded swapped model knows what it was made from, any other one is that.
+    base_model = config.position_scheme.get("base_model") if isinstance(target, SwappedModel) else on_hub(config.name_or_path)
+    config.__class__ = CONFIG_CLASSES[architecture.model_type]
+    architecture.set_longest_input(config, geometry.max_positions)
+    config.position_scheme = config_entry(scheme, geometry.trained_positions, geometry.max_positions, base_model)
+    config._name_or_path = ""
+    embedding = install(target, architecture, scheme, geometry, classes=SWAPPED_CLASSES, config=config)
     if same and not embedding.keeps_table:
         # A loaded model that only gets another length: what it has learned stays.
         for new, old in zip([embedding, *(getattr(a, "positions", None) for a in attentions)], kept, strict=True):
@@ -144,80 +137,84 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, warm_
     if order is not None:
         for attention, (query, key) in zip(attentions, moments, strict=True):
             balance(architecture.query_key(attention), query, key, order)
-    config = copy.deepcopy(target.config)
-    # A loaded swapped model knows what it was made from, any other one is that.
-    base_model = config.position_scheme.get("base_model") if isinstance(target, SwappedModel) else on_hub(config.name_or_path)
-    config.__class__ = CONFIG_CLASSES[architecture.model_type]
-    config.max_position_embeddings = geometry.max_positions
-    config.position_scheme = config_entry(scheme, geometry.trained_positions, geometry.max_positions, base_model)
-    config._name_or_path = ""
-    set_config(target, config, config)
-    base = target.base_model
-    base.__class__ = SWAPPED_CLASSES.get(type(base), type(base))
-    target.__class__ = SWAPPED_CLASSES.get(type(target), type(target))
-    mark_part(target)
 
 
-def restore(model: PreTrainedModel) -> PreTrainedModel:
+def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTrainedModel:
     """Undo all swaps of this model in this process, in place: positions, classes and config as they were, bit for bit.
 
-    Weights that a swap rewrote get their old values back. Other weights stay as they are now: a model that was trained
-    since keeps that training, next to positions that it was not trained with.
+    Weights that a swap or a fit rewrote (positions, self-attention) get their old values back. All others are as they are now:
+    where they were trained since the swap, or an adapter was merged into them, the result is a mixture, and an error unless
+    `keep_training`.
 
     Raises:
-        PosswapError: The model is not swapped, or was loaded from a swapped checkpoint, where the original is gone.
+        PosswapError: The model is not swapped, or was loaded from a swapped checkpoint, where the original is gone. Or weights
+            have changed since the swap, and it would be a mixture.
     """
     target, architecture = find_target(model)
-    record: _Record | None = vars(target).get("_posswap_record")
-    if record is None:
+    undo = undo_of(target)
+    if undo is None:
         if isinstance(target, SwappedModel):
             raise PosswapError(
                 "the original positions are not here: this model was loaded from a swapped checkpoint, or is a part of the "
                 "model that was swapped. Load the original checkpoint, or restore the whole model"
             )
         raise PosswapError(f"this {type(target).__name__} is not swapped: there is nothing to restore")
-    if not can_write_attention_weights(architecture.self_attentions(target.base_model), record.original.attention_weights):
+    if not can_write_attention_weights(architecture.self_attentions(target.base_model), undo.snapshot.attention_weights):
         raise PosswapError(
             "the projections of attention have been pruned, parametrized or replaced since the fit, and their old weights "
             "have no place: undo that first"
         )
+    if not keep_training:
+        _check_mixture(target, architecture, undo)
     config = target.config
     # Fields that were set since (a resized vocabulary, labels, an attention implementation) are the user's: they stay.
     # Not theirs is what save_pretrained writes down.
     since = {
         k: v
         for k, v in vars(config).items()
-        if k not in ("architectures", "dtype") and (k not in record.config_fields or record.config_fields[k] != v)
+        if k not in ("architectures", "dtype") and (k not in undo.config_fields or undo.config_fields[k] != v)
     }
-    revert(target, architecture, record.original)
-    vars(target.base_model).pop("_posswap_part", None)
-    if isinstance(target, SwappedModel):  # what the first swap found was a loaded swapped model
-        mark_part(target)
+    revert(target, architecture, undo.snapshot)
     vars(target.config).update(since)
-    target.name_or_path = record.name_or_path
-    del vars(target)["_posswap_record"]
+    target.name_or_path = undo.name_or_path
     return model
 
 
-def original(model: PreTrainedModel, *, share_weights: bool = False) -> PreTrainedModel:
+def _check_mixture(target: PreTrainedModel, architecture: Architecture, undo: Undo) -> None:
+    put_back = undo.snapshot.attention_weights is not None  # a fit keeps a copy of all of attention
+    changed = []
+    for name, (*kind, checksum, of_attention) in weights_beside_positions(target, architecture).items():
+        *earlier, before, _ = undo.weights.get(name, (None, None))
+        # What is new, was resized or cast since is somebody's intention, and its checksum says nothing.
+        if earlier == kind and before != checksum and not (of_attention and put_back):
+            changed.append(name)
+    if changed:
+        which = "positions and self-attention are" if put_back else "positions, and queries and keys that the swap rewrote, are"
+        raise PosswapError(
+            f"{len(changed)} weights changed since the swap (trained, or an adapter was merged; {changed[0]} is one): {which} "
+            "put back, they are not, which would be a mixture. Load the original checkpoint, or pass keep_training=True"
+        )
+
+
+def original(model: PreTrainedModel, *, share_weights: bool = False, keep_training: bool = False) -> PreTrainedModel:
     """Return the model that a swapped one was made from, as a second model next to it: a teacher without a download.
 
     It is a copy without gradients, in evaluation mode. With `share_weights` it shares all weights but those of self-attention
-    with the swapped model, which saves memory as long as only attention is changed.
+    with the swapped model, which saves memory as long as only attention is changed. `keep_training`: see `restore`.
 
     Raises:
         PosswapError: The original is not kept: the model is not swapped, or was loaded from a swapped checkpoint.
 
     >>> from transformers import GPT2Config, GPT2Model
     >>> model = swap(GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64)), "rotary")
-    >>> describe(original(model)).new, describe(model).new
-    (Learned(extend=None), Rotary(theta=10000, fraction=1.0, layout='interleaved', scaling=None, mark_first=True))
+    >>> type(original(model)).__name__, type(model).__name__
+    ('GPT2Model', 'PosswapGPT2Model')
     """
     target, architecture = find_target(model)
     own = {id(p) for attention in architecture.self_attentions(target.base_model) for p in attention.parameters()}
     shared = {id(p): p for p in target.parameters() if share_weights and id(p) not in own}
     twin = copy.deepcopy(target, shared)  # what deepcopy finds in its memo, it does not copy
-    restore(twin)
+    restore(twin, keep_training=keep_training)
     return twin.eval() if share_weights else twin.eval().requires_grad_(False)
 
 
@@ -235,21 +232,21 @@ def rewriting_attention(model: PreTrainedModel) -> Iterator[None]:
     except BaseException:
         write_attention_weights(attentions, before)
         raise
-    record: _Record | None = vars(target).get("_posswap_record")
-    if record is not None:
-        if record.original.attention_weights is None:  # a second fit starts from the first, but the original stays the original
-            record.original.attention_weights = [
+    undo = undo_of(target)
+    if undo is not None:
+        if undo.snapshot.attention_weights is None:  # a second fit starts from the first, but the original stays the original
+            undo.snapshot.attention_weights = [
                 {name: value for name, value in weights.items() if not name.startswith("positions.")} for weights in before
             ]
         if fresh:  # what was trained before it was fitted still counts as trained
-            record.fingerprint = _fingerprint(target, architecture)
+            undo.fingerprint = fingerprint(target, architecture)
 
 
 def is_unchanged(model: PreTrainedModel) -> bool:
     """Whether positions and self-attention are as the last swap or fit in this process left them; False for a loaded model."""
     target, architecture = find_target(model, dispatched=True)
-    record: _Record | None = vars(target).get("_posswap_record")
-    return record is not None and record.fingerprint == _fingerprint(target, architecture)
+    undo = undo_of(target)
+    return undo is not None and undo.fingerprint == fingerprint(target, architecture)
 
 
 def _check_max_positions(max_positions: int | None, start: Snapshot) -> int:
@@ -263,25 +260,16 @@ def _check_max_positions(max_positions: int | None, start: Snapshot) -> int:
 
 
 def _trained_positions(start: Snapshot) -> int:
-    if isinstance(start.table, nn.Embedding):
-        return start.table.num_embeddings
-    return read_config_entry(start.config)[1]
+    # A loaded swapped model knows how long its original's table was; any other one has that table.
+    return start.max_positions if start.state is None else start.state.geometry.trained_positions
 
 
-def _rows(table: nn.Module, trained_positions: int) -> torch.Tensor:
+def _rows(target: PreTrainedModel, architecture: Architecture, trained_positions: int) -> torch.Tensor:
     """Return what a table, or the module in its place, adds at each trained position: (P, E) float64."""
-    device = next((t.device for t in (*table.parameters(), *table.buffers())), torch.device("cpu"))
-    with torch.no_grad():
-        return table(torch.arange(trained_positions, device=device)[None])[0].double()
-
-
-def _fingerprint(target: PreTrainedModel, architecture: Architecture) -> int:
-    """A checksum of the weights that positions work with: the table's place and every self-attention."""
     base = target.base_model
-    owner, name = architecture.table_owner(base)
-    checksum = 0
-    for module in (getattr(owner, name), *architecture.self_attentions(base)):
-        for parameter in module.parameters():
-            data = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
-            checksum = zlib.crc32(data.numpy(), checksum)
-    return checksum
+    with torch.no_grad():
+        if state_of(target) is None:
+            return architecture.trained_rows(base).double()
+        owner, name = architecture.table_owner(base)
+        rows = torch.arange(trained_positions, device=base.device)[None] + architecture.first_row(base.config)
+        return getattr(owner, name)(rows)[0].double()

@@ -207,21 +207,17 @@ def test_a_cache_that_the_model_makes_knows_its_positions(make_swapped, tokens, 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @torch.no_grad()
 def test_a_compiled_call_in_between(make_swapped, tokens, backend):
-    """Positions from 0 are known without being kept; others are an error."""
+    """Compiled and other calls on one cache know each other's positions."""
     model = make_swapped("gpt2", SCHEME, backend)
     compiled = torch.compile(model.forward, backend="eager")
-    expected = model(tokens, use_cache=False).logits[:, -1]
     for start in (0, 5):
         cache = DynamicCache(config=model.config)
         positions = torch.arange(start, start + 20)[None]
+        expected = model(tokens, position_ids=positions, use_cache=False).logits[:, -1]
         model(tokens[:, :10], past_key_values=cache, position_ids=positions[:, :10])
         compiled(tokens[:, 10:15], past_key_values=cache, position_ids=positions[:, 10:15])
         last = {"past_key_values": cache, "position_ids": positions[:, 15:]}
-        if start == 0:
-            assert_close(model(tokens[:, 15:], **last).logits[:, -1], expected, rtol=1e-4, atol=1e-4)
-        else:
-            with pytest.raises(posswap.PosswapError, match="calls of a compiled model do not keep them"):
-                model(tokens[:, 15:], **last)
+        assert_close(model(tokens[:, 15:], **last).logits[:, -1], expected, rtol=1e-4, atol=1e-4)
     torch.compiler.reset()
 
 
@@ -240,14 +236,23 @@ def test_compiled_layers_and_traces(make_swapped):
 
 
 @torch.no_grad()
-def test_rows_of_a_cache_that_do_not_fit(make_swapped, tokens):
-    """Selecting rows of a left-padded batch by hand is an error that says what to do, not a wrong number."""
+@pytest.mark.parametrize("rebuilt", [False, True])
+def test_a_cache_that_is_moved(make_swapped, tokens, rebuilt):
+    """Rows of a left-padded batch reordered, selected and repeated, in the cache or in one built from its tensors."""
     model = make_swapped("gpt2", SCHEME, "sdpa")
-    mask, cache = padded("left"), DynamicCache(config=model.config)
-    model(tokens, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), past_key_values=cache)
-    cache.batch_select_indices(torch.tensor([1]))
-    with pytest.raises(posswap.PosswapError, match="positions of 2 rows and the input has 1"):
-        model(tokens[1:, :1], past_key_values=cache)
+    mask = padded("left")
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    for rows in ([1, 0], [1], [0, 0, 1, 1], [1, 1, 0]):
+        cache = DynamicCache(config=model.config)
+        model(tokens[:, :15], attention_mask=mask[:, :15], position_ids=positions[:, :15], past_key_values=cache)
+        rows = torch.tensor(rows)
+        cache.reorder_cache(rows) if len(rows) == 2 else cache.batch_select_indices(rows)
+        if rebuilt:
+            cache = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
+        later = {"attention_mask": mask[rows], "position_ids": positions[rows]}
+        expected = model(tokens[rows], use_cache=False, **later).logits[:, 15:]
+        given = model(tokens[rows, 15:], past_key_values=cache, **later | {"position_ids": positions[rows, 15:]}).logits
+        assert_close(given, expected, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

@@ -71,14 +71,17 @@ def test_restore_keeps_a_training_mode_and_dtype(make_model, tokens):
 
 @pytest.mark.parametrize("scheme", ["none", "relative:clip=4", "sinusoidal", "learned"])
 def test_restore_keeps_training(make_model, family, scheme):
-    """Weights that the swap did not rewrite stay as they were trained, queries and keys too."""
+    """Weights that the swap did not rewrite stay as they were trained, queries and keys too; if that is asked for."""
     model = make_model(family)
     posswap.swap(model, scheme)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01)
     trained = {name: value.clone() for name, value in model.named_parameters() if "position" not in name and "wpe" not in name}
-    posswap.restore(model)
+    with pytest.raises(posswap.PosswapError, match="weights changed since the swap"):
+        posswap.restore(model)
+    assert posswap.describe(model).swapped
+    posswap.restore(model, keep_training=True)
     after = dict(model.named_parameters())
     assert len(trained) > 20
     assert [name for name, value in trained.items() if not torch.equal(after[name], value)] == []

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -37,6 +37,32 @@ class Architecture(ABC):
     def resize(self, base: PreTrainedModel, max_positions: int) -> None:
         """Make everything but the table fit another length (the config is not this method's business)."""
 
+    # -- how positions are counted ---------------------------------------------------------------------------------
+
+    def first_row(self, config: PreTrainedConfig) -> int:
+        """Return which row of the table is position 0; rows before it (padding) hold no position."""
+        return 0
+
+    def position_ids(self, base: PreTrainedModel, inputs: "Inputs", past: int | torch.Tensor) -> torch.Tensor | None:
+        """Return the ids (B or 1, L) that the family's own forward makes up where none are given, rows of its table.
+
+        `past` tokens are cached. None: they count on from the cache, one a token.
+        """
+        return None
+
+    def trained_rows(self, base: PreTrainedModel) -> torch.Tensor:
+        """Return the rows of an unswapped model's table that are positions, first one first, (P, E)."""
+        owner, name = self.table_owner(base)
+        return getattr(owner, name).weight[self.first_row(base.config) :]
+
+    def longest_input(self, config: PreTrainedConfig) -> int:
+        """Return how many positions the config speaks of."""
+        return config.max_position_embeddings - self.first_row(config)
+
+    def set_longest_input(self, config: PreTrainedConfig, positions: int) -> None:
+        """Write it into the config."""
+        config.max_position_embeddings = positions + self.first_row(config)
+
     # -- inside one self-attention module --------------------------------------------------------------------------
 
     @abstractmethod
@@ -64,6 +90,23 @@ class Architecture(ABC):
     def is_causal(self, config: PreTrainedConfig) -> bool:
         """Whether self-attention looks only to the left."""
         return False
+
+
+class Inputs(NamedTuple):
+    """What a model was asked to read; one of the first two is None."""
+
+    input_ids: torch.Tensor | None  # (B, L)
+    inputs_embeds: torch.Tensor | None  # (B, L, E)
+    attention_mask: torch.Tensor | None  # as given
+
+    @property
+    def shape(self) -> torch.Size:
+        """(B, L)."""
+        return self.input_ids.shape if self.inputs_embeds is None else self.inputs_embeds.shape[:-1]
+
+    @property
+    def device(self) -> torch.device:
+        return (self.input_ids if self.inputs_embeds is None else self.inputs_embeds).device
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from hf_posswap.fitting.layerwise import LayerFit, Walk
 from hf_posswap.measure.damage import Damage, damage
 from hf_posswap.provenance import provenance, weight_hashes, without_home, write_json
 from hf_posswap.sharing.delta import saved_weights_hash, weights_hash
+from hf_posswap.surgery import is_part, undo_of
 from hf_posswap.swapping import is_unchanged, original, rewriting_attention
 from hf_posswap.target import find_target
 from hf_posswap.warm_start import plain_projections
@@ -222,7 +223,7 @@ def _check(
         raise PosswapError("a fit needs gradients and cannot run inside torch.inference_mode(): call it outside")
     if not isinstance(target, SwappedModel):
         raise PosswapError(f"this {type(target).__name__} is not swapped: call posswap.swap(model, scheme) first, then fit")
-    if vars(target).get("_posswap_part"):
+    if is_part(target):
         raise PosswapError("this is the inner part of a swapped model: fit the whole model, which can restore what was fitted")
     _check_weights(target)
     own = [name for attention in architecture.self_attentions(target.base_model) for name, _ in attention.named_parameters()]
@@ -231,7 +232,7 @@ def _check(
             "the projections of attention are wrapped by adapters, parametrized or shared: fit before that"
         )
     if given is None:
-        if not hasattr(target, "_posswap_record"):
+        if undo_of(target) is None:
             raise PosswapError(
                 "the original is not here: this model was loaded from a swapped checkpoint. Load the original checkpoint and "
                 "pass it as original_model="

@@ -7,7 +7,7 @@ Relative distance is key position minus query position.
 from abc import ABC
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -35,10 +35,17 @@ class PositionEmbedding(nn.Module):
     """
 
     keeps_table: ClassVar[bool] = False  # True: `fit_table` is no warm start but what the scheme is
+    first_row: int = 0  # which row of the family's table is position 0; RoBERTa's ids start behind its padding index
 
     def __init__(self, geometry: Geometry):
         super().__init__()
         self.register_buffer("weight", torch.empty(0, geometry.hidden_size))
+
+    def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
+        """Take ids as the family counts them; `forward` sees positions from 0 (padding, which has none, as position 0)."""
+        if self.first_row:
+            position_ids = (position_ids - self.first_row).clamp(min=0)
+        return super().__call__(position_ids)
 
     def fit_table(self, table: torch.Tensor) -> None:
         """Warm start: come as close as the scheme allows to the trained rows of the replaced table, (P, E) float64."""
@@ -76,11 +83,40 @@ class Constant(PositionEmbedding):
         return torch.where(position_ids[..., None] == 0, self.first, self.mean)  # (B, L, E)
 
 
-class AttentionPositions(nn.Module):
-    """Attention-side module, one for each layer; its parameters, if any, belong to that layer."""
+class Places(NamedTuple):
+    """Where the queries and keys of one forward are. A tuple: accelerate moves its tensors with a layer on another device."""
 
-    # Whether `prepare` wants the positions of keys; those of cached keys are then kept next to the cache.
+    queries: torch.Tensor  # positions, (B or 1, Q)
+    slots: torch.Tensor  # places in the sequence or cache, (1, Q)
+    keys: torch.Tensor | None  # positions of all keys so far, (B or 1, K); None where nobody asked for them
+    key_mask: torch.Tensor | None = None  # (B, K) bool, True = attend; None where there is none, or it is not in this form
+    in_order: bool = False  # positions of attended keys run without gaps, and `key_mask` with causality is all that masks
+
+    def distances(self, key_length: int) -> torch.Tensor:
+        """Return key position minus query position, (B or 1, Q, K)."""
+        # A static cache is longer than what it holds, the rest is masked; a sliding one holds the last keys only.
+        keys = nn.functional.pad(self.keys[:, -key_length:], (0, max(0, key_length - self.keys.shape[-1])))
+        return keys[:, None, :] - self.queries[:, :, None]
+
+    def causal(self, key_length: int) -> torch.Tensor:
+        """Return which keys stand at or before each query in the sequence, (Q, K) bool."""
+        first = 0 if self.keys is None else max(0, self.keys.shape[-1] - key_length)
+        return torch.arange(first, first + key_length, device=self.slots.device) <= self.slots[0, :, None]
+
+
+class AttentionPositions(nn.Module):
+    """Attention-side module, one for each layer; its parameters, if any, belong to that layer.
+
+    A scheme defines what it needs of three hooks: `rotate` turns queries and keys, `bias` is added to the scores of whatever
+    attention implementation the model is set to, and `attend` replaces attention itself.
+    """
+
+    # Whether `prepare` wants the positions of keys; those of cached keys then travel inside the cache.
     needs_key_positions: ClassVar[bool] = False
+
+    def forward(self, hook: str, *arguments, **options) -> Any:
+        """Call `rotate`, `bias` or `attend`. Models come through here, so that hooks on modules (offloading) see each use."""
+        return getattr(self, hook)(*arguments, **options)
 
     def prepare(
         self,
@@ -94,9 +130,9 @@ class AttentionPositions(nn.Module):
 
         `position_ids` (B or 1, Q) are the positions of the queries, `slots` (1, Q) their places in the sequence or
         cache, `length` the sequence length where it is known without looking at values (else None), `key_positions`
-        (B or 1, K) those of all keys so far where they are wanted and known, `attention_mask` what the model was given.
+        (B or 1, K) those of all keys so far where they are wanted, `attention_mask` what the model was given.
         """
-        return None
+        return Places(position_ids, slots, key_positions)
 
     def key_mask(self, shared: Any) -> torch.Tensor | None:
         """Return the (B, K) bool mask that `attend` reads from `shared`; the model then makes no (Q, K) mask from it."""
@@ -121,8 +157,11 @@ class AttentionPositions(nn.Module):
         `query_key` holds views of the query and key projections.
         """
 
-    # A scheme that does not hand q, k and v to the attention backend defines `attend`; see `Relative`.
-    attend = None
+    # bias(shared, key_length) -> (1 or B, H, Q, K): what a scheme adds to scaled scores; `shared.distances(key_length)` helps.
+    bias: Callable[[Any, int], torch.Tensor] | None = None
+
+    # attend(...): for a scheme that does not hand q, k and v to the attention backend; see `RelativePositions`.
+    attend: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None = None
 
 
 class Scheme(ABC):

@@ -20,7 +20,7 @@ masks for each pair of query and key, eager attention, which returns probabiliti
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -28,34 +28,8 @@ from torch import nn
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.closed_form import fit_relative_keys, fit_relative_values, missing_scores
 from hf_posswap.functional.relative_attention import IMPLEMENTATIONS, attend
-from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number
+from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number
 from hf_posswap.schemes.sinusoidal import sinusoids
-
-
-class Places(NamedTuple):
-    """Where the queries and keys of one forward are. A tuple: accelerate moves its tensors with a layer on another device."""
-
-    queries: torch.Tensor  # positions, (B or 1, Q)
-    slots: torch.Tensor  # places in the sequence or cache, (1, Q)
-    keys: torch.Tensor | None  # positions of all keys so far, (B or 1, K); None where a cache does not say
-    key_mask: torch.Tensor | None  # (B, K) bool, True = attend; None where there is none, or it is not in this form
-    in_order: bool  # positions of attended keys run without gaps, and `key_mask` with causality is all that masks
-
-    def distances(self, clip: int, key_length: int) -> torch.Tensor:
-        """Return r for each query and key, (B or 1, Q, K).
-
-        Positions are compared, those of cached keys too. While compiling, cached keys have none: places in the cache are
-        compared then, the same thing as long as positions run without gaps.
-        """
-        queries, keys = self.queries, self.keys
-        if keys is not None:
-            # A static cache is longer than what it holds, the rest is masked; a sliding one holds the last keys only.
-            keys = nn.functional.pad(keys[:, -key_length:], (0, max(0, key_length - keys.shape[-1])))
-        elif key_length == queries.shape[-1]:
-            keys = queries
-        else:
-            queries, keys = self.slots, torch.arange(key_length, device=self.slots.device)[None]
-        return (keys[:, None, :] - queries[:, :, None]).clamp(-clip, clip) + clip
 
 
 class RelativePositions(AttentionPositions):
@@ -77,8 +51,8 @@ class RelativePositions(AttentionPositions):
 
     def prepare(self, position_ids, slots, length, key_positions, attention_mask=None) -> Places:
         """Find out once for all layers whether positions run along the keys."""
-        places = Places(position_ids, slots, key_positions, key_mask=None, in_order=False)
-        if _is_traced() or key_positions is None:
+        places = Places(position_ids, slots, key_positions)
+        if _is_traced():
             return places
         if attention_mask is None:
             # `slots` itself: nobody gave positions, and there is no need to look at them.
@@ -179,10 +153,9 @@ class RelativePositions(AttentionPositions):
                 return output, None
             mask = None if key_mask is None else key_mask[:, None, None]
         if causal and (mask is None or shared.in_order):
-            first = 0 if shared.keys is None else max(0, shared.keys.shape[-1] - key.shape[-2])
-            seen = (torch.arange(first, first + key.shape[-2], device=query.device) <= shared.slots[:, :, None])[:, None]
+            seen = shared.causal(key.shape[-2])[None, None]
             mask = seen if mask is None else mask & seen
-        distances = shared.distances(self.clip, key.shape[-2])
+        distances = shared.distances(key.shape[-2]).clamp(-self.clip, self.clip) + self.clip
         return attend_by_index(query, key, value, *tables, distances, mask, scaling, dropout, self.key_query)
 
 

@@ -1,0 +1,111 @@
+"""What every forward of a swapped model does first: where its tokens stand, whether they fit, what layers share.
+
+The headless model of each family gets this in front of its own forward, which it then calls with `position_ids` filled in and
+with one keyword more, `shared_positions`: see `PositionedAttention`.
+"""
+
+import functools
+import inspect
+
+import torch
+
+from hf_posswap.architectures import Inputs
+from hf_posswap.attention import check_implementation, key_positions
+from hf_posswap.errors import PosswapError, SequenceTooLongError
+from hf_posswap.surgery import state_of
+
+
+def positioned_forward(base_class: type):
+    """Return a forward for the headless model: positions and lengths first, then the family's own."""
+    names = list(inspect.signature(base_class.forward).parameters)[1:]
+
+    @functools.wraps(base_class.forward)
+    def forward(self, *args, **kwargs):
+        arguments = dict(zip(names, args, strict=False), **kwargs)
+        inputs = Inputs(*(arguments.get(name) for name in Inputs._fields))
+        if (inputs.input_ids is None) == (inputs.inputs_embeds is None):
+            return base_class.forward(self, **arguments)  # which says what is wrong
+        scheme, eager = state_of(self).scheme, self.config._attn_implementation == "eager"
+        check_implementation(scheme.implementations, self.config._attn_implementation, scheme.name)
+        if eager and _is_4d(inputs.attention_mask) and inputs.attention_mask.dtype == torch.bool:
+            # Eager attention adds masks: True would count as 1.0, where sdpa takes it for "attend".
+            arguments["attention_mask"] = _additive(inputs.attention_mask, self.dtype)
+        past, slots = _slots(arguments.get("past_key_values"), inputs)
+        rows, positions = _positions(self, inputs, arguments.get("position_ids"), past, slots)
+        known = past + slots.shape[-1] if positions is slots and isinstance(past, int) else None
+        _check_length(self, scheme, positions, past, slots.shape[-1], known)
+        arguments["position_ids"] = rows
+        first = getattr(self.architecture.self_attentions(self)[0], "positions", None)
+        if first is not None:
+            shared = _share(self, first, arguments, positions, slots, past, known)
+            arguments["shared_positions"] = shared
+            if first.key_mask(shared) is not None:
+                arguments["attention_mask"] = first.key_mask(shared)[:, None, None]  # 4D: passed on as it is
+        return base_class.forward(self, **arguments)
+
+    return forward
+
+
+def _is_4d(mask) -> bool:
+    return isinstance(mask, torch.Tensor) and mask.dim() == 4
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def _slots(cache, inputs: Inputs) -> tuple[int | torch.Tensor, torch.Tensor]:
+    """Return how many tokens are cached, and the places of the new ones behind them, (1, L)."""
+    past = 0 if cache is None else cache.get_seq_length()
+    # A new tensor: a static cache returns its own counter, which the first layer moves on.
+    slots = torch.arange(inputs.shape[-1], device=inputs.device)[None] + past
+    if isinstance(past, torch.Tensor) and past.device.type == "cpu" and not torch.compiler.is_compiling():
+        past = int(past)
+    return past, slots
+
+
+def _positions(base, inputs: Inputs, given, past, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the family's ids, rows of its table, and the positions that they mean, counted from 0; each (B or 1, L)."""
+    first_row = base.architecture.first_row(base.config)
+    rows = base.architecture.position_ids(base, inputs, past) if given is None else _check_ids(given, inputs.shape[-1])
+    if rows is None:
+        return slots + first_row if first_row else slots, slots
+    return rows, (rows - first_row).clamp(min=0) if first_row else rows
+
+
+def _check_ids(position_ids: torch.Tensor, length: int) -> torch.Tensor:
+    if position_ids.shape[-1] != length or position_ids.dtype not in (torch.int64, torch.int32):
+        raise PosswapError(
+            f"position_ids of shape {tuple(position_ids.shape)} and type {position_ids.dtype} do not fit an input of "
+            f"{length} tokens: they must be integers of shape (batch or 1, {length})"
+        )
+    return position_ids.view(-1, length)
+
+
+def _check_length(base, scheme, positions: torch.Tensor, past, length: int, known: int | None) -> None:
+    limit = base.architecture.longest_input(base.config)
+    needed = past + length if isinstance(past, int) else 0
+    # Values are looked at where that costs nothing: not while tracing, not where it would wait for a GPU.
+    look = known is None and positions.device.type == "cpu" and positions.numel()
+    if look and not torch.compiler.is_compiling():
+        needed = max(needed, int(positions.max()) + 1)
+        if int(positions.min()) < 0:
+            raise PosswapError(f"position_ids must not be negative, the smallest is {int(positions.min())}")
+    if needed > limit:
+        raise SequenceTooLongError(
+            f"the input reaches {needed} positions and this model with {scheme.name} positions was set up for {limit}: "
+            f"swap with a longer range, posswap.swap(model, {str(scheme)!r}, max_positions={needed}), or truncate the input"
+        )
+
+
+def _share(base, first, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, past, known: int | None):
+    """Let the scheme compute, once for all layers, what it needs of positions."""
+    mask, cache, keys = arguments.get("attention_mask"), arguments.get("past_key_values"), None
+    if first.attend is not None and not (mask is None or isinstance(mask, torch.Tensor)):
+        raise PosswapError(
+            f"{state_of(base).scheme.name} positions take attention masks as tensors of 2 or 4 dimensions, not "
+            f"{type(mask).__name__}"
+        )
+    if first.needs_key_positions:
+        keys = key_positions(cache, positions, slots, past, state_of(base).geometry.head_dim)
+    return first.prepare(positions, slots, known, keys, mask if isinstance(mask, torch.Tensor) else None)
