@@ -78,9 +78,16 @@ class _SwappedConfigs(ModuleType):
         return getattr(import_module("hf_posswap.checkpoint"), name)
 
 
-for _model_type, _config in {"bert": "PosswapBertConfig", "gpt2": "PosswapGPT2Config"}.items():
+_CONFIGS = {
+    "bert": "PosswapBertConfig",
+    "camembert": "PosswapCamembertConfig",
+    "gpt2": "PosswapGPT2Config",
+    "roberta": "PosswapRobertaConfig",
+    "xlm-roberta": "PosswapXLMRobertaConfig",
+}
+for _model_type, _config in _CONFIGS.items():
     # Its own mapping is made so: a model type, the name of its config, and the module that has it, imported when wanted.
     CONFIG_MAPPING._mapping.setdefault(f"posswap-{_model_type}", _config)
-    CONFIG_MAPPING._modules[f"posswap_{_model_type}"] = _SwappedConfigs("hf_posswap")
+    CONFIG_MAPPING._modules[f"posswap_{_model_type}".replace("-", "_")] = _SwappedConfigs("hf_posswap")
 
 add_handler(LoadReports())

@@ -7,6 +7,8 @@ lines of code that are saved next to the weights import it, if the user trusts r
 class that is named outright refuses the shape of the table (see `PositionEmbedding`).
 """
 
+import hashlib
+import json
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,7 +35,8 @@ from hf_posswap.schemes import AttentionPositions, PositionEmbedding, Scheme, sc
 from hf_posswap.surgery import geometry_of, install, state_of
 
 FORMAT = 1
-_ABOUT_THE_MODEL = ("format", "trained_positions", "made_for_positions", "base_model")
+_ABOUT_THE_MODEL = ("format", "trained_positions", "made_for_positions", "base_model", "edited")
+DIGEST = "scheme_digest"  # the name of a buffer beside the table
 
 STUB = "modeling_hf_posswap.py"
 
@@ -112,10 +115,17 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
         raise CheckpointError(f"config.json holds a position scheme that cannot be used: {error}") from None
 
 
+def digest(scheme: Scheme, trained_positions: int) -> torch.Tensor:
+    """Return what weights keep of the scheme they belong to, (16,) uint8: a config that was edited since is noticed."""
+    entry = json.dumps([scheme.to_dict(), trained_positions], sort_keys=True)
+    return torch.frombuffer(bytearray(hashlib.sha256(entry.encode()).digest()[:16]), dtype=torch.uint8)
+
+
 class SwappedModel:
     """Mixin in front of a transformers class: the same model with the position scheme of its config."""
 
     architecture: Architecture
+    _keys_to_ignore_on_load_missing: ClassVar = [rf"\.?{DIGEST}$"]  # checkpoints of version 0.1.0 have none
 
     def __init__(self, config: PreTrainedConfig, *args, **kwargs):
         scheme, trained_positions = read_config_entry(config)
@@ -123,6 +133,7 @@ class SwappedModel:
         scheme.check(geometry)
         super().__init__(config, *args, **kwargs)
         embedding = install(self, self.architecture, scheme, geometry, classes=SWAPPED_CLASSES)
+        embedding.register_buffer(DIGEST, digest(scheme, trained_positions))
         self._init_weights(embedding)  # a learned table that starts from scratch starts as the family's tables do
 
     @property
@@ -137,6 +148,11 @@ class SwappedModel:
                 init.copy_(getattr(module, name), value)
         else:
             super()._init_weights(module)
+        if DIGEST in module._buffers:
+            init.copy_(getattr(module, DIGEST), self._digest())
+
+    def _digest(self) -> torch.Tensor:
+        return digest(*read_config_entry(self.config))
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
@@ -152,15 +168,7 @@ class SwappedModel:
                 f"the weights of {pretrained_model_name_or_path} cannot be read ({error}): the file is truncated or "
                 "corrupted; copy or download it again"
             ) from error
-        ours = (AttentionPositions, PositionEmbedding, torch.nn.Embedding)
-        owners = {name for name, module in model.named_modules() if isinstance(module, ours)}
-        unread = [*info["missing_keys"], *(key[0] if isinstance(key, tuple) else key for key in info["mismatched_keys"])]
-        lost = sorted(key for key in unread if key.rpartition(".")[0] in owners)
-        if lost:
-            raise CheckpointError(
-                f"{pretrained_model_name_or_path} lacks position or embedding weights ({', '.join(lost)}): the checkpoint is "
-                "incomplete; save the swapped model again with save_pretrained"
-            )
+        _check_loaded(model, info, str(pretrained_model_name_or_path))
         return (model, info) if output_loading_info else model
 
 
@@ -198,6 +206,41 @@ def register_architecture(architecture: Architecture) -> Architecture:
         tokenizer = [kind for kind in (tokenizer if isinstance(tokenizer, tuple) else (tokenizer,)) if kind is not None]
         AutoTokenizer.register(config_class, tokenizer_class=tokenizer[-1])
     return architecture
+
+
+def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
+    """Raise unless position weights are all there, all read, numbers, and of the scheme that the config names."""
+    owner, name = model.architecture.table_owner(model.base_model)
+    table = getattr(owner, name)
+    ours = {place: one for place, one in model.named_modules() if one is table or isinstance(one, AttentionPositions)}
+
+    def among_ours(keys) -> list[str]:
+        names = [key[0] if isinstance(key, tuple) else key for key in keys]
+        return sorted(one for one in names if one.rpartition(".")[0] in ours and not one.endswith(DIGEST))
+
+    if lost := among_ours([*info["missing_keys"], *info["mismatched_keys"]]):
+        raise CheckpointError(
+            f"{source} lacks position weights ({', '.join(lost)}): the checkpoint is incomplete; save the swapped model again "
+            "with save_pretrained"
+        )
+    if unread := among_ours(info["unexpected_keys"]):
+        raise CheckpointError(
+            f"{source} has position weights that its scheme does not read ({', '.join(unread)}): config.json was changed, or is "
+            "another checkpoint's; get both files again"
+        )
+    for place, module in ours.items():
+        for one, value in module.named_parameters(recurse=False):
+            if not value.is_meta and not torch.isfinite(value).all():
+                raise CheckpointError(
+                    f"{source}: {place}.{one} holds NaN or infinite numbers: the checkpoint is broken, get it again"
+                )
+    kept = getattr(table, DIGEST)
+    edited = model.config.position_scheme.get("edited") is True
+    if not edited and not kept.is_meta and not torch.equal(kept.cpu(), model._digest()):
+        raise CheckpointError(
+            f"{source}: position_scheme in config.json is not the one that these weights were saved with. Get the file again, "
+            'or, where you mean it, add "edited": true to it'
+        )
 
 
 class SwappedConfig:

@@ -3,6 +3,7 @@
 Nothing here decides anything; `swap` checks first and warms up afterwards. Instances are changed, never the library.
 """
 
+import functools
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posswap.architectures import Architecture
 from hf_posswap.attention import POSITIONED_CLASSES
-from hf_posswap.schemes import Geometry, PositionEmbedding, Scheme
+from hf_posswap.schemes import Geometry, Scheme
 
 
 @dataclass
@@ -121,8 +122,8 @@ def install(
     owner, name = architecture.table_owner(base)
     like = base.get_input_embeddings().weight
     embedding = scheme.embedding_module(geometry).to(device=like.device, dtype=like.dtype)
-    if isinstance(embedding, PositionEmbedding):
-        embedding.first_row = architecture.first_row(base.config)
+    if first_row := architecture.first_row(base.config):
+        embedding.register_forward_pre_hook(functools.partial(_count_from_zero, first_row))
     setattr(owner, name, embedding.train(owner.training))
     for attention in architecture.self_attentions(base):
         positions = scheme.attention_module(geometry)
@@ -139,6 +140,11 @@ def install(
         part.__class__ = classes.get(type(part), type(part))
     base.posswap_state = SwapState(scheme, geometry, inside=base is not model)
     return embedding
+
+
+def _count_from_zero(first_row: int, embedding: nn.Module, arguments: tuple[torch.Tensor]) -> torch.Tensor:
+    """Turn ids as the family counts them into positions; padding, which has none, is looked up as position 0."""
+    return (arguments[0] - first_row).clamp(min=0)
 
 
 @torch.no_grad()

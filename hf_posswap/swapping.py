@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_posswap.architectures import Architecture
 from hf_posswap.attention import check_implementation
-from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES, SwappedModel, config_entry, on_hub
+from hf_posswap.checkpoint import CONFIG_CLASSES, DIGEST, SWAPPED_CLASSES, SwappedModel, config_entry, digest, on_hub
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.closed_form import balance
 from hf_posswap.schemes import SCHEMES, Scheme, parse_scheme
@@ -126,6 +126,7 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, warm_
     config.position_scheme = config_entry(scheme, geometry.trained_positions, geometry.max_positions, base_model)
     config._name_or_path = ""
     embedding = install(target, architecture, scheme, geometry, classes=SWAPPED_CLASSES, config=config)
+    embedding.register_buffer(DIGEST, digest(scheme, geometry.trained_positions).to(table.device))
     if same and not embedding.keeps_table:
         # A loaded model that only gets another length: what it has learned stays.
         for new, old in zip([embedding, *(getattr(a, "positions", None) for a in attentions)], kept, strict=True):

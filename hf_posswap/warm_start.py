@@ -30,7 +30,7 @@ def query_key_moments(
     """
     base = model.base_model
     config = model.config
-    length = min(length, config.max_position_embeddings)
+    length = min(length, architecture.longest_input(config))
     generator = torch.Generator(device="cpu").manual_seed(0)
     tokens = torch.randint(config.vocab_size, (rows, length), generator=generator, device="cpu")
     moments = []

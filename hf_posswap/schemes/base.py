@@ -35,17 +35,10 @@ class PositionEmbedding(nn.Module):
     """
 
     keeps_table: ClassVar[bool] = False  # True: `fit_table` is no warm start but what the scheme is
-    first_row: int = 0  # which row of the family's table is position 0; RoBERTa's ids start behind its padding index
 
     def __init__(self, geometry: Geometry):
         super().__init__()
         self.register_buffer("weight", torch.empty(0, geometry.hidden_size))
-
-    def __call__(self, position_ids: torch.Tensor) -> torch.Tensor:
-        """Take ids as the family counts them; `forward` sees positions from 0 (padding, which has none, as position 0)."""
-        if self.first_row:
-            position_ids = (position_ids - self.first_row).clamp(min=0)
-        return super().__call__(position_ids)
 
     def fit_table(self, table: torch.Tensor) -> None:
         """Warm start: come as close as the scheme allows to the trained rows of the replaced table, (P, E) float64."""

@@ -62,9 +62,14 @@ class RotaryPositions(AttentionPositions):
         """Return cos and sin of the angles, each (B or 1, 1, Q, R/2) float32; angles in float64."""
         # float32 angles are off by 4.6e-3 rad at position 100,000. Apple's GPUs have no float64: compute those on the CPU.
         device = torch.device("cpu") if position_ids.device.type == "mps" else position_ids.device
-        if length is None and (self.scheme.scaling or {}).get("rope_type") in ("dynamic", "longrope"):
-            length = int(position_ids.max()) + 1  # these two choose their frequencies by the current length
+        kind = (self.scheme.scaling or {}).get("rope_type")
+        if kind == "dynamic" and length is None:
+            length = int(position_ids.max()) + 1  # its frequencies depend on the current length
         frequencies, factor = self.frequencies(device, length)
+        if kind == "longrope":  # short ones or long ones, by the current length: chosen in tensors, so that a trace has both
+            trained = self.scheme.scaling.get("original_max_position_embeddings", self.geometry.trained_positions)
+            short, long = (self.frequencies(device, length)[0] for length in (trained, trained + 1))
+            frequencies = torch.where(position_ids.to(device).max() < trained, short, long)
         angles = position_ids.to(device=device, dtype=torch.float64)[:, None, :, None] * frequencies
         cos, sin = angles.cos(), angles.sin()
         if factor != 1:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import ARCHITECTURES, Architecture
-from hf_posswap.checkpoint import SwappedModel, config_entry, on_hub, scheme_in
+from hf_posswap.checkpoint import DIGEST, SwappedModel, config_entry, on_hub, scheme_in
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.provenance import write_json
 from hf_posswap.swapping import original, restore, swap
@@ -196,7 +196,8 @@ def _position_weights(model: PreTrainedModel, architecture: Architecture) -> dic
     prefixes = [_table_name(model, architecture)]
     prefixes += [name for name, module in model.base_model.named_modules() if id(module) in modules]
     inside = tuple(f"{prefix}." for prefix in prefixes)
-    return {name: value for name, value in model.base_model.state_dict().items() if name.startswith(inside)}
+    found = {name: value for name, value in model.base_model.state_dict().items() if name.startswith(inside)}
+    return {name: value for name, value in found.items() if not name.endswith(DIGEST)}  # a delta names its scheme itself
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -1,0 +1,58 @@
+"""RoBERTa and its kin, XLM-RoBERTa and CamemBERT: BERT's modules, and positions that are counted another way.
+
+Quirks: ids start behind the padding index (row 2 of 514 is position 0), they count the tokens that are no padding, and padding
+itself reads the row of the padding index. Where embeddings are given, nobody can tell padding, and ids count on.
+"""
+
+from transformers import (
+    CamembertConfig,
+    CamembertModel,
+    RobertaConfig,
+    RobertaModel,
+    XLMRobertaConfig,
+    XLMRobertaModel,
+)
+from transformers.models.camembert.modeling_camembert import CamembertSelfAttention
+from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
+from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaSelfAttention
+
+from hf_posswap.architectures.bert import Bert
+
+
+class Roberta(Bert):
+    """The RoBERTa family as transformers has it (`model_type` "roberta")."""
+
+    model_type = "roberta"
+    config_class = RobertaConfig
+    base_class = RobertaModel
+    attention_class = RobertaSelfAttention
+
+    def first_row(self, config):
+        return config.pad_token_id + 1
+
+    def position_ids(self, base, inputs, past):
+        embeddings = base.embeddings
+        if inputs.input_ids is None:  # as in transformers: without what is cached
+            return embeddings.create_position_ids_from_inputs_embeds(inputs.inputs_embeds, embeddings.padding_idx)
+        return embeddings.create_position_ids_from_input_ids(inputs.input_ids, embeddings.padding_idx, past)
+
+    def resize(self, base, max_positions):
+        super().resize(base, max_positions + self.first_row(base.config))  # `token_type_ids` is gathered by position
+
+
+class XLMRoberta(Roberta):
+    """XLM-RoBERTa (`model_type` "xlm-roberta")."""
+
+    model_type = "xlm-roberta"
+    config_class = XLMRobertaConfig
+    base_class = XLMRobertaModel
+    attention_class = XLMRobertaSelfAttention
+
+
+class Camembert(Roberta):
+    """CamemBERT (`model_type` "camembert")."""
+
+    model_type = "camembert"
+    config_class = CamembertConfig
+    base_class = CamembertModel
+    attention_class = CamembertSelfAttention
