@@ -68,11 +68,9 @@ def test_the_probe_keeps_twins_together(monkeypatch):
     assert len(folds) == 5 and sorted(place for _, test in folds for place in test) == list(range(120))
     for train, test in folds:
         assert not {place // 2 for place in train} & {place // 2 for place in test}
-    scores = [
-        numpy.mean([RidgeClassifier(one).fit(scaled[a], numpy.take(labels, a)).score(scaled[b], numpy.take(labels, b)) for a, b in folds])
-        for one in alphas
-    ]  # fmt: skip
-    assert alpha == alphas[int(numpy.argmax(scores))] and 0.5 < share <= 1
+    labels = numpy.array(labels)
+    right = [[RidgeClassifier(one).fit(scaled[a], labels[a]).score(scaled[b], labels[b]) for a, b in folds] for one in alphas]
+    assert alpha == alphas[numpy.mean(right, axis=1).argmax()] and 0.5 < share <= 1
 
 
 def test_measures_leave_modes_alone(make_model, gpt2_tokenizer, tokens):

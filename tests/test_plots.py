@@ -107,12 +107,8 @@ def test_numbers_of_cells_are_readable():
 # What the colour-blind see of linear RGB: Machado, Oliveira, Fernandes 2009, table 1, severity 1.0.
 BLINDNESS = {
     "none": numpy.eye(3),
-    "protanopia": numpy.array(
-        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
-    ),
-    "deuteranopia": numpy.array(
-        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
-    ),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
 }
 
 
@@ -120,7 +116,7 @@ def lab(colour, blindness: str) -> numpy.ndarray:
     """A colour as it is seen, in CIE L*a*b* (D65)."""
     rgb = numpy.array(to_rgb(colour))
     linear = numpy.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    seen = numpy.clip(BLINDNESS[blindness] @ linear, 0, 1)
+    seen = numpy.clip(numpy.array(BLINDNESS[blindness]) @ linear, 0, 1)
     xyz = numpy.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ seen
     f = numpy.cbrt(xyz / [0.9505, 1.0, 1.089])
     return numpy.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
