@@ -50,7 +50,7 @@ def looks(names: Sequence[str], dark: bool = False) -> dict[str, dict]:
     {'color': '#D55E00', 'linestyle': ':', 'marker': 'o'}
     """
     colours, found = dict(zip(SCHEMES, palette(dark), strict=True)), {}
-    kinds = [name.partition(",")[0].partition(":")[0] for name in names]
+    kinds = [_kind(name) for name in names]
     free = [colour for scheme, colour in reversed(colours.items()) if scheme not in kinds] or list(colours.values())
     others = list(dict.fromkeys(kind for kind in kinds if kind not in colours))
     for name, kind in zip(names, kinds, strict=True):
@@ -227,7 +227,7 @@ def plot_attention_by_distance(
     with _canvas(*size, title, sight, dark, rows=sum(rows), columns=columns, share=True) as (figure, grid):
         free, least = iter(grid), []
         for (name, profile), height in zip(profiles.items(), rows, strict=True):
-            reach, kind = profile.shape[-1] // 2, name.partition(":")[0]
+            reach, kind = profile.shape[-1] // 2, _kind(name)
             distances = numpy.arange(-reach, 1 if one_sided else reach + 1)
             values = _array(profile)[..., : len(distances)]
             least.append(values.mean(1).min())
@@ -402,6 +402,11 @@ def _canvas(
             axes.tick_params(which="both", colors=style(dark)["text.color"])
 
 
+def _kind(name: str) -> str:
+    """Return the scheme in "scheme:options, start"."""
+    return name.partition(",")[0].partition(":")[0]
+
+
 def _plain(name: str) -> str:
     """Return a name, a folder's for one, so that its dollars do not begin a formula."""
     return name.replace("$", r"\$")
@@ -463,8 +468,7 @@ def _few(lines: dict[str, Points], label: str) -> tuple[dict[str, Points], str, 
     last = {name: float(numpy.mean(points[end])) if end in points else worst for name, points in lines.items()}
     ranked, places = sorted(lines, key=last.get, reverse=best is max), {}
     for name in ranked:
-        kind = name.partition(",")[0].partition(":")[0]
-        places[name] = sum(other.partition(",")[0].partition(":")[0] == kind for other in places)
+        places[name] = sum(_kind(other) == _kind(name) for other in places)
     chosen = sorted(ranked, key=places.get)[:MOST_LINES]
     left_out = [name for name in lines if name not in chosen]
     note = f"not drawn, for room: {'; '.join(left_out)}" if left_out else ""
@@ -493,7 +497,7 @@ def _name_ends(axes: Axes) -> None:
             across = line.get_transform() != axes.transData  # from edge to edge
             ends.append(((1.0 if across else fraction.transform((x, y))[0], fraction.transform((middle[0], y))[1]), line))
     ends.sort(key=lambda end: end[0][1])
-    gap, places = 14 / (72 * axes.figure.get_figheight()), []
+    gap, places = 15 / (72 * axes.figure.get_figheight()), []
     for (_, y), _ in ends:
         places.append(max(y, places[-1] + gap) if places else y)
     highest = 1.0

@@ -21,7 +21,7 @@ from transformers import BertModel, GPT2Model
 from typer.testing import CliRunner
 
 import hf_posswap as posswap
-from hf_posswap import cli, plots
+from hf_posswap import plots
 from hf_posswap.commands import plot as pictures
 from hf_posswap.errors import PosswapError
 from hf_posswap.measure import attention_by_distance
@@ -374,7 +374,7 @@ def call(*arguments):
 
 def drawn(kind: str, *sources, **options):
     """The figure that `plot` saves."""
-    return pictures.KINDS[kind](pictures.Wish(kind=kind, sources=tuple(map(str, sources)), **options), plots)
+    return pictures.KINDS[kind][0](pictures.Wish(kind=kind, sources=tuple(map(str, sources)), **options), plots)
 
 
 @pytest.fixture
@@ -417,6 +417,13 @@ def test_command_writes_pictures(kind, suffix, bert, tmp_path):
         root = ElementTree.fromstring(output.read_text())
         page = next(path for path in root.iter("{http://www.w3.org/2000/svg}path") if "fill" in path.get("style", ""))
         assert root.tag.endswith("svg") and "fill: #121212" in page.get("style")
+
+
+def test_other_formats_are_refused(tmp_path):
+    """PNG and SVG are what there is, said before anything is computed."""
+    for name in ("a.jpg", "picture", "a.PNG.pdf"):
+        with pytest.raises(PosswapError, match="must end in .png or .svg"):
+            call("table", "sinusoidal", "--output", tmp_path / name)
 
 
 def test_same_picture_same_file(tmp_path):
@@ -540,13 +547,6 @@ def test_refusals(arguments, says, bert, relative, tmp_path):
     assert not (tmp_path / "a.png").exists()
 
 
-@pytest.mark.parametrize("name", ["a.jpg", "picture", "a.PNG.pdf"])
-def test_other_formats_are_refused(name, tmp_path):
-    """PNG and SVG are what there is, said before anything is computed."""
-    with pytest.raises(PosswapError, match="must end in .png or .svg"):
-        call("table", "sinusoidal", "--output", tmp_path / name)
-
-
 @pytest.mark.parametrize("layout", ["interleaved", "cosine_first", "halves", "tensor2tensor"])
 def test_a_shift_of_sinusoids_is_exact_at_any_size(layout):
     """T moves rows on where pairs are so slow that no fit could tell them apart; an odd number of dimensions is padded."""
@@ -576,25 +576,20 @@ def test_rows_of_zeros_have_no_cosine():
 
 
 def test_what_a_picture_does_not_look_at_is_an_error(tmp_path):
-    """Options of other kinds, runs of other depths, foreign files, a model without a table."""
-    file = tmp_path / "runs.json"
-    run = {
-        "config": {"scheme": "rotary", "start": "fit", "seed": 0},
-        "details": {"depths": [0], "lengths": [8], "accuracy": [[1]]},
-    }
-    other = {**run, "details": {**run["details"], "lengths": [32]}}
-    for kind, source, options, message in (
-        ("table", "sinusoidal", ["--shift", "3"], "does not look at --shift; it takes --positions, --size"),
-        ("heat-map", {"runs": [run, other]}, [], "runs of different depths or lengths"),
-        ("loss", {"runs": [1]}, [], "is not what compare or a recipe writes"),
-        ("loss", {"runs": [{}]}, [], "is not what compare or a recipe writes"),
-        ("recovery", {"rows": [1]}, [], "is not what compare or a recipe writes"),
+    """Options of other kinds, runs of other depths, foreign files."""
+    file, details = tmp_path / "runs.json", {"depths": [0], "lengths": [8], "accuracy": [[1]]}
+    run = {"config": {"scheme": "rotary", "start": "fit", "seed": 0}, "details": details}
+    for kind, source, message in (
+        ("heat-map", {"runs": [run, {**run, "details": {**details, "lengths": [32]}}]}, "runs of different depths or lengths"),
+        ("loss", {"runs": [1]}, "is not what compare or a recipe writes"),
+        ("loss", {"runs": [{}]}, "is not what compare or a recipe writes"),
+        ("recovery", {"rows": [1]}, "is not what compare or a recipe writes"),
     ):
-        if isinstance(source, dict):
-            file.write_text(json.dumps(source))
-            source = str(file)
-        with pytest.raises(posswap.PosswapError, match=message):
-            CliRunner().invoke(cli.app, ["plot", kind, source, *options, "--output", "x.png"], catch_exceptions=False)
+        file.write_text(json.dumps(source))
+        with pytest.raises(PosswapError, match=message):
+            call(kind, file, "--output", tmp_path / "x.png")
+    with pytest.raises(PosswapError, match="does not look at --shift; it takes --positions, --size"):
+        call("table", "sinusoidal", "--shift", 3, "--output", tmp_path / "x.png")
 
 
 def test_points_are_joined_in_order():
