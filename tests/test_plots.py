@@ -291,6 +291,7 @@ def test_loss_by_length_as_given():
     drawn = lines(axes)
     assert_close(drawn["rotary"][1], [3.2, 3.6])
     assert drawn["original, window"] == ([256, 512], [3.1, 3.2])
+    assert [line.get_linestyle() for line in axes.lines[:2]] == ["-", "--"]
     assert axes.figure.get_suptitle() == "title: best at 512: original, window 3.2"
     (band,) = axes.collections
     assert {tuple(point) for point in band.get_paths()[0].vertices} >= {(256, 3.0), (256, 3.4), (512, 3.5), (512, 3.7)}
