@@ -21,12 +21,11 @@ from transformers import BertModel, GPT2Model
 from typer.testing import CliRunner
 
 import hf_posswap as posswap
-from hf_posswap import cli, plots
+from hf_posswap import plots
 from hf_posswap.commands import plot as pictures
 from hf_posswap.errors import PosswapError
 from hf_posswap.measure import attention_by_distance
 from hf_posswap.measure.positions import frequencies, one_head, position_table, scheme_of, translation
-from hf_posswap.schemes import parse_scheme
 from hf_posswap.schemes.sinusoidal import sinusoids
 
 RESULTS = Path(__file__).parent.parent / "recipes" / "results"
@@ -35,35 +34,22 @@ HEAT = {"rows": [0, 0.5], "columns": [128, 256], "row_label": "depth", "column_l
 LINES = {"rotary": {256: [3.0, 3.4], 512: [3.5, 3.7]}, "original, window": {256: 3.1, 512: 3.2}}
 
 
-def draw(name: str, dark: bool):
-    """One picture of each kind, from data made here."""
-    table = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
-    return {
-        "table": lambda: plots.plot_table(table, title="a table", dark=dark),
-        "positive table": lambda: plots.plot_table(table.abs(), dark=dark),
-        "similarity": lambda: plots.plot_similarity(table, title="rows", dark=dark),
-        "dot products": lambda: plots.plot_dot_products({"random": table, "other": table[:4]}, dark=dark),
-        "wavelengths": lambda: plots.plot_wavelengths({"rotary": torch.tensor([6.3, 6283.0])}, trained=512, dark=dark),
-        "translation": lambda: plots.plot_translation({"k = 1": torch.eye(4), "k = 2": -torch.eye(4)}, dark=dark),
-        "attention": lambda: plots.plot_attention_by_distance({"before": PROFILE, "after": PROFILE}, dark=dark),
-        "loss": lambda: plots.plot_loss_by_length(LINES, 256, "loss", dark=dark),
-        "recovery": lambda: plots.plot_recovery({"cold": {0: 9.0, 100: 5.0, 900: 1.0}}, original=0.9, dark=dark),
-        "heat maps": lambda: plots.plot_heat_maps({"accuracy": [[1, 0.4], [0.6, 0]]}, **HEAT, dark=dark),
-    }[name]()
+TABLE = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
-
-ALL = (
-    "table",
-    "positive table",
-    "similarity",
-    "dot products",
-    "wavelengths",
-    "translation",
-    "attention",
-    "loss",
-    "recovery",
-    "heat maps",
-)
+# One picture of each kind, from data made here.
+DRAW = {
+    "table": lambda dark: plots.plot_table(TABLE, title="a table", dark=dark),
+    "positive table": lambda dark: plots.plot_table(TABLE.abs(), dark=dark),
+    "similarity": lambda dark: plots.plot_similarity(TABLE, title="rows", dark=dark),
+    "dot products": lambda dark: plots.plot_dot_products({"random": TABLE, "other": TABLE[:4]}, dark=dark),
+    "wavelengths": lambda dark: plots.plot_wavelengths({"rotary": torch.tensor([6.3, 6283.0])}, trained=512, dark=dark),
+    "translation": lambda dark: plots.plot_translation({"k = 1": torch.eye(4), "k = 2": -torch.eye(4)}, dark=dark),
+    "attention": lambda dark: plots.plot_attention_by_distance({"before": PROFILE, "after": PROFILE}, dark=dark),
+    "loss": lambda dark: plots.plot_loss_by_length(LINES, 256, "loss", dark=dark),
+    "recovery": lambda dark: plots.plot_recovery({"cold": {0: 9.0, 100: 5.0, 900: 1.0}}, original=0.9, dark=dark),
+    "bars": lambda dark: plots.plot_bars({"rotary": [0.3, 0.4], "original": [0.9]}, label="accuracy", dark=dark),
+    "heat maps": lambda dark: plots.plot_heat_maps({"accuracy": [[1, 0.4], [0.6, 0]]}, **HEAT, dark=dark),
+}
 
 
 def lines(axes) -> dict[str, tuple[list, list]]:
@@ -84,11 +70,11 @@ def contrast(one, other) -> float:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", DRAW)
 def test_readable_on_both_pages(name, dark):
     """Every text has a contrast of 4.5 with the page, axes are labelled, the saved file keeps the page, settings stay."""
     before = dict(matplotlib.rcParams)
-    figure = draw(name, dark)
+    figure = DRAW[name](dark)
     memory = io.BytesIO()
     figure.savefig(memory, dpi=40)  # outside of the style, where ticks are made
     assert dict(matplotlib.rcParams) == before
@@ -105,7 +91,7 @@ def test_readable_on_both_pages(name, dark):
         for tick in (*axes.xaxis.get_major_ticks(), *axes.yaxis.get_major_ticks()):
             assert contrast(tick.tick1line.get_color(), page) >= 4.5
     said = {figure.get_supxlabel(), figure.get_supylabel(), figure.axes[0].get_xlabel(), figure.axes[0].get_ylabel()}
-    assert len(said - {""}) >= (1 if name == "similarity" else 2)
+    assert len(said - {""}) >= (1 if name in ("similarity", "bars") else 2)
 
 
 def test_numbers_of_cells_are_readable():
@@ -121,12 +107,8 @@ def test_numbers_of_cells_are_readable():
 # What the colour-blind see of linear RGB: Machado, Oliveira, Fernandes 2009, table 1, severity 1.0.
 BLINDNESS = {
     "none": numpy.eye(3),
-    "protanopia": numpy.array(
-        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
-    ),
-    "deuteranopia": numpy.array(
-        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
-    ),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
 }
 
 
@@ -134,7 +116,7 @@ def lab(colour, blindness: str) -> numpy.ndarray:
     """A colour as it is seen, in CIE L*a*b* (D65)."""
     rgb = numpy.array(to_rgb(colour))
     linear = numpy.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    seen = numpy.clip(BLINDNESS[blindness] @ linear, 0, 1)
+    seen = numpy.clip(numpy.array(BLINDNESS[blindness]) @ linear, 0, 1)
     xyz = numpy.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ seen
     f = numpy.cbrt(xyz / [0.9505, 1.0, 1.089])
     return numpy.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
@@ -155,11 +137,45 @@ def test_colours_can_be_told_apart(blindness, dark):
         assert numpy.linalg.norm(below - above) > 20
 
 
-def test_markers_and_dashes_repeat_the_colours():
-    """Twenty-one lines differ in colour, marker or dashes."""
-    figure = plots.plot_loss_by_length({str(n): {1: n, 2: n} for n in range(21)}, None, "many")
-    looks = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in figure.axes[0].lines}
-    assert len(looks) == 21 and len({look[:2] for look in looks}) == 7
+def test_one_look_a_scheme():
+    """A scheme has its colour and a start its dash whatever stands beside; options differ in markers, own schemes in colour."""
+    names = ["original", "rotary, fit", "rotary:theta=500, fit", "rotary, cold", "mine, fit", "yours", "learned:extend=tile"]
+    found = plots.looks(names)
+    assert found["rotary, cold"] == plots.looks(["rotary, cold"])["rotary, cold"]
+    for one, other, differ in (
+        ("rotary, fit", "rotary:theta=500, fit", {"marker"}),
+        ("rotary, fit", "rotary, cold", {"linestyle"}),
+        ("mine, fit", "yours", {"color"}),
+    ):
+        assert {key for key in found[one] if found[one][key] != found[other][key]} == differ
+    assert len({found[name]["color"] for name in names}) == 5
+    assert found["original"] == {"color": "#000000", "linestyle": "-", "marker": "o"}
+    assert plots.looks(["original"], dark=True)["original"]["color"] == "#FFFFFF"
+
+
+@pytest.mark.parametrize(("label", "best"), [("perplexity", min), ("accuracy", max)])
+def test_few_lines(label, best):
+    """Of many options the best of each scheme are drawn, then the second best; a note names all others, the title the best."""
+    lines = {f"{scheme}:o={n}, fit": {8: 1.0, 16: 10 * place + n} for place, scheme in enumerate("abc") for n in range(1, 6)}
+    figure = plots.plot_loss_by_length(lines | {"d": {8: 100}}, None, "", label=label)
+    drawn = {line.get_label() for line in figure.axes[0].lines}
+    kept = {f"{scheme}:o={n}, fit" for scheme in "abc" for n in ((1, 2) if best is min else (5, 4))} | {"d"}
+    assert drawn == kept == {text.get_text() for text in figure.axes[0].texts}
+    assert set(figure.get_supxlabel().partition("room: ")[2].replace("\n", " ").split("; ")) == set(lines) - kept
+    assert figure.get_suptitle() == f"best at 16: {'a:o=1, fit 1' if best is min else 'c:o=5, fit 25'}"
+    assert plots.plot_loss_by_length({"a": {8: 1}}, None, "", label=label).get_supxlabel() == ""
+
+
+def test_names_stand_where_lines_end():
+    """In the order of the ends, level with them where there is room, and not on top of each other where there is none."""
+    figure = plots.plot_loss_by_length(
+        {"far": {8: 3.0, 16: 9.0}, "b": {8: 3, 16: 2.01}, "a": {8: 3, 16: 2.0}}, 8, "", label="x"
+    )
+    places = {text.get_text(): text.xyann[1] for text in figure.axes[0].texts}  # the names', in shares of the axes
+    fraction = figure.axes[0].transData + figure.axes[0].transAxes.inverted()
+    low, high = (fraction.transform((16, y))[1] for y in (2, 9))
+    assert places["a"] == pytest.approx(low) and places["far"] == pytest.approx(high)
+    assert places["b"] - places["a"] > 11 / (72 * 4.0) and {text.xyann[0] for text in figure.axes[0].texts} == {1.04}
 
 
 def test_table_as_given():
@@ -170,7 +186,8 @@ def test_table_as_given():
     picture = axes.images[0]
     assert_close(torch.from_numpy(picture.get_array().data).float(), table)
     assert picture.get_clim() == (-1, 1) and bar.get_ylabel() == "value"
-    assert (axes.get_xlabel(), axes.get_ylabel(), figure.get_suptitle()) == ("dimension", "position", "sinusoidal")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("dimension", "position")
+    assert figure.get_suptitle() == "sinusoidal: all rows have a norm of 5.66"
     for dark in (False, True):  # zero is the colour of the page
         middle = plots.plot_table(table, dark=dark).axes[0].images[0].get_cmap()(0.5)
         assert_close(middle[:3], to_rgb(plots.style(dark)["figure.facecolor"]), atol=0.02, rtol=0)
@@ -229,7 +246,8 @@ def test_wavelengths_as_given():
     drawn = lines(axes)
     assert drawn["a"] == ([0, 1, 2], [6, 60, 600]) and drawn["b"] == ([0], [5])
     assert drawn["99 tokens: no full turn above"][1] == [99, 99]
-    assert "tokens" in axes.get_ylabel() and axes.get_legend() is not None
+    assert "tokens" in axes.get_ylabel() and {text.get_text() for text in axes.texts} == set(drawn)
+    assert axes.figure.get_suptitle() == "full turns within 99 tokens: a 2 of 3 pairs, b 1 of 1 pairs"
 
 
 def test_translations_as_given():
@@ -268,12 +286,13 @@ def test_attention_of_causal_and_deep_models():
 
 
 def test_loss_by_length_as_given():
-    """Means over seeds with a band; dashes for windows; a line at the trained length, whose place the label says."""
+    """Means over seeds with a band; a line at the trained length, whose place the label says; the best in the title."""
     axes = plots.plot_loss_by_length(LINES, 256, "title").axes[0]
     drawn = lines(axes)
     assert_close(drawn["rotary"][1], [3.2, 3.6])
     assert drawn["original, window"] == ([256, 512], [3.1, 3.2])
-    assert [line.get_linestyle() for line in axes.lines] == ["-", "--", "-"]
+    assert [line.get_linestyle() for line in axes.lines[:2]] == ["-", "--"]
+    assert axes.figure.get_suptitle() == "title: best at 512: original, window 3.2"
     (band,) = axes.collections
     assert {tuple(point) for point in band.get_paths()[0].vertices} >= {(256, 3.0), (256, 3.4), (512, 3.5), (512, 3.7)}
     assert axes.lines[2].get_xdata() == [256, 256] and "trained with 256" in axes.get_xlabel()
@@ -330,16 +349,6 @@ def test_frequencies(layout, make_swapped):
     assert_close(frequencies(*scheme_of(model)), 100 ** -(torch.arange(8, dtype=torch.float64) / 8))
 
 
-@pytest.mark.parametrize("scheme", ["sinusoidal", "sinusoidal:layout=halves", "sinusoidal:layout=tensor2tensor"])
-def test_translation_moves_sinusoids(scheme):
-    """T(k) of all positions up to 65,536 moves other ones, too, and is a rotation."""
-    matrix, missed = translation(parse_scheme(scheme), 5, 8)
-    table = position_table(parse_scheme(scheme), 100, 8)
-    assert missed < 1e-5
-    assert_close(table[:-5] @ matrix.T, table[5:], atol=1e-4, rtol=0)
-    assert_close(matrix @ matrix.T, torch.eye(8), atol=1e-4, rtol=0)
-
-
 def test_translation_of_rotary_and_of_sines_alone():
     """Rotary turns its pairs, dimension by dimension as `rotate` does; sines without cosines have no T."""
     matrix, missed = translation(posswap.Rotary(), 3, 4)
@@ -366,7 +375,7 @@ def call(*arguments):
 
 def drawn(kind: str, *sources, **options):
     """The figure that `plot` saves."""
-    return pictures.KINDS[kind](pictures.Wish(kind=kind, sources=tuple(map(str, sources)), **options), plots)
+    return pictures.KINDS[kind][0](pictures.Wish(kind=kind, sources=tuple(map(str, sources)), **options), plots)
 
 
 @pytest.fixture
@@ -409,6 +418,13 @@ def test_command_writes_pictures(kind, suffix, bert, tmp_path):
         root = ElementTree.fromstring(output.read_text())
         page = next(path for path in root.iter("{http://www.w3.org/2000/svg}path") if "fill" in path.get("style", ""))
         assert root.tag.endswith("svg") and "fill: #121212" in page.get("style")
+
+
+def test_other_formats_are_refused(tmp_path):
+    """PNG and SVG are what there is, said before anything is computed."""
+    for name in ("a.jpg", "picture", "a.PNG.pdf"):
+        with pytest.raises(PosswapError, match="must end in .png or .svg"):
+            call("table", "sinusoidal", "--output", tmp_path / name)
 
 
 def test_same_picture_same_file(tmp_path):
@@ -532,13 +548,6 @@ def test_refusals(arguments, says, bert, relative, tmp_path):
     assert not (tmp_path / "a.png").exists()
 
 
-@pytest.mark.parametrize("name", ["a.jpg", "picture", "a.PNG.pdf"])
-def test_other_formats_are_refused(name, tmp_path):
-    """PNG and SVG are what there is, said before anything is computed."""
-    with pytest.raises(PosswapError, match="must end in .png or .svg"):
-        call("table", "sinusoidal", "--output", tmp_path / name)
-
-
 @pytest.mark.parametrize("layout", ["interleaved", "cosine_first", "halves", "tensor2tensor"])
 def test_a_shift_of_sinusoids_is_exact_at_any_size(layout):
     """T moves rows on where pairs are so slow that no fit could tell them apart; an odd number of dimensions is padded."""
@@ -563,30 +572,25 @@ def test_rows_of_zeros_have_no_cosine():
     """They are left out of means and bands, and blank in the matrix."""
     table = torch.tensor([[0.0, 0.0], [1.0, 0.0], [2.0, 0.0]])
     line = plots.plot_dot_products({"count": table}).axes[0].lines[0]
-    assert line.get_ydata()[:2].tolist() == [1.0, 1.0] and math.isnan(line.get_ydata()[2])
+    assert line.get_ydata().tolist() == [1.0, 1.0]
     assert plots.plot_similarity(table).axes[0].images[0].get_array().mask[0].all()
 
 
 def test_what_a_picture_does_not_look_at_is_an_error(tmp_path):
-    """Options of other kinds, runs of other depths, foreign files, a model without a table."""
-    file = tmp_path / "runs.json"
-    run = {
-        "config": {"scheme": "rotary", "start": "fit", "seed": 0},
-        "details": {"depths": [0], "lengths": [8], "accuracy": [[1]]},
-    }
-    other = {**run, "details": {**run["details"], "lengths": [32]}}
-    for kind, source, options, message in (
-        ("table", "sinusoidal", ["--shift", "3"], "does not look at --shift; it takes --positions, --size"),
-        ("heat-map", {"runs": [run, other]}, [], "runs of different depths or lengths"),
-        ("loss", {"runs": [1]}, [], "is not what compare or a recipe writes"),
-        ("loss", {"runs": [{}]}, [], "is not what compare or a recipe writes"),
-        ("recovery", {"rows": [1]}, [], "is not what compare or a recipe writes"),
+    """Options of other kinds, runs of other depths, foreign files."""
+    file, details = tmp_path / "runs.json", {"depths": [0], "lengths": [8], "accuracy": [[1]]}
+    run = {"config": {"scheme": "rotary", "start": "fit", "seed": 0}, "details": details}
+    for kind, source, message in (
+        ("heat-map", {"runs": [run, {**run, "details": {**details, "lengths": [32]}}]}, "runs of different depths or lengths"),
+        ("loss", {"runs": [1]}, "is not what compare or a recipe writes"),
+        ("loss", {"runs": [{}]}, "is not what compare or a recipe writes"),
+        ("recovery", {"rows": [1]}, "is not what compare or a recipe writes"),
     ):
-        if isinstance(source, dict):
-            file.write_text(json.dumps(source))
-            source = str(file)
-        with pytest.raises(posswap.PosswapError, match=message):
-            CliRunner().invoke(cli.app, ["plot", kind, source, *options, "--output", "x.png"], catch_exceptions=False)
+        file.write_text(json.dumps(source))
+        with pytest.raises(PosswapError, match=message):
+            call(kind, file, "--output", tmp_path / "x.png")
+    with pytest.raises(PosswapError, match="does not look at --shift; it takes --positions, --size"):
+        call("table", "sinusoidal", "--shift", 3, "--output", tmp_path / "x.png")
 
 
 def test_points_are_joined_in_order():

@@ -334,30 +334,11 @@ def clipping_is_small() -> Iterator[Finding]:
 
 
 CLAIMS: tuple[Callable[[], Iterator[Finding]], ...] = (
-    unique,
-    bounded,
-    same_distance_same_relation,
-    generalises_to_longer,
-    deterministic,
-    translation,
-    sine_alone,
-    dot_product_decreases,
-    dot_product_vanishes,
-    symmetric,
-    layout_does_not_matter,
-    wavelengths,
-    binary_is_wasteful,
-    few_dimensions,
-    learned_and_fixed_alike,
-    early_positions_favoured,
-    relative_is_slower,
-    rotary_keeps_distances,
-    absolute_on_little_data,
-    order_matters,
-    clipping_is_small,
-    printed_frequency,
-    precision,
-)
+    unique, bounded, same_distance_same_relation, generalises_to_longer, deterministic, translation, sine_alone,
+    dot_product_decreases, dot_product_vanishes, symmetric, layout_does_not_matter, wavelengths, binary_is_wasteful,
+    few_dimensions, learned_and_fixed_alike, early_positions_favoured, relative_is_slower, rotary_keeps_distances,
+    absolute_on_little_data, order_matters, clipping_is_small, printed_frequency, precision,
+)  # fmt: skip
 
 
 def check_claims(claims: tuple[Callable[[], Iterator[Finding]], ...] = CLAIMS) -> list[Claim]:

@@ -49,7 +49,10 @@ class Wish:
 
     @property
     def title(self) -> str:
-        return self.sources[0] if self.sources[0].partition(":")[0] in SCHEMES else Path(self.sources[0]).resolve().name
+        path = Path(self.sources[0]).resolve()
+        return (
+            self.sources[0] if self.sources[0].partition(":")[0] in SCHEMES else (path.parent if path.is_file() else path).name
+        )
 
     def open(self, *kinds: type) -> dict[str, Any]:
         """Return every source as what it is, or raise where it is of no use here."""
@@ -260,32 +263,25 @@ def _recovery(wish: Wish, plots: ModuleType) -> "Figure":
     )
 
 
+# What draws a kind, and the options that it looks at; any other is an error, not silence.
 KINDS = {
-    "table": _table,
-    "similarity": _similarity,
-    "dot-products": _dot_products,
-    "wavelengths": _wavelengths,
-    "translation": _translation,
-    "attention": _attention,
-    "loss": _loss,
-    "recovery": _recovery,
-    "heat-map": _heat_map,
-}
-
-# Those that a kind looks at; any other is an error, not silence.
-OPTIONS = {
-    **dict.fromkeys(("table", "similarity", "dot-products", "wavelengths"), ("positions", "size")),
-    "translation": ("size", "shift"),
-    "attention": ("positions",),
-    **dict.fromkeys(("loss", "recovery", "heat-map"), ("figure",)),
+    "table": (_table, ("positions", "size")),
+    "similarity": (_similarity, ("positions", "size")),
+    "dot-products": (_dot_products, ("positions", "size")),
+    "wavelengths": (_wavelengths, ("positions", "size")),
+    "translation": (_translation, ("size", "shift")),
+    "attention": (_attention, ("positions",)),
+    "loss": (_loss, ("figure",)),
+    "recovery": (_recovery, ("figure",)),
+    "heat-map": (_heat_map, ("figure",)),
 }
 
 
 def _drawn(wish: Wish, plots: ModuleType) -> "Figure":
     try:
-        return KINDS[wish.kind](wish, plots)
+        return KINDS[wish.kind][0](wish, plots)
     except (KeyError, TypeError, AttributeError) as error:
-        if "figure" not in OPTIONS[wish.kind]:
+        if "figure" not in KINDS[wish.kind][1]:
             raise
         said = f"{type(error).__name__}: {error}"
         raise DataError(f"{wish.sources[0]} is not what compare or a recipe writes ({said}): give their files") from error
@@ -311,8 +307,8 @@ def plot(
         raise PosswapError(f"{output} must end in .png or .svg")
     given = {"positions": positions, "size": size, "shift": shift, "figure": figure}
     for name, value in given.items():
-        if value and name not in OPTIONS[kind]:
-            takes = ", ".join(f"--{option}" for option in OPTIONS[kind])
+        if value and name not in KINDS[kind][1]:
+            takes = ", ".join(f"--{option}" for option in KINDS[kind][1])
             raise PosswapError(f"plot {kind} does not look at --{name}; it takes {takes}")
     from matplotlib import rc_context  # takes a second
 

@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.attention import observe, visible
+from hf_posswap.evaluating import evaluating, watching
 
 
 @torch.no_grad()
@@ -30,33 +31,18 @@ def attention_by_distance(
     profiles = [0.0 for _ in architecture.self_attentions(base)]
     queries = 0
 
-    def watch(layer: int):
-        def hook(attention, args, kwargs):
-            hidden_states = args[0] if args else kwargs["hidden_states"]
-            here = mask.to(hidden_states.device)
-            allowed = visible(here, causal=causal)
-            seen = observe(attention, architecture, hidden_states, allowed, kwargs.get("shared_positions"))
-            probabilities = (seen.probabilities * here[:, None, :, None]).double().sum(0)  # (H, L, L)
-            steps = torch.arange(here.shape[1], device=here.device)
-            index = ((steps[None, :] - steps[:, None]).clamp(-reach, reach) + reach).flatten()
-            summed = probabilities.new_zeros(len(probabilities), 2 * reach + 1)
-            profiles[layer] = profiles[layer] + summed.index_add_(1, index, probabilities.flatten(1)).cpu()
+    def see(layer: int, attention, hidden_states: torch.Tensor, keywords: dict) -> None:
+        here = mask.to(hidden_states.device)
+        seen = observe(attention, architecture, hidden_states, visible(here, causal=causal), keywords.get("shared_positions"))
+        probabilities = (seen.probabilities * here[:, None, :, None]).double().sum(0)  # (H, L, L)
+        steps = torch.arange(here.shape[1], device=here.device)
+        index = ((steps[None, :] - steps[:, None]).clamp(-reach, reach) + reach).flatten()
+        summed = probabilities.new_zeros(len(probabilities), 2 * reach + 1)
+        profiles[layer] = profiles[layer] + summed.index_add_(1, index, probabilities.flatten(1)).cpu()
 
-        return hook
-
-    mode = model.training
-    hooks = [
-        attention.register_forward_pre_hook(watch(layer), with_kwargs=True)
-        for layer, attention in enumerate(architecture.self_attentions(base))
-    ]
-    try:
-        model.eval()
+    with evaluating(model), watching(architecture.self_attentions(base), see):
         for batch in batches:
             mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
             queries += int(mask.sum())
             base(**{key: value.to(model.device) for key, value in batch.items()}, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-        model.train(mode)
     return (torch.stack(profiles) / queries).float()

@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.evaluating import evaluating
 
 _TOKENS_A_BATCH = 4096  # memory for logits stays the same at every length
 
@@ -39,12 +40,8 @@ def damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[
 
     Without a head the total is that of mean-pooled states, as sentence models use them; with one, that of all predictions.
     """
-    modes = {module: module.training for one in (model, original) for module in one.modules()}
-    try:
-        return _damage(model.eval(), original.eval(), batches)
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with evaluating(model, original):
+        return _damage(model, original, batches)
 
 
 def _damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]]) -> Damage:
@@ -109,14 +106,14 @@ def order_sensitivity(model: PreTrainedModel, blocks: torch.Tensor, *, seed: int
     causal = ARCHITECTURES[model.config.model_type.removeprefix("posswap-")].is_causal(model.config)
     if model.get_output_embeddings() is None or not causal:
         return 1 - (pooled_states(model, blocks) * pooled_states(model, shuffled)).sum(-1).mean().item()
-    model.eval()
     total = 0.0
-    for intact, mixed in zip(_batches(blocks, model), _batches(shuffled, model), strict=True):
-        target, got = (
-            model(input_ids=rows, use_cache=False, logits_to_keep=1).logits[:, -1].float().log_softmax(-1)
-            for rows in (intact, mixed)
-        )
-        total += functional.kl_div(got, target, reduction="sum", log_target=True).item()
+    with evaluating(model):
+        for intact, mixed in zip(_batches(blocks, model), _batches(shuffled, model), strict=True):
+            target, got = (
+                model(input_ids=rows, use_cache=False, logits_to_keep=1).logits[:, -1].float().log_softmax(-1)
+                for rows in (intact, mixed)
+            )
+            total += functional.kl_div(got, target, reduction="sum", log_target=True).item()
     return total / len(blocks)
 
 
@@ -162,8 +159,8 @@ def _batches(blocks: torch.Tensor, model: PreTrainedModel):
 @torch.no_grad()
 def pooled_states(model: PreTrainedModel, blocks: torch.Tensor) -> torch.Tensor:
     """Return the mean over tokens of the last hidden states of unpadded blocks (N, L): (N, E), of norm 1, float32."""
-    model.eval()
-    pooled = [model.base_model(input_ids=rows).last_hidden_state.float().mean(1) for rows in _batches(blocks, model)]
+    with evaluating(model):
+        pooled = [model.base_model(input_ids=rows).last_hidden_state.float().mean(1) for rows in _batches(blocks, model)]
     return functional.normalize(torch.cat(pooled), dim=-1)
 
 
@@ -175,21 +172,21 @@ def pooled_cosine(model: PreTrainedModel, blocks: torch.Tensor, original: torch.
 @torch.no_grad()
 def perplexity(model: PreTrainedModel, blocks: torch.Tensor) -> float:
     """Return exp of the mean next-token loss of a causal model over unpadded blocks (N, L), first tokens left out."""
-    model.eval()
     total = 0.0
-    for rows in _batches(blocks, model):
-        logits = model(input_ids=rows, use_cache=False).logits[:, :-1].float()
-        total += functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
+    with evaluating(model):
+        for rows in _batches(blocks, model):
+            logits = model(input_ids=rows, use_cache=False).logits[:, :-1].float()
+            total += functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
     return math.exp(total / (blocks.shape[0] * (blocks.shape[1] - 1)))
 
 
 @torch.no_grad()
 def kl_divergence(model: PreTrainedModel, original: PreTrainedModel, blocks: torch.Tensor) -> float:
     """Return the mean over tokens of KL(original || model) of the next-token distributions, in nats: 0 is unhurt."""
-    model.eval(), original.eval()
     total = 0.0
-    for rows in _batches(blocks, model):
-        target = original(input_ids=rows.to(original.device), use_cache=False).logits.float().log_softmax(-1).to(rows.device)
-        given = model(input_ids=rows, use_cache=False).logits.float().log_softmax(-1)
-        total += functional.kl_div(given, target, reduction="sum", log_target=True).item()
+    with evaluating(model, original):
+        for rows in _batches(blocks, model):
+            target = original(input_ids=rows.to(original.device), use_cache=False).logits.float().log_softmax(-1)
+            given = model(input_ids=rows, use_cache=False).logits.float().log_softmax(-1)
+            total += functional.kl_div(given, target.to(rows.device), reduction="sum", log_target=True).item()
     return total / blocks.numel()

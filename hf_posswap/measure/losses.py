@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.errors import PosswapError
+from hf_posswap.evaluating import evaluating
 
 _TOKENS_A_BATCH = 8192  # through the layers at once
 _LOGITS_A_SLICE = 2**25  # numbers: of a vocabulary of 50,000, 671 tokens at once
@@ -56,22 +57,22 @@ def token_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.
     losses = torch.full(labels.shape, torch.nan, dtype=dtype)
     first = 1 if causal else 0  # the states of token p - 1 predict token p
     at_once = max(1, _LOGITS_A_SLICE // model.config.vocab_size)
-    model.eval()
-    if isinstance(model, FSDPModule):  # the parts below are called one by one; what they share FSDP2 gathers for the whole
-        model(input_ids=input_ids[:1, :2].to(model.device))  # and its first call settles what is the whole
-        model.unshard()
-    for rows in torch.arange(len(input_ids)).split(max(1, _TOKENS_A_BATCH // input_ids.shape[1])):
-        wanted = labels[rows, first:]
-        chosen = wanted != -100
-        states = base(input_ids=input_ids[rows].to(model.device), use_cache=False).last_hidden_state
-        states = states[:, : wanted.shape[1]][chosen.to(model.device)]
-        found = [
-            functional.cross_entropy(head(some).to(dtype), tokens.to(model.device), reduction="none").cpu()
-            for some, tokens in zip(states.split(at_once), wanted[chosen].split(at_once), strict=True)
-        ]
-        placed = torch.full(wanted.shape, torch.nan, dtype=dtype)
-        placed[chosen] = torch.cat(found)
-        losses[rows, first:] = placed
+    with evaluating(model):
+        if isinstance(model, FSDPModule):  # the parts below are called one by one; what they share FSDP2 gathers for the whole
+            model(input_ids=input_ids[:1, :2].to(model.device))  # and its first call settles what is the whole
+            model.unshard()
+        for rows in torch.arange(len(input_ids)).split(max(1, _TOKENS_A_BATCH // input_ids.shape[1])):
+            wanted = labels[rows, first:]
+            chosen = wanted != -100
+            states = base(input_ids=input_ids[rows].to(model.device), use_cache=False).last_hidden_state
+            states = states[:, : wanted.shape[1]][chosen.to(model.device)]
+            found = [
+                functional.cross_entropy(head(some).to(dtype), tokens.to(model.device), reduction="none").cpu()
+                for some, tokens in zip(states.split(at_once), wanted[chosen].split(at_once), strict=True)
+            ]
+            placed = torch.full(wanted.shape, torch.nan, dtype=dtype)
+            placed[chosen] = torch.cat(found)
+            losses[rows, first:] = placed
     return losses
 
 

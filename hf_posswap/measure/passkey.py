@@ -30,6 +30,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.data.text import Split, split_of, stdlib_prose
 from hf_posswap.errors import DataError
+from hf_posswap.evaluating import evaluating
 
 FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 NAMES = ("pass", "door", "house", "car", "garden", "office", "school", "water", "fire", "red", "first", "last")
@@ -176,22 +177,22 @@ def recall_keys(model: PreTrainedModel, texts: list[PasskeyText]) -> tuple[list[
     Saying is greedy: each token of the key is the likeliest after those before it, which is what `generate` would write. Texts
     must be of one length. Likelihood of a candidate is the mean logarithm over its tokens.
     """
-    model.eval()
     size = len(texts[0].key)
     ids = torch.tensor([text.input_ids for text in texts], device=model.device)
     candidates = torch.tensor([text.candidates for text in texts], device=model.device)  # (B, candidates, size)
-    # The long prompt is read once; candidates are a few tokens each.
-    prompt = model(input_ids=ids[:, :-size], use_cache=True, logits_to_keep=1)
-    cache, likelihoods = prompt.past_key_values, []
-    for number in range(candidates.shape[1]):
-        tokens, logits = candidates[:, number], prompt.logits
-        if size > 1:
-            more = model(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True).logits
-            cache.crop(1 - size)  # negative: so many tokens fewer
-            logits = torch.cat([logits, more], dim=1)
-        if number == 0:
-            said = (logits.argmax(-1) == tokens).all(-1)
-        likelihoods.append(logits.float().log_softmax(-1).gather(-1, tokens[..., None]).mean((1, 2)))
+    with evaluating(model):
+        # The long prompt is read once; candidates are a few tokens each.
+        prompt = model(input_ids=ids[:, :-size], use_cache=True, logits_to_keep=1)
+        cache, likelihoods = prompt.past_key_values, []
+        for number in range(candidates.shape[1]):
+            tokens, logits = candidates[:, number], prompt.logits
+            if size > 1:
+                more = model(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True).logits
+                cache.crop(1 - size)  # negative: so many tokens fewer
+                logits = torch.cat([logits, more], dim=1)
+            if number == 0:
+                said = (logits.argmax(-1) == tokens).all(-1)
+            likelihoods.append(logits.float().log_softmax(-1).gather(-1, tokens[..., None]).mean((1, 2)))
     likelihoods = torch.stack(likelihoods, dim=1)
     ranked = (likelihoods[:, :1] > likelihoods[:, 1:]).all(-1)
     return said.tolist(), ranked.tolist()
@@ -200,11 +201,11 @@ def recall_keys(model: PreTrainedModel, texts: list[PasskeyText]) -> tuple[list[
 @torch.no_grad()
 def point_at_keys(model: PreTrainedModel, texts: list[PasskeyText]) -> list[bool]:
     """Ask an encoder with a question-answering head: are the likeliest start and the likeliest end those of the key?"""
-    model.eval()
     ids = torch.tensor([text.input_ids for text in texts], device=model.device)
     sizes = torch.tensor([[text.question_size] for text in texts], device=ids.device)
     kinds = (torch.arange(ids.shape[1], device=ids.device) >= sizes).long()
-    outputs = model(input_ids=ids, token_type_ids=kinds)
+    with evaluating(model):
+        outputs = model(input_ids=ids, token_type_ids=kinds)
     starts = torch.tensor([text.start for text in texts], device=ids.device)
     right = outputs.start_logits.argmax(-1) == starts
     right &= outputs.end_logits.argmax(-1) == starts + len(texts[0].key) - 1

@@ -4,8 +4,9 @@ Conneau et al. 2018, "What you can cram into a single $&!#* vector", section 3 (
 sentence occurs twice, intact and with a swap, so both classes hold the same words and a bag of words scores 50 %.
 
 An encoder is asked as in the paper: a linear probe reads frozen sentence vectors (here the means of all layers' states, and
-ridge regression with its penalty chosen by leave-one-out). A causal model is asked which of the two it finds likelier
-(as in Warstadt et al. 2020, https://arxiv.org/abs/1912.00582). Nothing is random but the choice of sentences.
+ridge regression whose penalty is chosen on sentences left out, a sentence and its twin together). A causal model is asked which
+of the two it finds likelier (as in Warstadt et al. 2020, https://arxiv.org/abs/1912.00582). Nothing is random but the choice of
+sentences.
 """
 
 import random
@@ -14,11 +15,13 @@ import re
 import numpy
 import torch
 from sklearn.linear_model import RidgeClassifierCV
+from sklearn.model_selection import GroupKFold
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.errors import DataError
+from hf_posswap.evaluating import evaluating
 
 
 def word_order_examples(paragraphs: list[str], count: int, *, seed: int = 0) -> tuple[list[str], list[int]]:
@@ -51,16 +54,21 @@ def word_order_probe(
     train: tuple[list[str], list[int]],
     test: tuple[list[str], list[int]],
 ) -> float:
-    """Return the share of test texts that a linear probe on the model's frozen states tells intact from swapped."""
+    """Return the share of test texts that a linear probe on the model's frozen states tells intact from swapped.
+
+    Texts alternate, as `word_order_examples` returns them. The penalty is chosen by five folds which keep a sentence and its
+    swapped twin on one side: from its twin, of the same words and the other label, a text could be told apart.
+    """
     vectors = [_sentence_vectors(model, tokenizer, texts) for texts, _ in (train, test)]
-    probe = make_pipeline(StandardScaler(), RidgeClassifierCV(alphas=numpy.logspace(1, 6, 11)))
+    sentences = numpy.arange(len(train[1])) // 2
+    folds = list(GroupKFold(min(5, sentences[-1] + 1)).split(vectors[0], groups=sentences))
+    probe = make_pipeline(StandardScaler(), RidgeClassifierCV(alphas=numpy.logspace(1, 6, 11), cv=folds))
     return float(probe.fit(vectors[0], train[1]).score(vectors[1], test[1]))
 
 
 @torch.no_grad()
 def word_order_preference(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> float:
     """Return the share of sentences that a causal model finds likelier than their swapped twins (texts alternate)."""
-    model.eval()
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     scores = []
     for first in range(0, len(texts), 64):
@@ -68,7 +76,8 @@ def word_order_preference(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
         # A start token in front, so that the first word is predicted too.
         tokens = torch.nn.functional.pad(batch["input_ids"], (1, 0), value=start)
         mask = torch.nn.functional.pad(batch["attention_mask"], (1, 0), value=1)
-        logits = model(input_ids=tokens, attention_mask=mask).logits[:, :-1].float()
+        with evaluating(model):
+            logits = model(input_ids=tokens, attention_mask=mask).logits[:, :-1].float()
         likelihood = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0] * mask[:, 1:]
         scores.append(likelihood.sum(1))
     scores = torch.cat(scores)
@@ -77,7 +86,6 @@ def word_order_preference(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 @torch.no_grad()
 def _sentence_vectors(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> numpy.ndarray:
-    model.eval()
     by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # batches of like lengths waste little padding
     vectors = [None] * len(texts)
     for start in range(0, len(texts), 64):
@@ -85,7 +93,8 @@ def _sentence_vectors(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
         batch = tokenizer(
             [texts[i] for i in chosen], padding=True, padding_side="right", truncation=True, return_tensors="pt"
         ).to(model.device)
-        states = model.base_model(**batch, output_hidden_states=True).hidden_states
+        with evaluating(model):
+            states = model.base_model(**batch, output_hidden_states=True).hidden_states
         mask = batch["attention_mask"][..., None]
         means = torch.cat([(layer.float() * mask).sum(1) / mask.sum(1) for layer in states], dim=-1)
         for i, vector in zip(chosen, means.cpu().numpy(), strict=True):

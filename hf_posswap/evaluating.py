@@ -1,0 +1,46 @@
+"""Looking at a model without leaving a trace: modes are as they were afterwards, and hooks are gone."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Put models into evaluation mode; afterwards every module of theirs has its own mode back.
+
+    >>> layer = nn.Dropout().train()
+    >>> with evaluating(layer):
+    ...     print(layer.training)
+    False
+    >>> layer.training
+    True
+    """
+    modes = {module: module.training for model in models for module in model.modules()}
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextmanager
+def watching(modules: Iterable[nn.Module], see: Callable[[int, nn.Module, torch.Tensor, dict], None]) -> Iterator[None]:
+    """Before each forward of a module call `see(index, module, hidden_states, keywords)`.
+
+    Some families pass hidden states as the first argument, others by name.
+    """
+
+    def watch(index: int):
+        return lambda module, args, kwargs: see(index, module, args[0] if args else kwargs["hidden_states"], kwargs)
+
+    hooks = [module.register_forward_pre_hook(watch(index), with_kwargs=True) for index, module in enumerate(modules)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
