@@ -108,6 +108,7 @@ def add_bias(mask, bias: torch.Tensor, seen: torch.Tensor | None, implementation
 # layer carry theirs, as three digits to the base 256 behind the head's own dimensions (half precision holds those exactly).
 # What moves keys - reordering, selecting, cropping, copying, offloading, rebuilding a cache - moves positions along.
 DIGITS = 3
+MOST_POSITIONS = 256**DIGITS
 
 
 def write_positions(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

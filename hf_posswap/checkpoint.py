@@ -225,8 +225,8 @@ def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
         )
     if unread := among_ours(info["unexpected_keys"]):
         raise CheckpointError(
-            f"{source} has position weights that its scheme does not read ({', '.join(unread)}): config.json was changed, or is "
-            "another checkpoint's; get both files again"
+            f"{source} has position weights that its scheme does not read ({', '.join(unread)}): config.json was changed, or "
+            "is another checkpoint's; get both files again"
         )
     for place, module in ours.items():
         for one, value in module.named_parameters(recurse=False):

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import Architecture
-from hf_posswap.attention import check_implementation
+from hf_posswap.attention import MOST_POSITIONS, check_implementation
 from hf_posswap.checkpoint import CONFIG_CLASSES, DIGEST, SWAPPED_CLASSES, SwappedModel, config_entry, digest, on_hub
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.closed_form import balance
@@ -29,7 +29,7 @@ from hf_posswap.surgery import (
     weights_beside_positions,
     write_attention_weights,
 )
-from hf_posswap.target import find_target
+from hf_posswap.target import check_not_in_composite, find_target
 from hf_posswap.warm_start import balanced_order, query_key_moments
 
 
@@ -69,6 +69,7 @@ def swap(
     target, architecture = find_target(model)
     if is_part(target):
         raise PosswapError("this is the inner part of a swapped model, whose config names the scheme: swap the whole model")
+    check_not_in_composite(target)
     check_implementation(scheme.implementations, target.config._attn_implementation, scheme.name)
     undo = undo_of(target)
     if undo is not None and undo.fingerprint != fingerprint(target, architecture):
@@ -253,9 +254,11 @@ def is_unchanged(model: PreTrainedModel) -> bool:
 def _check_max_positions(max_positions: int | None, start: Snapshot) -> int:
     if max_positions is None:
         return start.max_positions
-    if not isinstance(max_positions, int) or isinstance(max_positions, bool) or max_positions < start.max_positions:
+    right = isinstance(max_positions, int) and not isinstance(max_positions, bool)
+    if not right or not start.max_positions <= max_positions <= MOST_POSITIONS:
         raise PosswapError(
-            f"max_positions={max_positions!r} must be an integer of at least {start.max_positions}, what the model holds now"
+            f"max_positions={max_positions!r} must be an integer from {start.max_positions:,}, what the model holds now, to "
+            f"{MOST_POSITIONS:,}"
         )
     return max_positions
 

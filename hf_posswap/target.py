@@ -1,5 +1,6 @@
 """Which model is meant, and why some cannot be swapped."""
 
+import gc
 import sys
 
 import torch
@@ -68,3 +69,19 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
                 "checkpoint with device_map"
             )
     return model, architecture
+
+
+def check_not_in_composite(model: PreTrainedModel) -> None:
+    """Raise where a model is a part of another one, such as an EncoderDecoderModel, whose config would not learn of the swap.
+
+    A module does not know what it is in; the garbage collector knows who refers to it.
+    """
+    children = [one for one in gc.get_referrers(model) if isinstance(one, dict) and any(v is model for v in one.values())]
+    spaces = [one for names in children for one in gc.get_referrers(names) if isinstance(one, dict)]
+    for owner in (one for space in spaces for one in gc.get_referrers(space)):
+        whole = isinstance(owner, PreTrainedModel) and owner.base_model is not model
+        if whole and any(part is model for part in owner.children()):
+            raise UnsupportedModelError(
+                f"this model is a part of {type(owner).__name__}, which would be saved without a word of the swap: swap the "
+                "parts first, then compose them"
+            )

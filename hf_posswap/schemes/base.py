@@ -207,12 +207,15 @@ def check_choice(scheme: Scheme, field: str, choices: tuple) -> None:
         raise UnknownSchemeError(f"{scheme.name}: {field}={given!r} is not one of {', '.join(map(repr, choices))}")
 
 
-def check_number(scheme: Scheme, field: str, kind: type, minimum: float, *, above: bool = False) -> None:
-    """Raise unless the field holds a finite number of its kind, at least (or above) the minimum."""
+LARGEST = 1e30  # of any option: what comes near the largest float overflows in the first formula
+
+
+def check_number(scheme: Scheme, field: str, kind: type, minimum: float, *, above: bool = False, most: float = LARGEST) -> None:
+    """Raise unless the field holds a number of its kind, at least (or above) the minimum and at most the maximum."""
     given = getattr(scheme, field)
     if given == "auto" and field in scheme.choices:
         return
     right = isinstance(given, (int, float) if kind is float else int) and not isinstance(given, bool)
-    if not right or not (given > minimum if above else given >= minimum) or given in (float("inf"), float("nan")):
-        bound = f"{'above' if above else 'of at least'} {minimum}"
+    if not right or not (given > minimum if above else given >= minimum) or not given <= most:
+        bound = f"{'above' if above else 'of at least'} {minimum}" + ("" if most == LARGEST else f" and at most {most:,}")
         raise PosswapError(f"{scheme.name}: {field}={given!r} must be {'an integer' if kind is int else 'a number'} {bound}")

@@ -267,7 +267,7 @@ class Relative(Scheme):
     implementations: ClassVar[tuple[str, ...] | None] = ("eager", "sdpa")  # it reads the mask that these two get
 
     def __post_init__(self):
-        check_number(self, "clip", int, 1)
+        check_number(self, "clip", int, 1, most=65_536)
         check_choice(self, "values", (True, False))
         check_choice(self, "share_heads", (True, False))
         check_choice(self, "key_query", (True, False))

@@ -256,6 +256,10 @@ class Rotary(Scheme):
                 f"rotary: fraction={self.fraction:g} of head_dim {geometry.head_dim} is {dims} dimensions, and they turn "
                 f"in pairs: use {choices}"
             )
+        if dims < 4 and (self.scaling or {}).get("rope_type") == "dynamic":
+            raise PosswapError(
+                f"rotary: dynamic scaling needs at least 4 dimensions that turn, fraction={self.fraction:g} leaves {dims}"
+            )
         for field in ("short_factor", "long_factor"):
             factors = (self.scaling or {}).get(field)
             if factors is not None and len(factors) != dims // 2:

@@ -1,0 +1,166 @@
+"""What a hostile user once found wrong without a word, finding by finding; caches that are moved: test_relative_models."""
+
+import json
+import shutil
+
+import accelerate
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, BertLMHeadModel, BertModel, EncoderDecoderModel
+
+import hf_posswap as posswap
+
+LONGROPE = "rotary:scaling={rope_type=longrope,short_factor=[1,1,1,1,1,1,1,1],long_factor=[4,4,4,4,4,4,4,4],factor=2}"
+
+
+@pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary", "sinusoidal"])
+@torch.no_grad()
+def test_blocks_that_are_offloaded(make_swapped, family, scheme, tokens):
+    """Weights that accelerate loads as a module is called, those of positions too."""
+    model = make_swapped(family, scheme, "sdpa")
+    expected = model(tokens).logits
+    model.tie_weights()
+    assert torch.equal(accelerate.cpu_offload(model, execution_device=torch.device("cpu"))(tokens).logits, expected)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@torch.no_grad()
+def test_a_trace_of_longrope_knows_both_lengths(make_model):
+    """What is traced on a short input is right on a long one: frequencies are chosen by its length."""
+    model = posswap.swap(make_model("bert", "eager"), LONGROPE, max_positions=96).bert.eval()
+    tokens = {n: torch.randint(2, 98, (1, n), generator=torch.Generator().manual_seed(n)) for n in (20, 70)}
+    traced = torch.jit.trace(lambda ids: model(ids).last_hidden_state, tokens[20], check_trace=False)
+    for ids in tokens.values():
+        assert_close(traced(ids), model(ids).last_hidden_state, rtol=1e-4, atol=1e-4)
+    short = posswap.swap(
+        make_model("bert", "eager"), LONGROPE.replace("[4,4,4,4,4,4,4,4]", "[1,1,1,1,1,1,1,1]"), max_positions=96
+    )
+    assert (short.bert(tokens[70]).last_hidden_state - model(tokens[70]).last_hidden_state).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("scheme", ["learned", "none", "rotary", "relative:clip=4"])
+@torch.no_grad()
+def test_boolean_masks_of_four_dimensions(make_swapped, family, backend, scheme, tokens):
+    """True means attend, with eager attention as with sdpa."""
+    model = make_swapped(family, scheme, backend)
+    mask = torch.ones_like(tokens)
+    mask[1, 14:] = 0
+    seen = mask[:, None, None].bool().expand(2, 1, 20, 20)
+    seen = seen & torch.ones(20, 20, dtype=torch.bool).tril() if family != "bert" else seen
+    given, expected = (model(tokens, attention_mask=one).logits[mask.bool()] for one in (seen, mask))
+    assert_close(given, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize("fitted", [False, True])
+def test_restore_after_a_merged_adapter(make_model, tokens, fitted):
+    """A mixture of old positions and merged weights is refused, and given to who asks for it."""
+    model = posswap.swap(make_model("bert", "sdpa"), "rotary")
+    if fitted:
+        posswap.fit(model, [tokens.repeat(4, 1)], reconstruct=1, progress=False)
+    tuned = get_peft_model(model, LoraConfig(target_modules=["query", "dense"], init_lora_weights=False))
+    merged = tuned.merge_and_unload()
+    with pytest.raises(posswap.PosswapError, match="would be a mixture"):
+        posswap.restore(merged)
+    assert posswap.describe(merged).swapped
+    posswap.restore(merged, keep_training=True)
+    assert not posswap.describe(merged).swapped
+
+
+def test_parts_of_a_composed_model(make_model, tmp_path):
+    """Swapped first and composed then, parts are saved and loaded; the other way round is refused."""
+    encoder = make_model("bert", head=BertModel)
+    decoder = make_model("bert-decoder", head=BertLMHeadModel, add_cross_attention=True)
+    both = EncoderDecoderModel(encoder=encoder, decoder=decoder)
+    with pytest.raises(posswap.UnsupportedModelError, match="a part of EncoderDecoderModel"):
+        posswap.swap(both.encoder, "rotary")
+    assert type(both.encoder) is BertModel
+    del both
+    both = EncoderDecoderModel(encoder=posswap.swap(encoder, "rotary"), decoder=posswap.swap(decoder, "relative:clip=4")).eval()
+    both.save_pretrained(tmp_path)
+    again = EncoderDecoderModel.from_pretrained(tmp_path).eval()
+    inputs = {"input_ids": torch.randint(2, 98, (2, 9)), "decoder_input_ids": torch.randint(2, 98, (2, 7))}
+    with torch.no_grad():
+        assert_close(again(**inputs).logits, both(**inputs).logits)
+
+
+@pytest.fixture
+def saved(make_swapped, tmp_path):
+    """A folder of a model with tables of keys and values, and a way to change its config or its weights."""
+    make_swapped("gpt2", "relative:clip=4").save_pretrained(tmp_path / "whole")
+
+    def change(config=None, weights=None):
+        folder = tmp_path / "changed"
+        shutil.copytree(tmp_path / "whole", folder, dirs_exist_ok=True)
+        if config is not None:
+            content = json.loads((folder / "config.json").read_text())
+            content["position_scheme"] |= config
+            (folder / "config.json").write_text(json.dumps(content))
+        if weights is not None:
+            tensors = load_file(folder / "model.safetensors")
+            weights(tensors)
+            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return folder
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"values": False}, "position weights that its scheme does not read"),
+        ({"trained_positions": 31}, "not the one that these weights were saved with"),
+        ({"name": "rotary"}, "cannot be used"),
+        ({"share_heads": True}, None),
+    ],
+)
+def test_a_config_that_contradicts_the_weights(saved, config, message):
+    """An edited scheme is an error that says what to do, and loads where it is meant."""
+    with pytest.raises((posswap.CheckpointError, RuntimeError), match=message):
+        AutoModelForCausalLM.from_pretrained(saved(config))
+
+
+def test_an_edited_config_that_is_meant(saved):
+    """It says so itself."""
+    model = AutoModelForCausalLM.from_pretrained(saved({"trained_positions": 31, "edited": True}))
+    assert posswap.describe(model).trained_positions == 31
+
+
+def test_broken_position_weights(saved):
+    """NaN in a table."""
+
+    def break_one(tensors):
+        next(value for name, value in tensors.items() if "key_table" in name)[0, 0, 0] = float("nan")
+
+    with pytest.raises(posswap.CheckpointError, match="key_table holds NaN or infinite numbers"):
+        AutoModelForCausalLM.from_pretrained(saved(weights=break_one))
+
+
+def test_another_vocabulary(saved):
+    """Only positions are guarded: other shapes are between the user and transformers."""
+    model = AutoModelForCausalLM.from_pretrained(saved(), vocab_size=50, ignore_mismatched_sizes=True)
+    assert model.get_input_embeddings().num_embeddings == 50
+
+
+@pytest.mark.parametrize(
+    ("scheme", "message"),
+    [
+        ("relative:clip=100000000000000", "clip=100000000000000 must be an integer .* at most 65,536"),
+        (f"rotary:theta={10**400}", "theta=.* must be a number above 1"),
+        ("rotary:fraction=0.125,scaling={rope_type=dynamic,factor=2}", "dynamic scaling needs at least 4 dimensions"),
+    ],
+)
+def test_numbers_beyond_reason(make_model, scheme, message):
+    """One line, before anything is allocated."""
+    with pytest.raises(posswap.PosswapError, match=message):
+        posswap.swap(make_model("gpt2"), scheme)
+
+
+def test_lengths_beyond_reason(make_model, family):
+    """What positions in a cache can count to is the most that a model can be swapped for."""
+    for length in (16_777_217, 10**12, 10**30):
+        with pytest.raises(posswap.PosswapError, match="must be an integer from 32, what the model holds now, to 16,777,216"):
+            posswap.swap(make_model(family), "rotary", max_positions=length)
