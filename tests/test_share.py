@@ -1,4 +1,4 @@
-"""Sharing through the real client, default settings (Xet) and LFS: the scenarios of share_job.py, in a process for each."""
+"""Sharing through the real client with its default settings: the scenarios of share_job.py, in a process of their own."""
 
 import json
 import os
@@ -12,10 +12,10 @@ from share_job import SCENARIOS
 JOB = Path(__file__).parent / "share_job.py"
 
 
-@pytest.fixture(scope="module", params=("xet", "lfs"))
-def outcome(request, tmp_path_factory):
-    """What all scenarios said, for one kind of storage."""
-    command = [sys.executable, str(JOB), request.param, str(tmp_path_factory.mktemp("share"))]
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """What all scenarios said."""
+    command = [sys.executable, str(JOB), str(tmp_path_factory.mktemp("share"))]
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
