@@ -203,10 +203,14 @@ def test_real_checkpoints(name):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # PEFT asks by the old name
-def test_adapters_and_tokenizers(make_swapped, bert_tokenizer):
+def test_adapters_and_tokenizers(make_swapped, bert_tokenizer, tmp_path):
     """Adapters must be merged first, and are exported then; a tokenizer of another model is refused."""
     model = make_swapped("bert", posswap.Rotary(mark_first=False))
     adapted = get_peft_model(model, LoraConfig(target_modules=["query", "value"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path)  # it must not name the plain model as what it goes onto
+    about = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] is None
+    assert about["auto_mapping"]["base_model_class"] == "PosswapBertForMaskedLM"
     with pytest.raises(posswap.UnsupportedModelError, match="merge_and_unload"):
         posswap.export_native(adapted)
     merged = adapted.merge_and_unload()
