@@ -94,7 +94,7 @@ class Repo:
 class Hub:
     """Repositories, users, stored files, and the faults that tests ask for."""
 
-    def __init__(self, xet_folder: Path | None):
+    def __init__(self, xet_folder: Path | None, endpoint: str = ""):
         self.users = {"hf_tester": "tester", "hf_other": "other"}  # token -> name
         self.repos: dict[str, Repo] = {}
         self.xet_folder = xet_folder
@@ -103,14 +103,14 @@ class Hub:
         self.faults: list[tuple[str, str, int, dict]] = []
         self.surprises: list[tuple[str, str, Callable[[], None]]] = []
         self.lock = threading.RLock()
-        self.endpoint = ""
+        self.endpoint = endpoint
 
     @classmethod
     @contextmanager
-    def serve(cls, xet_folder: Path | None = None):
-        """Run on a free port."""
+    def serve(cls, xet_folder: Path | None = None, port: int = 0):
+        """Run on a port; 0 is a free one."""
         hub = cls(xet_folder)
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
+        server = ThreadingHTTPServer(("127.0.0.1", port), type("BoundHandler", (Handler,), {"hub": hub}))
         server.daemon_threads = True
         hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, daemon=True)

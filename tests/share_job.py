@@ -1,6 +1,6 @@
 """Scenarios of sharing, all against one Hub on loopback in a process of their own, since the client reads HF_ENDPOINT once.
 
-python tests/share_job.py FOLDER      # prints {scenario: "" or what went wrong} as its last line
+HF_ENDPOINT=http://127.0.0.1:PORT python tests/share_job.py FOLDER  # prints {scenario: "" or what went wrong} last
 """
 
 import json
@@ -11,7 +11,12 @@ import traceback
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from hub import File, Hub, Repo
+from huggingface_hub import HfApi
+from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, BertForMaskedLM, BertModel
+
+import hf_posswap as posswap
 
 SCENARIOS = {}
 
@@ -31,8 +36,6 @@ def files(hub, name, revision="main"):
 @contextmanager
 def refused(words):
     """Inside, our error is raised, says this, and does not show the token."""
-    import hf_posswap as posswap
-
     try:
         yield
     except posswap.PosswapError as error:
@@ -44,11 +47,6 @@ def refused(words):
 
 def new_model(folder, seed=0):
     """Write a swapped model whose layers are too small for anything but a test."""
-    import torch
-    from transformers import BertConfig, BertForMaskedLM
-
-    import hf_posswap as posswap
-
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
     model = BertForMaskedLM(BertConfig(**sizes, initializer_range=0.3)).eval()
@@ -58,17 +56,12 @@ def new_model(folder, seed=0):
 
 def push(folder, repo_id, **options):
     """Share with a base that is on no Hub."""
-    import hf_posswap as posswap
-
     return posswap.share(folder, repo_id, base_model="local:tiny", license="mit", **options)
 
 
 @scenario
 def push_and_pull(hub, folder):
     """All files arrive, the model loads as it was; a second push of the same sends nothing; a changed card alone is sent."""
-    import torch
-    from transformers import AutoModelForMaskedLM
-
     model = new_model(folder)
     assert push(folder, "tester/first") == f"{hub.endpoint}/tester/first"
     expected = {"README.md", "posswap_results.json", "config.json", "model.safetensors", "modeling_hf_posswap.py"}
@@ -92,11 +85,6 @@ def push_and_pull(hub, folder):
 @scenario
 def the_base_is_recorded(hub, folder):
     """A checkpoint that was loaded from the Hub is named in the swapped one's config, with its commit."""
-    import torch
-    from transformers import BertConfig, BertModel
-
-    import hf_posswap as posswap
-
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
     BertModel(BertConfig(**sizes)).push_to_hub("tester/base")
@@ -115,9 +103,6 @@ def the_base_is_recorded(hub, folder):
 @scenario
 def another_model(hub, folder):
     """Weights, card and results of what was there before go: they are not read in the place of the new, sharded ones."""
-    import torch
-    from transformers import AutoModelForMaskedLM
-
     new_model(folder)
     push(folder, "tester/changing")
     model = new_model(folder / "second", seed=1)
@@ -146,8 +131,6 @@ def private(hub, folder):
 @scenario
 def pull_request(hub, folder):
     """Into somebody else's repository: refused with the way out, and that way works, and leaves main alone."""
-    from transformers import AutoConfig
-
     new_model(folder)
     hub.repos["other/theirs"] = Repo("other/theirs", False)
     with refused("open a pull request with create_pr=True"):
@@ -325,11 +308,6 @@ def what_is_not_sent(hub, folder):
 @scenario
 def delta_and_leaderboard(hub, folder):
     """A delta is shared and loaded by its id; leaderboards read repositories, by revision too, and say what is missing."""
-    import torch
-    from transformers import BertConfig, BertModel
-
-    import hf_posswap as posswap
-
     torch.manual_seed(0)
     base = BertModel(
         BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50)
@@ -369,12 +347,6 @@ print(json.dumps([model(torch.arange(5, 25)[None]).logits.tolist() for model in 
 @scenario
 def pushed_by_transformers(hub, folder):
     """push_to_hub and upload_folder do as well: the model loads by trust_remote_code alone, the delta onto its base."""
-    import torch
-    from huggingface_hub import HfApi
-    from transformers import AutoModelForMaskedLM
-
-    import hf_posswap as posswap
-
     posswap.restore(new_model(folder / "swapped")).save_pretrained(folder / "base")
     base, model = (AutoModelForMaskedLM.from_pretrained(folder / "base") for _ in range(2))
     posswap.swap(model, "relative:clip=4")
@@ -398,8 +370,7 @@ def main(root: Path) -> None:
     """Run all scenarios."""
     chunks = root / "xet"
     chunks.mkdir(parents=True)
-    with Hub.serve(chunks) as hub:
-        os.environ.update(hub.environment(root / "home"), TQDM_DISABLE="1")
+    with Hub.serve(chunks, port=int(os.environ["HF_ENDPOINT"].rpartition(":")[2])) as hub:
         found = {}
         for name, function in SCENARIOS.items():
             try:

@@ -128,7 +128,7 @@ def check_files(folder: Path) -> list[str]:
                 f"{path} is no part of a shared model: move it elsewhere, or share what save_pretrained has written. What is "
                 f"shared are weights (.safetensors), pictures, and {', '.join(sorted(NAMES))}"
             )
-        if path.suffix == ".png" and path.open("rb").read(len(_PNG)) != _PNG:
+        if path.suffix == ".png" and not path.read_bytes().startswith(_PNG):
             raise CheckpointError(f"{path} is no picture: move it elsewhere, or write the card again")
         if path.suffix == ".safetensors":
             try:
@@ -139,19 +139,19 @@ def check_files(folder: Path) -> list[str]:
         found.append(name)
     if not any(name.endswith(".safetensors") for name in found):
         raise CheckpointError(f"{folder} has no weights (.safetensors): save the model there first")
-    _check_code(folder)
+    _check_code(folder, found)
     _check_index(folder)
     return found
 
 
-def _check_code(folder: Path) -> None:
+def _check_code(folder: Path, files: Sequence[str]) -> None:
     """Raise where the folder holds or names code that trust_remote_code would run, other than the stub and what it imports."""
     stub = (folder / STUB).read_text() if (folder / STUB).is_file() else None
     imports = set(re.findall(r"^    (\w+),$", stub or "", re.MULTILINE))
     ours = {kind.__name__ for kind in (*SWAPPED_CLASSES.values(), *CONFIG_CLASSES.values())}
     allowed = {f"{Path(STUB).stem}.{name}" for name in imports & ours}
     named = set()
-    for path in folder.rglob("*config.json"):
+    for path in (folder / name for name in files if name.endswith("config.json")):
         found = read_json(path).get("auto_map") or {}
         named |= set(map(str, found.values() if isinstance(found, dict) else [found]))
         if found and (path != folder / "config.json" or not named <= allowed):
