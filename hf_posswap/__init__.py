@@ -50,7 +50,7 @@ _PUBLIC = {
     "sharing.delta": ("load_delta", "save_delta"),
     "sharing.export": ("NativeExport", "export_native"),
     "sharing.hub": ("share",),
-    "sharing.record": ("leaderboard",),
+    "sharing.leaderboard": ("leaderboard",),
     "sharing.rescue": ("load_relative_key",),
     "swapping": ("original", "restore", "swap"),
 }

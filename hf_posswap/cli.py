@@ -26,7 +26,7 @@ from hf_posswap.schemes import SCHEMES, parse_scheme
 from hf_posswap.sharing.card import write_card
 from hf_posswap.sharing.export import export_native
 from hf_posswap.sharing.hub import share
-from hf_posswap.sharing.record import leaderboard
+from hf_posswap.sharing.leaderboard import leaderboard
 from hf_posswap.swapping import swap
 from hf_posswap.terminal import run_program
 

@@ -5,8 +5,8 @@ and to read data sets, which are repositories whose name begins with datasets/.
         subprocess.run([...], env=os.environ | hub.environment(tmp_path))  # HF_ENDPOINT is read when the client is imported
         hub.fail_next("POST", "/commit/", 503)
 
-Large files go either way: with `xet_folder` set, clients run with default settings and hf_xet writes real chunks into that
-folder (its own test backend, casUrl "local://..."); without, they take the LFS protocol (HF_HUB_DISABLE_XET=1).
+Clients run with default settings: hf_xet writes the chunks of large files into `xet_folder` (its own test backend, casUrl
+"local://..."); without that folder there is no place for large files, and all else works.
 Nothing here is the real server: what it answers was recorded from what clients accept.
 """
 
@@ -94,24 +94,23 @@ class Repo:
 class Hub:
     """Repositories, users, stored files, and the faults that tests ask for."""
 
-    def __init__(self, xet_folder: Path | None):
+    def __init__(self, xet_folder: Path | None, endpoint: str = ""):
         self.users = {"hf_tester": "tester", "hf_other": "other"}  # token -> name
         self.repos: dict[str, Repo] = {}
-        self.blobs: dict[str, bytes] = {}  # SHA-256 -> contents
         self.xet_folder = xet_folder
         self.xet_files: dict[str, tuple[str, int]] = {}  # SHA-256 -> Xet's hash, size
         self.log: list[tuple[str, str, int]] = []  # method, path, status
         self.faults: list[tuple[str, str, int, dict]] = []
         self.surprises: list[tuple[str, str, Callable[[], None]]] = []
         self.lock = threading.RLock()
-        self.endpoint = ""
+        self.endpoint = endpoint
 
     @classmethod
     @contextmanager
-    def serve(cls, xet_folder: Path | None = None):
-        """Run on a free port."""
+    def serve(cls, xet_folder: Path | None = None, port: int = 0):
+        """Run on a port; 0 is a free one."""
         hub = cls(xet_folder)
-        server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
+        server = ThreadingHTTPServer(("127.0.0.1", port), type("BoundHandler", (Handler,), {"hub": hub}))
         server.daemon_threads = True
         hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -125,9 +124,8 @@ class Hub:
 
     def environment(self, home: Path, token: str = "hf_tester") -> dict[str, str]:
         """Return the variables of a client process of its own: this Hub, no cache but its own."""
-        xet = {} if self.xet_folder else {"HF_HUB_DISABLE_XET": "1"}
         settings = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_TOKEN": token, "HF_HUB_OFFLINE": "0"}
-        return {**settings, **xet, "HF_HUB_DISABLE_TELEMETRY": "1"}
+        return {**settings, "HF_HUB_DISABLE_TELEMETRY": "1"}
 
     def fail_next(self, method: str, pattern: str, status: int, *, times: int = 1, **headers: str) -> None:
         """Answer the next requests of this method, whose path matches, with an error."""
@@ -139,31 +137,23 @@ class Hub:
 
     def stored(self) -> set[str]:
         """Return the SHA-256 of all large files that have arrived."""
-        return {*self.blobs, *(_scan_shards(self.xet_folder) if self.xet_folder else ())}
+        return set(_scan_shards(self.xet_folder))
 
     def contents(self, sha256: str) -> bytes:
-        """Return a large file, however it was stored."""
-        if sha256 not in self.blobs:
-            self.blobs[sha256] = self._read_xet(*self.xet_files[sha256])
-        return self.blobs[sha256]
-
-    def has(self, sha256: str) -> bool:
-        """Whether a large file has arrived."""
-        if self.xet_folder and sha256 not in self.xet_files:
-            self.xet_files |= _scan_shards(self.xet_folder)
-        return sha256 in self.blobs or sha256 in self.xet_files
-
-    def size(self, sha256: str) -> int:
-        """Return the size of a large file."""
-        return len(self.blobs[sha256]) if sha256 in self.blobs else self.xet_files[sha256][1]
-
-    def _read_xet(self, xet_hash: str, size: int) -> bytes:
+        """Return a large file."""
         import hf_xet
 
+        xet_hash, size = self.xet_files[sha256]
         target = Path(tempfile.mkdtemp()) / "file"
         wanted = [hf_xet.PyXetDownloadInfo(str(target), xet_hash, size)]
         hf_xet.download_files(wanted, f"local://{self.xet_folder}", ("token", int(time.time()) + 3600), None, None)
         return target.read_bytes()
+
+    def has(self, sha256: str) -> bool:
+        """Whether a large file has arrived."""
+        if sha256 not in self.xet_files:
+            self.xet_files |= _scan_shards(self.xet_folder)
+        return sha256 in self.xet_files
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -232,9 +222,6 @@ class Handler(BaseHTTPRequestHandler):
             (r"/api/whoami-v2", self.whoami),
             (r"/api/validate-yaml", self.validate_yaml),
             (r"/api/repos/create", self.create),
-            (r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", self.lfs_batch),
-            (r"/([^/]+/[^/]+)\.git/info/lfs/objects/verify", self.lfs_verify),
-            (r"/_lfs/(\w+)", self.lfs_put),
             (r"/((?:datasets/)?[^/]+/[^/]+)/resolve/(refs(?:/|%2F)pr(?:/|%2F)\d+|[^/]+)/(.+)", self.resolve),
             (r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)(?:/revision/(.+))?", self.info),
             (r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)/tree/([^/]+)(?:/(.*))?", self.tree),
@@ -417,7 +404,7 @@ class Handler(BaseHTTPRequestHandler):
                 if not self.hub.has(value["oid"]):
                     self.refuse(400, f"LFS object {value['oid']} does not exist")
                     return
-                tree[value["path"]] = File(b"", value["oid"], self.hub.size(value["oid"]))
+                tree[value["path"]] = File(b"", value["oid"], self.hub.xet_files[value["oid"]][1])
             elif key == "deletedFile":
                 tree.pop(value["path"], None)
         if header.get("parentCommit") not in (None, parent.oid) and "create_pr" not in self.query:
@@ -441,32 +428,6 @@ class Handler(BaseHTTPRequestHandler):
         place, until = f"local://{self.hub.xet_folder}", int(time.time()) + 3600
         headers = {"X-Xet-Cas-Url": place, "X-Xet-Access-Token": "token", "X-Xet-Token-Expiration": str(until)}
         self.answer(200, {"accessToken": "token", "exp": until, "casUrl": place}, headers)
-
-    def lfs_batch(self, name: str) -> None:
-        """Say where large files go."""
-        if self.repo(name) is None:
-            return
-        objects = []
-        for asked in json.loads(self.body)["objects"]:
-            entry = {"oid": asked["oid"], "size": asked["size"], "authenticated": True}
-            if asked["oid"] not in self.hub.blobs:
-                verify = f"{self.hub.endpoint}/{name}.git/info/lfs/objects/verify"
-                upload = f"{self.hub.endpoint}/_lfs/{asked['oid']}"
-                entry["actions"] = {"upload": {"href": upload}, "verify": {"href": verify}}
-            objects.append(entry)
-        self.answer(200, {"transfer": "basic", "objects": objects}, kind="application/vnd.git-lfs+json")
-
-    def lfs_put(self, sha256: str) -> None:
-        """Take a large file."""
-        if hashlib.sha256(self.body).hexdigest() != sha256:
-            self.refuse(400, "sha256 mismatch")
-            return
-        self.hub.blobs[sha256] = self.body
-        self.answer(200, b"", {"ETag": f'"{sha256}"'})
-
-    def lfs_verify(self, name: str) -> None:
-        """Say whether a large file is here."""
-        self.answer(200 if json.loads(self.body)["oid"] in self.hub.blobs else 404, {})
 
 
 def _entry(path: str, file: File) -> dict:

@@ -1,16 +1,22 @@
 """Scenarios of sharing, all against one Hub on loopback in a process of their own, since the client reads HF_ENDPOINT once.
 
-python tests/share_job.py xet|lfs FOLDER      # prints {scenario: "" or what went wrong} as its last line
+HF_ENDPOINT=http://127.0.0.1:PORT python tests/share_job.py FOLDER  # prints {scenario: "" or what went wrong} last
 """
 
 import json
 import os
+import subprocess
 import sys
 import traceback
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from hub import File, Hub, Repo
+from huggingface_hub import HfApi
+from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, BertForMaskedLM, BertModel
+
+import hf_posswap as posswap
 
 SCENARIOS = {}
 
@@ -30,8 +36,6 @@ def files(hub, name, revision="main"):
 @contextmanager
 def refused(words):
     """Inside, our error is raised, says this, and does not show the token."""
-    import hf_posswap as posswap
-
     try:
         yield
     except posswap.PosswapError as error:
@@ -43,11 +47,6 @@ def refused(words):
 
 def new_model(folder, seed=0):
     """Write a swapped model whose layers are too small for anything but a test."""
-    import torch
-    from transformers import BertConfig, BertForMaskedLM
-
-    import hf_posswap as posswap
-
     torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
     model = BertForMaskedLM(BertConfig(**sizes, initializer_range=0.3)).eval()
@@ -57,17 +56,12 @@ def new_model(folder, seed=0):
 
 def push(folder, repo_id, **options):
     """Share with a base that is on no Hub."""
-    import hf_posswap as posswap
-
     return posswap.share(folder, repo_id, base_model="local:tiny", license="mit", **options)
 
 
 @scenario
 def push_and_pull(hub, folder):
     """All files arrive, the model loads as it was; a second push of the same sends nothing; a changed card alone is sent."""
-    import torch
-    from transformers import AutoModelForMaskedLM
-
     model = new_model(folder)
     assert push(folder, "tester/first") == f"{hub.endpoint}/tester/first"
     expected = {"README.md", "posswap_results.json", "config.json", "model.safetensors", "modeling_hf_posswap.py"}
@@ -91,11 +85,6 @@ def push_and_pull(hub, folder):
 @scenario
 def the_base_is_recorded(hub, folder):
     """A checkpoint that was loaded from the Hub is named in the swapped one's config, with its commit."""
-    import torch
-    from transformers import BertConfig, BertModel
-
-    import hf_posswap as posswap
-
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
     BertModel(BertConfig(**sizes)).push_to_hub("tester/base")
@@ -114,9 +103,6 @@ def the_base_is_recorded(hub, folder):
 @scenario
 def another_model(hub, folder):
     """Weights, card and results of what was there before go: they are not read in the place of the new, sharded ones."""
-    import torch
-    from transformers import AutoModelForMaskedLM
-
     new_model(folder)
     push(folder, "tester/changing")
     model = new_model(folder / "second", seed=1)
@@ -145,8 +131,6 @@ def private(hub, folder):
 @scenario
 def pull_request(hub, folder):
     """Into somebody else's repository: refused with the way out, and that way works, and leaves main alone."""
-    from transformers import AutoConfig
-
     new_model(folder)
     hub.repos["other/theirs"] = Repo("other/theirs", False)
     with refused("open a pull request with create_pr=True"):
@@ -290,11 +274,22 @@ def what_is_not_sent(hub, folder):
     try_with("evil.py", lambda p: p.write_text("print()"), "no part of a shared model")
     try_with("token.json", lambda p: p.write_text("{}"), "no part of a shared model")
     try_with("more/config.json", lambda p: p.write_text("{}"), "no part of a shared model")
-    stub = (folder / "modeling_hf_posswap.py").read_text()
-    (folder / "modeling_hf_posswap.py").write_text(stub + "import os\n")
-    with refused("code that is shared is run"):
-        push(folder, "tester/never")
-    (folder / "modeling_hf_posswap.py").write_text(stub)
+    stub = folder / "modeling_hf_posswap.py"
+    for path, change in (
+        (stub, lambda text: text + "import os\n"),
+        (stub, lambda text: text.replace("    PosswapBertModel,\n", "    PosswapBertEvil,\n")),
+        (stub, lambda text: text.replace("    PosswapBertModel,\n", "")),
+        (folder / "config.json", lambda text: text.replace('"modeling_hf_posswap.PosswapBertModel"', '"o/x--a.Evil"')),
+        (folder / "tokenizer_config.json", lambda _: json.dumps({"auto_map": {"AutoTokenizer": ["o/x--a.Evil", None]}})),
+    ):
+        text = path.read_text() if path.exists() else ""
+        path.write_text(change(text))
+        assert path.read_text() != text
+        with refused("is run: save the model again"):
+            push(folder, "tester/never")
+        path.write_text(text) if text else path.unlink()
+    try_with("more.png", lambda p: p.write_bytes(b"x"), "is no picture")
+    try_with("pipe.png", os.mkfifo, "is no file")
     try_with("link.json", lambda p: p.symlink_to("/etc/hostname"), "leads out of the folder")
     try_with("more.safetensors", lambda p: p.write_bytes(b"\x10" * 40), "cannot be read")
     (folder.parent / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
@@ -313,11 +308,6 @@ def what_is_not_sent(hub, folder):
 @scenario
 def delta_and_leaderboard(hub, folder):
     """A delta is shared and loaded by its id; leaderboards read repositories, by revision too, and say what is missing."""
-    import torch
-    from transformers import BertConfig, BertModel
-
-    import hf_posswap as posswap
-
     torch.manual_seed(0)
     base = BertModel(
         BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50)
@@ -343,13 +333,44 @@ def delta_and_leaderboard(hub, folder):
         posswap.leaderboard(["a/b/c"])
 
 
-def main(storage: str, root: Path) -> None:
+# In a process of its own, which has not imported hf_posswap before it trusts the code that came with the weights.
+PULL = """
+import json, sys, torch
+from transformers import AutoModelForMaskedLM
+trusted = AutoModelForMaskedLM.from_pretrained("tester/pushed", trust_remote_code=True)
+import hf_posswap as posswap
+base = posswap.load_delta(AutoModelForMaskedLM.from_pretrained(sys.argv[1]), "tester/bare-delta")
+print(json.dumps([model(torch.arange(5, 25)[None]).logits.tolist() for model in (trusted, base)]))
+"""
+
+
+@scenario
+def pushed_by_transformers(hub, folder):
+    """push_to_hub and upload_folder do as well: the model loads by trust_remote_code alone, the delta onto its base."""
+    posswap.restore(new_model(folder / "swapped")).save_pretrained(folder / "base")
+    base, model = (AutoModelForMaskedLM.from_pretrained(folder / "base") for _ in range(2))
+    posswap.swap(model, "relative:clip=4")
+    with torch.no_grad():
+        for attention in model.architecture.self_attentions(model.base_model):
+            attention.positions.key_table.normal_(0, 0.3)
+    model.push_to_hub("tester/pushed")
+    assert {"config.json", "model.safetensors", "modeling_hf_posswap.py"} <= files(hub, "tester/pushed")
+    posswap.save_delta(model, folder / "delta", base_model=base)
+    HfApi().create_repo("tester/bare-delta")
+    HfApi().upload_folder(repo_id="tester/bare-delta", folder_path=folder / "delta")
+    command = [sys.executable, "-c", PULL, str(folder / "base")]
+    home = {"HF_HOME": str(folder / "home")}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | home, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for pulled in json.loads(done.stdout.splitlines()[-1]):
+        torch.testing.assert_close(torch.tensor(pulled), model(torch.arange(5, 25)[None]).logits, rtol=1e-4, atol=1e-4)
+
+
+def main(root: Path) -> None:
     """Run all scenarios."""
-    with ExitStack() as stack:
-        chunks = root / "xet"
-        chunks.mkdir(parents=True)
-        hub = stack.enter_context(Hub.serve(chunks if storage == "xet" else None))
-        os.environ.update(hub.environment(root / "home"), TQDM_DISABLE="1")
+    chunks = root / "xet"
+    chunks.mkdir(parents=True)
+    with Hub.serve(chunks, port=int(os.environ["HF_ENDPOINT"].rpartition(":")[2])) as hub:
         found = {}
         for name, function in SCENARIOS.items():
             try:
@@ -362,4 +383,4 @@ def main(storage: str, root: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(Path(sys.argv[1]))

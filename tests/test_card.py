@@ -80,7 +80,7 @@ def test_a_card(fitted, results):
     assert (
         found.metric_value == report.after.total
         and found.metric_type == "kl"
-        and "held-out tokens, given" in found.dataset_name
+        and "tokens (held out), given" in found.dataset_name
     )
     assert f"transformers {transformers.__version__}, " in text
     assert f"| mean over all | {report.before.total:.4f} | {report.after.total:.4f} |" in text
@@ -98,6 +98,37 @@ def test_a_card(fitted, results):
     assert content["fit"]["after"]["total"] == report.after.total and len(content["comparisons"][0]["runs"]) == 6
     assert "losses" not in json.dumps(content) and str(results) not in json.dumps(content)
     assert content == read_results(folder)
+
+
+def test_which_part_of_the_text(fitted):
+    """The card says which part a figure is of; metadata, which leaderboards read, has none of text that was fitted on."""
+    folder, _ = fitted
+    path = folder / "posswap_fit.json"
+    content = json.loads(path.read_text())
+    for part, lengths, known, says in (
+        ("report", 2, True, "neither fitted on, nor used to choose"),
+        ("held out", 1, True, "held out of the fit"),
+        (None, 1, True, "held out of the fit"),
+        (None, 2, False, "some of them were fitted on at another"),
+        ("select", 1, False, "by which layers were kept or not"),
+        ("fit", 1, False, "that were fitted on"),
+    ):
+        report = json.loads(json.dumps(content["report"] | ({"part": part} if part else {})))
+        for damage in (report["before"], report["after"]) if lengths == 2 else ():
+            damage["by_length"]["16"], damage["sequences"]["16"] = 0.1, 4
+        path.write_text(json.dumps(content | {"report": report}))
+        card = ModelCard.load(posswap.write_card(folder, base_model=BASE))
+        assert says in card.text
+        assert [one.metric_value for one in card.data.eval_results or []] == [report["after"]["total"]] * known
+
+
+def test_figures_of_the_training_text(swapped, tmp_path):
+    """A run that was measured on the file it was trained on is shown, and is no figure of the model's."""
+    for place, scheme in (("a", "original"), ("b", "rotary:theta=500")):
+        _run(tmp_path / "runs" / place, scheme=scheme, weights=weight_hashes(swapped))
+        _damaged(tmp_path / "runs" / place, lambda r: r["config"].update(train_file="text.csv", test_file="text.csv"))
+    card = ModelCard.load(posswap.write_card(swapped, results=[tmp_path / "runs"], base_model=BASE))
+    assert "| rotary:theta=500, swap |" in card.text and not card.data.eval_results
 
 
 def test_the_schema_is_one():
@@ -128,6 +159,10 @@ def test_whose_weights(swapped, tmp_path):
     posswap.write_card(swapped, results=[tmp_path / "runs"], base_model=BASE, eval_results=["org/bench:task:accuracy"])
     text = (swapped / ".eval_results" / "hf_posswap.yaml").read_text()
     assert "id: org/bench" in text and "value: 0.51" in text and "seed 1" in text
+    changed = json.loads((tmp_path / "runs/rotary-1/result.json").read_text())
+    (tmp_path / "runs/rotary-0/result.json").write_text(json.dumps(changed | {"config": changed["config"] | {"seed": 0}}))
+    with pytest.raises(posswap.PosswapError, match="the results have 2 runs that measured"):  # whose figure would it be?
+        posswap.write_card(swapped, results=[tmp_path / "runs"], base_model=BASE, eval_results=["org/bench:task:accuracy"])
     _run(tmp_path / "other/original", seed=0)
     _run(tmp_path / "other/rotary", seed=0, scheme="rotary:theta=500")
     card = posswap.write_card(swapped, results=[tmp_path / "other"], base_model=BASE)
@@ -291,6 +326,11 @@ def test_folders_that_are_refused(swapped, fitted, results, make_model, tmp_path
     model.save_pretrained(tmp_path / "none")
     with pytest.raises(posswap.PosswapError, match="no run with none, the scheme of .*; it has original, rotary:theta=500"):
         posswap.write_card(tmp_path / "none", results=[results], base_model=BASE)
+    config = json.loads((swapped / "config.json").read_text())
+    for name in ("os; __import__('os').system('id') #DoubleHeadsModel", "PosswapBertForNothing", "pipeline", ["BertModel"]):
+        (swapped / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+        with pytest.raises(posswap.CheckpointError, match="which does not exist"):
+            posswap.write_card(swapped, base_model=BASE)
     folder, report = fitted
     posswap.swap(make_model("gpt2", seed=9), "rotary:theta=500").save_pretrained(folder)
     with pytest.raises(posswap.CheckpointError, match="of other weights"):

@@ -75,6 +75,8 @@ def test_other_weights_are_refused(delta, make_model):
         ({"position_scheme": {"format": 1, "name": "relative", "clip": 5}}, "does not hold the weights"),
         ({"max_positions": 3}, "max_positions=3"),
         ({"base_model": None}, "the delta is broken"),
+        ({"base_model": "tiny"}, "the delta is broken"),
+        ({"num_heads": 4}, "made from other weights or heads"),
     ],
 )
 def test_broken_deltas(delta, change, says):
@@ -95,10 +97,23 @@ def test_broken_files(delta):
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:100])
     with pytest.raises(posswap.CheckpointError, match="the delta is broken"):
         posswap.load_delta(base, folder)
-    weights.popitem()
-    save_file(weights, folder / WEIGHTS)
-    with pytest.raises(posswap.CheckpointError, match="does not hold the weights"):
+    (name, first), *others = weights.items()
+    wrong = {
+        "missing or too many": dict(others),
+        "has shape": weights | {name: first[:-1].clone()},
+        "NaN or infinite": weights | {name: torch.full_like(first, float("nan"))},
+        "is torch.int32": weights | {name: first.int()},
+    }
+    for says, damaged in wrong.items():
+        save_file(damaged, folder / WEIGHTS)
+        with pytest.raises(posswap.CheckpointError, match=f"does not hold the weights of its scheme .*{says}"):
+            posswap.load_delta(base, folder)
+        assert not posswap.describe(base).swapped
+    (folder / ABOUT).write_text("[" * 100_000)
+    with pytest.raises(posswap.CheckpointError, match="the delta is broken"):
         posswap.load_delta(base, folder)
+    with pytest.raises(posswap.CheckpointError, match="folder_or_id=None"):
+        posswap.load_delta(base, None)
     (folder / ABOUT).unlink()
     with pytest.raises(posswap.CheckpointError, match="no position_delta.json"):
         posswap.load_delta(base, folder)

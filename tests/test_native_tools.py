@@ -12,20 +12,24 @@ import torch
 
 import hf_posswap as posswap
 
-# Runs where hf_posswap cannot be imported; prints what the harness made of the model.
+# Runs where hf_posswap cannot be imported; prints what the model writes, and what the harness made of it.
 HARNESS = """
-import json, sys
+import json, sys, torch
 sys.modules["hf_posswap"] = None
 import lm_eval
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-model, tasks = sys.argv[1:]
+from transformers import AutoModelForCausalLM
+model, tasks, prompt, options = sys.argv[1:]
+prompt, mask = map(torch.tensor, json.loads(prompt))
+written = AutoModelForCausalLM.from_pretrained(model).generate(prompt, attention_mask=mask, **json.loads(options))
 found = lm_eval.simple_evaluate(
     model=HFLM(pretrained=model, device="cpu", batch_size=2), tasks=["animals"], log_samples=True, bootstrap_iters=0,
     task_manager=TaskManager(include_path=tasks, include_defaults=False),
 )
 samples = found["samples"]["animals"]
-print(json.dumps([found["results"]["animals"]["acc,none"], [[r[0][0] for r in one["resps"]] for one in samples]]))
+likelihoods = [[r[0][0] for r in one["resps"]] for one in samples]
+print(json.dumps([written.tolist(), found["results"]["animals"]["acc,none"], likelihoods]))
 """
 TASK = """
 task: animals
@@ -55,7 +59,8 @@ class _Logits(torch.nn.Module):
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_onnx(make_swapped, tmp_path, family):
     """The graph computes what the swapped model does, at another batch and length than it was traced with."""
-    model = make_swapped(family, posswap.Rotary(mark_first=False), max_positions=64)
+    layers = {"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1}
+    model = make_swapped(family, posswap.Rotary(mark_first=False), max_positions=64, **layers)
     native = posswap.export_native(model).model.eval()
     native.config.use_cache = False
     sizes = ({0: "batch", 1: "length"},)
@@ -71,18 +76,23 @@ def test_onnx(make_swapped, tmp_path, family):
 
 
 def test_the_evaluation_harness(make_swapped, gpt2_tokenizer, tmp_path):
-    """A small local task through lm-evaluation-harness's Python API: likelihoods are those of the swapped model."""
-    model = make_swapped("gpt2", posswap.Rotary(mark_first=False), bos_token_id=1, eos_token_id=1)
+    """Past its trained length it writes what the swapped model does; a task of lm-evaluation-harness finds its likelihoods."""
+    model = make_swapped("gpt2", posswap.Rotary(mark_first=False), max_positions=128, bos_token_id=1, eos_token_id=1)
     posswap.export_native(model, gpt2_tokenizer).save_pretrained(tmp_path / "model")
     rows = [{"start": "the cat sat", "ends": ["on", "happy"], "gold": 0}, {"start": "a dog", "ends": ["ran", "and"], "gold": 1}]
     (tmp_path / "tasks").mkdir()
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "tasks" / "animals.yaml").write_text(TASK.format(rows=tmp_path / "rows.jsonl"))
-    command = [sys.executable, "-c", HARNESS, str(tmp_path / "model"), str(tmp_path / "tasks")]
+    prompt = torch.randint(5, 98, (2, 20)).tolist(), [[1] * 20, [0] * 5 + [1] * 15]
+    options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    places = str(tmp_path / "model"), str(tmp_path / "tasks")
+    command = [sys.executable, "-c", HARNESS, *places, json.dumps(prompt), json.dumps(options)]
     environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_DATASETS_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    accuracy, likelihoods = json.loads(done.stdout.splitlines()[-1])
+    written, accuracy, likelihoods = json.loads(done.stdout.splitlines()[-1])
+    tokens, mask = map(torch.tensor, prompt)
+    assert written == model.generate(tokens, attention_mask=mask, **options).tolist()
     expected = []
     for row in rows:
         expected.append([])

@@ -1,22 +1,28 @@
-"""Sharing through the real client, default settings (Xet) and LFS: the scenarios of share_job.py, in a process for each."""
+"""Sharing through the real client with its default settings: the scenarios of share_job.py, in a process of their own."""
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hub import Hub
 from share_job import SCENARIOS
 
 JOB = Path(__file__).parent / "share_job.py"
 
 
-@pytest.fixture(scope="module", params=("xet", "lfs"))
-def outcome(request, tmp_path_factory):
-    """What all scenarios said, for one kind of storage."""
-    command = [sys.executable, str(JOB), request.param, str(tmp_path_factory.mktemp("share"))]
-    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """What all scenarios said."""
+    root = tmp_path_factory.mktemp("share")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        hub = Hub(None, f"http://127.0.0.1:{free.getsockname()[1]}")  # where the job is to run one
+    command = [sys.executable, str(JOB), str(root)]
+    environment = os.environ | hub.environment(root / "home") | {"TQDM_DISABLE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -30,39 +30,46 @@ BEGIN, END = "<!-- written by hf_posswap: begin; text outside is yours -->", "<!
 _TEMPLATE = Path(__file__).parents[1] / "assets" / "card.md.jinja"
 _OURS = "hf_posswap: "  # how our entries of a model index begin
 
-# What a recipe asks, and what its figures are, by the beginning of their names.
-_QUESTIONS = {
-    "swap_cost": (
-        "What swaps like this one cost, before and after a short tuning",
-        {
+# What a recipe asks, the Hub's name for such a task, and what figures mean, by the beginning of their names.
+_RECIPES = {
+    "swap_cost": {
+        "question": "What swaps like this one cost, before and after a short tuning",
+        "figures": {
             "cosine": "of mean-pooled states with the original's on held-out blocks of N tokens, 1 is unhurt",
             "perplexity": "on held-out blocks of N tokens",
             "kl": "of predictions from the original's, 0 is unhurt",
             "word_order": "how often two swapped neighbours in a sentence are noticed, 0.5 is chance",
             "tuned": "the same after the training steps",
         },
-    ),
-    "downstream_classification": ("Does it learn a task?", {}),
-    "long_documents": (
-        "Does reading more of a document help?",
-        {"accuracy_long": "of the documents that the original cannot read as a whole; it is cut at what it can read"},
-    ),
-    "language_modeling": ("Language modelling", {"perplexity": "on held-out blocks of N tokens"}),
-    "length_extrapolation": (
-        "Loss at lengths beyond the trained one",
-        {
+    },
+    "downstream_classification": {"question": "Does it learn a task?", "task": "text-classification"},
+    "long_documents": {
+        "question": "Does reading more of a document help?",
+        "task": "text-classification",
+        "figures": {
+            "accuracy_long": "of the documents that the original cannot read as a whole; it is cut at what it can read"
+        },
+    },
+    "language_modeling": {"question": "Language modelling", "figures": {"perplexity": "on held-out blocks of N tokens"}},
+    "length_extrapolation": {
+        "question": "Loss at lengths beyond the trained one",
+        "figures": {
             "loss": "nats a token on held-out blocks of N tokens; the original's is that behind a sliding window",
             "tuned": "the same after the training steps",
         },
-    ),
-    "passkey": (
-        "Does it find a key in a long text?",
-        {
+    },
+    "passkey": {
+        "question": "Does it find a key in a long text?",
+        "task": "text-generation",
+        "figures": {
             "accuracy": "share of keys said in full, in texts of N tokens, over all depths",
             "candidates": "share of texts in which the key is likelier than nine others",
         },
-    ),
-    "listops": ("Nested expressions (ListOps)", {"majority": "what guessing the commonest answer gets"}),
+    },
+    "listops": {
+        "question": "Nested expressions (ListOps)",
+        "figures": {"majority": "what guessing the commonest answer gets"},
+    },
 }
 _STARTS = {
     "cold": "the old table dropped",
@@ -70,11 +77,15 @@ _STARTS = {
     "fit": "fitted to the original before training",
     "scratch": "all weights drawn anew",
 }
-_TASKS = {
-    "downstream_classification": "text-classification",
-    "long_documents": "text-classification",
-    "passkey": "text-generation",
+# Of the text that a fit was given, the part that its figures are of.
+_PARTS = {
+    "report": "kept for this report: neither fitted on, nor used to choose",
+    "held out": "held out of the fit, by which layers were also kept or not",
+    "overlapping": "held out at each length; where one text was cut at several lengths, some of them were fitted on at another",
+    "select": "by which layers were kept or not",
+    "fit": "that were fitted on",
 }
+_UNSEEN = ("report", "held out")  # the parts whose figures may stand in metadata, which leaderboards read
 _PIPELINES = {
     "AutoModel": "feature-extraction",
     "AutoModelForMaskedLM": "fill-mask",
@@ -180,7 +191,7 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
     model, fit, parity = (content[part] for part in ("model", "fit", "parity"))
     scheme = scheme_from_dict(model["position_scheme"])
     options = {key: value for key, value in model["position_scheme"].items() if key != "name"}
-    comparisons, index = [], [_fit_entry(fit)] if fit else []
+    comparisons, index = [], [_fit_entry(fit)] if fit and _part(fit) in _UNSEEN else []
     for number, comparison in enumerate(content["comparisons"]):
         shown, entries = _comparison(number, comparison, model, scheme, pictures)
         comparisons.append(shown)
@@ -200,6 +211,7 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
         exportable=_exportable(model, scheme),
         fit=fit,
         damage=_damage(fit) if fit else "",
+        part=_PARTS[_part(fit)] if fit else "",
         parity=parity,
         differences=_differences(parity) if parity else "",
         comparisons=comparisons,
@@ -224,12 +236,18 @@ def _exportable(model: dict, scheme) -> bool:
     return scheme.name in ("learned", "sinusoidal", "none", "ladder") or (scheme.name == "rotary" and not marked)
 
 
+def _part(fit: dict) -> str:
+    """Return which part of the text a fit's figures are of: one of `_PARTS`."""
+    part = fit.get("part", "held out")
+    return "overlapping" if part == "held out" and len(fit["after"]["sequences"]) > 1 else part
+
+
 def _fit_entry(fit: dict) -> EvalResult:
     return EvalResult(
         task_type="other",
         task_name=f"{_OURS}fit",
         dataset_type="fit",
-        dataset_name=f"{fit['tokens_held_out']} held-out tokens, {fit['text']}",
+        dataset_name=f"{fit['tokens_held_out']} tokens ({_part(fit)}), {fit['text']}",
         metric_type="kl" if fit["after"]["measure"] == "KL" else "cosine_distance",
         metric_name=f"{fit['after']['measure']}, to the original, mean over sequences",
         metric_value=fit["after"]["total"],
@@ -238,35 +256,26 @@ def _fit_entry(fit: dict) -> EvalResult:
 
 def _damage(fit: dict) -> str:
     before, after = fit["before"], fit["after"]
-    lines = ["| | after the swap | after the fit |", "|---|---:|---:|"]
-
-    def line(title: str, values: tuple[float, float]) -> None:
-        lines.append(f"| {title} | {values[0]:.4f} | {values[1]:.4f} |")
-
-    if len(before["by_length"]) <= 8:
-        for length, count in after["sequences"].items():
-            line(f"sequences of {length} tokens ({count} of them)", (before["by_length"][length], after["by_length"][length]))
-    line("mean over all", (before["total"], after["total"]))
-    for place in after["by_position"]:
-        line(f"tokens at position {place}", (before["by_position"][place], after["by_position"][place]))
-    for layer, values in enumerate(zip(before["by_layer"], after["by_layer"], strict=True)):
-        line(f"states after layer {layer}", values)
-    return "\n".join(lines)
+    few = after["sequences"] if len(before["by_length"]) <= 8 else {}
+    rows = {f"sequences of {n} tokens ({few[n]} of them)": (before["by_length"][n], after["by_length"][n]) for n in few}
+    rows["mean over all"] = (before["total"], after["total"])
+    rows |= {f"tokens at position {n}": (before["by_position"][n], after["by_position"][n]) for n in after["by_position"]}
+    layers = zip(before["by_layer"], after["by_layer"], strict=True)
+    rows |= {f"states after layer {layer}": values for layer, values in enumerate(layers)}
+    lines = [f"| {title} | {first:.4f} | {second:.4f} |" for title, (first, second) in rows.items()]
+    return "\n".join(["| | after the swap | after the fit |", "|---|---:|---:|", *lines])
 
 
 def _differences(parity: dict) -> str:
-    lines = ["| tokens | random | text |", "|---|---:|---:|"]
-    for length, value in parity["random"].items():
-        lines.append(
-            f"| {length} | {value:.2g} | {format(parity['text'][length], '.2g') if length in parity['text'] else ''} |"
-        )
-    return "\n".join(lines)
+    texts = {length: format(value, ".2g") for length, value in parity["text"].items()}
+    lines = [f"| {length} | {value:.2g} | {texts.get(length, '')} |" for length, value in parity["random"].items()]
+    return "\n".join(["| tokens | random | text |", "|---|---:|---:|", *lines])
 
 
 def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: dict) -> tuple[dict, list[EvalResult]]:
     runs, vary = comparison["runs"], comparison["vary"]
     recipe, config = runs[0]["recipe"], runs[0]["config"]
-    title, meanings = _QUESTIONS.get(recipe, (recipe, {}))
+    asks = _RECIPES.get(recipe, {})
     rows = dict.fromkeys(row_label(run, vary) for run in own_rows(runs, scheme))
     kept = _of_these_weights(runs, model)
 
@@ -276,7 +285,7 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
 
     starts = dict.fromkeys(run["config"]["start"] for run in runs if run["config"]["scheme"] != "original")
     legend = ["*original*: not swapped", *(f"*{start}*: {_STARTS.get(start, start)}" for start in starts)]
-    legend += [f"*{name.replace('_', ' ')}*: {words}" for name, words in meanings.items() if _shown(name, runs)]
+    legend += [f"*{name.replace('_', ' ')}*: {words}" for name, words in asks.get("figures", {}).items() if _shown(name, runs)]
     comes = ", which comes with hf_posswap" if config["model"] in EMBEDDED_MODELS else ""
     fits = f" Fits read up to {config['fit_tokens']:,} tokens, {config['fit_steps']} steps a layer." if "fit" in starts else ""
     about = (
@@ -292,7 +301,7 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
     drawn = {name: f"{PICTURES}/{number}-{recipe}-{name}.png" for name in figures}
     pictures |= {path: figures[name] for name, path in drawn.items()}
     shown = {
-        "title": title,
+        "title": asks.get("question", recipe),
         "about": about,
         "table": markdown(runs, vary=vary),
         "pictures": {f"{name.replace('_', ' ')} by scheme": path for name, path in drawn.items()},
@@ -301,7 +310,7 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
     }
     entries = [
         EvalResult(
-            task_type=_TASKS.get(recipe, "other"),
+            task_type=asks.get("task", "other"),
             task_name=f"{_OURS}{recipe}",
             dataset_type=config.get("dataset") or recipe,
             dataset_name=data_of(config),
@@ -309,7 +318,7 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
             metric_name=f"{name}, seed {kept[0]['config']['seed']}",
             metric_value=value,
         )
-        for name, value in (kept[0]["figures"] if kept else {}).items()
+        for name, value in (kept[0]["figures"] if kept and _on_unseen_text(kept[0]) else {}).items()
         if value is not None
     ]
     return shown, entries
@@ -318,6 +327,12 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
 def _of_these_weights(runs: list[dict], model: dict) -> list[dict]:
     """Return the runs that have kept the weights in a folder: what they measured is its own, all else of its like."""
     return [run for run in runs if run.get("weights") == model["weights"]]
+
+
+def _on_unseen_text(run: dict) -> bool:
+    """Whether what a run measured on is another file than what it was trained on."""
+    trained, *others = (run["config"].get(f"{part}_file") for part in ("train", "validation", "test"))
+    return trained is None or trained not in others
 
 
 def _shown(name: str, runs: list[dict]) -> bool:
@@ -434,12 +449,13 @@ def _eval_results(content: dict, asked: Sequence[str]) -> list[dict]:
         except HFValidationError as error:
             raise PosswapError(f"eval_results={one!r}: {error}") from None
         runs = [run for comparison in content["comparisons"] for run in _of_these_weights(comparison["runs"], content["model"])]
-        values = [run["figures"][figure] for run in runs if run["figures"].get(figure) is not None]
-        if len(values) != 1:
+        runs = [run for run in runs if run["figures"].get(figure) is not None and _on_unseen_text(run)]
+        if len(runs) != 1:
             raise PosswapError(
-                f"eval_results={one!r}: the results have {len(values)} runs that measured {figure!r} on the weights in the "
+                f"eval_results={one!r}: the results have {len(runs)} runs that measured {figure!r} on the weights in the "
                 "folder, and one is needed: share the folder `model` of a run with --save-model, and give that run's folder"
             )
-        notes = f"hf_posswap {runs[0]['recipe']}, {runs[0]['config']['scheme']}, seed {runs[0]['config']['seed']}"
-        entries.append(EvalResultEntry(dataset_id=dataset, task_id=task, value=values[0], notes=notes))
+        (run,) = runs
+        notes = f"hf_posswap {run['recipe']}, {run['config']['scheme']}, seed {run['config']['seed']}"
+        entries.append(EvalResultEntry(dataset_id=dataset, task_id=task, value=run["figures"][figure], notes=notes))
     return eval_result_entries_to_yaml(entries)

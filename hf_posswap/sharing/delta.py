@@ -83,6 +83,7 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
         "model_type": architecture.model_type,
         "position_scheme": entry,
         "max_positions": target.config.max_position_embeddings,
+        "num_heads": target.config.num_attention_heads,  # the same weights read with other heads are another model
         "base_model": {
             **(on_hub(base.name_or_path) or {"id": None, "revision": None}),
             "sha256": weights_hash(base),
@@ -107,6 +108,10 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
     target, architecture = find_target(base_model)
     if isinstance(target, SwappedModel):
         raise PosswapError("this model is swapped already: load the plain checkpoint")
+    if not isinstance(folder_or_id, (str, Path)):
+        raise CheckpointError(
+            f"folder_or_id={folder_or_id!r:.100} must be a folder with a position delta, or owner/name on the Hub"
+        )
     folder = Path(folder_or_id)
     if not folder.is_dir():
         folder = Path(snapshot_download(str(folder_or_id), revision=revision, allow_patterns=[ABOUT, WEIGHTS]))
@@ -116,40 +121,49 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
     try:
         about = json.loads((folder / ABOUT).read_text())
         weights = load_file(folder / WEIGHTS)
-        version, base = about["format"], about["base_model"]
-        kind, entry, longest, digest = (
-            about["model_type"],
-            dict(about["position_scheme"]),
-            about["max_positions"],
-            base["sha256"],
-        )
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        version, kind, longest = about["format"], about["model_type"], about["max_positions"]
+        entry, digest = dict(about["position_scheme"]), about["base_model"]["sha256"]
+        known = f"{about['base_model'].get('id')}, revision {about['base_model'].get('revision')}"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"{folder_or_id} cannot be read ({error!r}): the delta is broken, get it again") from None
     if version != FORMAT:
         raise CheckpointError(
             f"{folder_or_id} has delta format {version!r}, this hf_posswap reads format {FORMAT}: upgrade with "
             "pip install -U hf_posswap"
         )
-    known = f"{base.get('id')}, revision {base.get('revision')}"
     if kind != architecture.model_type:
         raise CheckpointError(f"{folder_or_id} is for a {kind} model ({known}), this is a {architecture.model_type}")
-    if weights_hash(target) != digest:
+    heads = target.config.num_attention_heads
+    if weights_hash(target) != digest or about.get("num_heads", heads) != heads:
         raise CheckpointError(
-            f"{folder_or_id} was made from other weights ({known}): load that model, in the dtype it was in, and no other one"
+            f"{folder_or_id} was made from other weights or heads ({known}): load that model, in the dtype it was in"
         )
     try:
         swap(target, scheme_in(entry), max_positions=longest, warm_start=False)
     except PosswapError as error:
         raise CheckpointError(f"{folder_or_id} holds a scheme that cannot be used: {error}") from None
     wanted = _position_weights(target, architecture)
-    shapes = {name: value.shape for name, value in wanted.items()}
-    if {name: value.shape for name, value in weights.items()} != shapes:
+    if problem := _misfit(weights, wanted):
         restore(target)
-        raise CheckpointError(f"{folder_or_id} does not hold the weights of its scheme: the delta is broken, get it again")
+        raise CheckpointError(f"{folder_or_id} does not hold the weights of its scheme ({problem}): get the delta again")
     with torch.no_grad():
         for name, value in wanted.items():
             value.copy_(weights[name])
     return base_model
+
+
+def _misfit(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:
+    """Say why weights cannot be put in the place of those that a scheme has; "" where they can."""
+    if different := sorted(weights.keys() ^ wanted.keys()):
+        return f"{different[0]} is missing or too many"
+    for name, value in weights.items():
+        if value.shape != wanted[name].shape:
+            return f"{name} has shape {tuple(value.shape)}, not {tuple(wanted[name].shape)}"
+        if value.is_floating_point() != wanted[name].is_floating_point():
+            return f"{name} is {value.dtype}, not {wanted[name].dtype}"
+        if not torch.isfinite(value).all():
+            return f"{name} has numbers that are NaN or infinite"
+    return ""
 
 
 def weights_hash(model: PreTrainedModel) -> str:

@@ -20,41 +20,23 @@ part of the result. One that is not small is an error.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from torch import nn
 from transformers import (
-    BertForMaskedLM,
     BertForMultipleChoice,
-    BertForQuestionAnswering,
     BertForSequenceClassification,
-    BertForTokenClassification,
-    BertLMHeadModel,
     BertModel,
-    GPT2ForQuestionAnswering,
-    GPT2ForSequenceClassification,
-    GPT2ForTokenClassification,
-    GPT2LMHeadModel,
     GPT2Model,
     GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GPTNeoXForQuestionAnswering,
-    GPTNeoXForSequenceClassification,
-    GPTNeoXForTokenClassification,
-    GPTNeoXModel,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     RoFormerConfig,
-    RoFormerForCausalLM,
-    RoFormerForMaskedLM,
-    RoFormerForMultipleChoice,
-    RoFormerForQuestionAnswering,
-    RoFormerForSequenceClassification,
-    RoFormerForTokenClassification,
-    RoFormerModel,
     RoFormerPreTrainedModel,
 )
 
@@ -65,22 +47,16 @@ from hf_posswap.schemes.rotary import Rotary, RotaryPositions
 from hf_posswap.sharing.parity import PARITY_FILE, Certificate, certify
 from hf_posswap.target import find_target
 
-ROFORMER = {
-    BertModel: RoFormerModel,
-    BertForMaskedLM: RoFormerForMaskedLM,
-    BertLMHeadModel: RoFormerForCausalLM,
-    BertForSequenceClassification: RoFormerForSequenceClassification,
-    BertForMultipleChoice: RoFormerForMultipleChoice,
-    BertForTokenClassification: RoFormerForTokenClassification,
-    BertForQuestionAnswering: RoFormerForQuestionAnswering,
-}
-GPT_NEOX = {
-    GPT2Model: GPTNeoXModel,
-    GPT2LMHeadModel: GPTNeoXForCausalLM,
-    GPT2ForSequenceClassification: GPTNeoXForSequenceClassification,
-    GPT2ForTokenClassification: GPTNeoXForTokenClassification,
-    GPT2ForQuestionAnswering: GPTNeoXForQuestionAnswering,
-}
+
+def _pairs_of_heads(family: str, native: str, heads: Sequence[str]) -> dict[type, type]:
+    """Return a family's classes with those of the native one, which calls the causal head by another name."""
+    pairs = {f"{family}{head}": f"{native}{head}" for head in heads} | {f"{family}LMHeadModel": f"{native}ForCausalLM"}
+    return {getattr(transformers, one): getattr(transformers, other) for one, other in pairs.items()}
+
+
+_HEADS = ("Model", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+ROFORMER = _pairs_of_heads("Bert", "RoFormer", (*_HEADS, "ForMaskedLM", "ForMultipleChoice"))
+GPT_NEOX = _pairs_of_heads("GPT2", "GPTNeoX", _HEADS)
 
 # What configs call by the same name.
 _COMMON = (
@@ -98,6 +74,9 @@ class NativeExport:
     model: PreTrainedModel
     certificate: Certificate
     tokenizer: PreTrainedTokenizerBase | None = None
+
+    def __repr__(self) -> str:
+        return str(self.certificate)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write weights, config, tokenizer and parity.json into a new folder.

@@ -1,10 +1,9 @@
 """share: a folder with its card to the Hub. All is written here first, and what was sent is not sent again.
 
-The client uploads contents by their hash and retries that by itself; the commit, which makes them visible all at once, it does
-not, so it is retried here.
+The client uploads contents by their hash and retries that by itself. The commit is made here and not by `upload_folder`, which
+may split it in several: weights, card and what is deleted become visible at once. It is tried again where the Hub is busy.
 """
 
-import json
 import re
 import time
 from collections.abc import Sequence
@@ -21,13 +20,13 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError, safe_open
 
-from hf_posswap.checkpoint import STUB, is_stub
+from hf_posswap.checkpoint import CONFIG_CLASSES, STUB, SWAPPED_CLASSES, is_stub
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.fitting.fit import FIT_FILE
 from hf_posswap.sharing.card import CARD_FILE, EVAL_RESULTS, PICTURES, check_repo_id, own_text, write_card
 from hf_posswap.sharing.delta import ABOUT
 from hf_posswap.sharing.parity import PARITY_FILE
-from hf_posswap.sharing.record import RESULTS_FILE
+from hf_posswap.sharing.record import RESULTS_FILE, read_json
 
 # What a shared model consists of, at the top of its folder. Other files are refused, not left out: pickles run code where they
 # are loaded, and notes, tokens and what a training run leaves behind are no part of a model.
@@ -43,7 +42,7 @@ BELOW = (rf"{PICTURES}/[\w.-]+\.png", rf"{re.escape(EVAL_RESULTS)}/[\w.-]+\.yaml
 IGNORED = {".git", ".cache", ".DS_Store", "__pycache__"}
 
 _WAITS = (1, 2, 4, 8, 16)  # seconds between tries of a commit
-_BUSY = (429, 500, 502, 503, 504)
+_PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def share(
@@ -122,35 +121,55 @@ def check_files(folder: Path) -> list[str]:
             continue
         if not path.resolve().is_relative_to(folder.resolve()):
             raise CheckpointError(f"{path} leads out of the folder: put the file itself there")
+        if not path.is_file():  # a pipe, which would never end
+            raise CheckpointError(f"{path} is no file: remove it")
         if name not in NAMES and not re.fullmatch(r"[\w.-]+\.(safetensors|png)", name) and not _matches(name, BELOW):
             raise CheckpointError(
                 f"{path} is no part of a shared model: move it elsewhere, or share what save_pretrained has written. What is "
                 f"shared are weights (.safetensors), pictures, and {', '.join(sorted(NAMES))}"
             )
-        if name == STUB and not is_stub(path.read_text()):
-            raise CheckpointError(f"{path} is not what hf_posswap writes, and code that is shared is run: save the model again")
+        if path.suffix == ".png" and not path.read_bytes().startswith(_PNG):
+            raise CheckpointError(f"{path} is no picture: move it elsewhere, or write the card again")
         if path.suffix == ".safetensors":
             try:
                 with safe_open(path, framework="pt") as file:
                     file.keys()
             except SafetensorError as error:
                 raise CheckpointError(f"{path} cannot be read ({error}): save the model again") from None
-        if name.endswith(".safetensors.index.json"):
-            _check_index(path)
         found.append(name)
     if not any(name.endswith(".safetensors") for name in found):
         raise CheckpointError(f"{folder} has no weights (.safetensors): save the model there first")
+    _check_code(folder, found)
+    _check_index(folder)
     return found
 
 
-def _check_index(path: Path) -> None:
-    try:
-        shards = set(json.loads(path.read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{path} cannot be read: save the model again") from None
-    for shard in shards:
-        if not isinstance(shard, str) or Path(shard).name != shard or not (path.parent / shard).is_file():
-            raise CheckpointError(f"{path} names {shard!r}, which is no file next to it: save the model again")
+def _check_code(folder: Path, files: Sequence[str]) -> None:
+    """Raise where the folder holds or names code that trust_remote_code would run, other than the stub and what it imports."""
+    stub = (folder / STUB).read_text() if (folder / STUB).is_file() else None
+    imports = set(re.findall(r"^    (\w+),$", stub or "", re.MULTILINE))
+    ours = {kind.__name__ for kind in (*SWAPPED_CLASSES.values(), *CONFIG_CLASSES.values())}
+    allowed = {f"{Path(STUB).stem}.{name}" for name in imports & ours}
+    named = set()
+    for path in (folder / name for name in files if name.endswith("config.json")):
+        found = read_json(path).get("auto_map") or {}
+        named |= set(map(str, found.values() if isinstance(found, dict) else [found]))
+        if found and (path != folder / "config.json" or not named <= allowed):
+            raise CheckpointError(f"{path} has an auto_map to other code, and what is shared is run: save the model again")
+    if stub is not None and not (is_stub(stub) and named == {f"{Path(STUB).stem}.{name}" for name in imports}):
+        raise CheckpointError(
+            f"{folder / STUB} is not what is saved with this model, and code that is shared is run: save the model again"
+        )
+
+
+def _check_index(folder: Path) -> None:
+    for path in folder.glob("*.safetensors.index.json"):
+        shards = read_json(path).get("weight_map")
+        if not isinstance(shards, dict):
+            raise CheckpointError(f"{path} has no weight_map: save the model again")
+        for shard in map(str, shards.values()):
+            if Path(shard).name != shard or not (folder / shard).is_file():
+                raise CheckpointError(f"{path} names {shard!r}, which is no file next to it: save the model again")
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -196,19 +215,14 @@ def _commit(api: HfApi, repo_id: str, operations: list[CommitOperationAdd], crea
                 create_pr=create_pr,
                 parent_commit=parent,  # what somebody else has pushed meanwhile is not written over
             )
-        except HfHubHTTPError as error:
-            # A pull request may have been opened where the server failed afterwards.
-            if wait is None or error.response.status_code not in ((429, 503) if create_pr else _BUSY):
+        except HTTPError as error:
+            status = error.response.status_code if isinstance(error, HfHubHTTPError) else None  # None: the connection broke
+            # Where it may have arrived all the same, a second try would open a second pull request.
+            again = status in ((429, 503) if create_pr else (429, 500, 502, 503, 504, None))
+            if wait is None or not again or (status is None and api.model_info(repo_id).sha != parent):
                 raise
-            after = error.response.headers.get("Retry-After", "")
+            after = error.response.headers.get("Retry-After", "") if status else ""
             time.sleep(int(after) if after.isdigit() else wait)
-        except HTTPError:
-            # Nobody knows whether it has arrived: another pull request would be a second one, and if something has, whose?
-            if wait is None or create_pr:
-                raise
-            time.sleep(wait)
-            if api.model_info(repo_id).sha != parent:
-                raise
     raise AssertionError("the last try returns or raises")
 
 

@@ -7,7 +7,6 @@ who silences transformers' warnings silences this one. See `rescue`.
 
 import logging
 import re
-import sys
 import warnings
 
 TABLE = r"attention\.self\.distance_embedding\.weight"
@@ -30,13 +29,5 @@ class LoadReports(logging.Handler):
                 f"{source} has relative positions of transformers 4 (position_embedding_type), which this {name} leaves out: "
                 "it reads absolute ones that were never trained. A BERT is loaded as it was by "
                 f"hf_posswap.load_relative_key({source!r}, ...), other families only by transformers 4",
-                stacklevel=_depth_of_caller(),
+                stacklevel=2,
             )
-
-
-def _depth_of_caller() -> int:
-    """Return how far up the stack somebody else's code is, for a warning to name its line."""
-    between, frame, depth = ("hf_posswap", "logging", "transformers"), sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in between:
-        frame, depth = frame.f_back, depth + 1
-    return depth

@@ -6,10 +6,10 @@ Markdown, HTML or YAML would take for markup is refused.
 """
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import transformers
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -22,11 +22,11 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_posswap.checkpoint import CONFIG_CLASSES, read_config_entry, scheme_in
+from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES, read_config_entry, scheme_in
 from hf_posswap.errors import CheckpointError, DataError, PosswapError
-from hf_posswap.experiments.comparison import background, check_budgets, load_runs, markdown
+from hf_posswap.experiments.comparison import check_budgets, load_runs
 from hf_posswap.fitting.fit import FIT_FILE
 from hf_posswap.provenance import weight_hashes, without_home
 from hf_posswap.schemes import Scheme, parse_scheme
@@ -59,14 +59,14 @@ def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str 
     if not weights:
         raise CheckpointError(f"{folder} has no weights (.safetensors): save the model there first")
     kind, entry, about = _read_model(folder)
-    before = _json(folder / RESULTS_FILE) if (folder / RESULTS_FILE).is_file() else {}
+    before = read_json(folder / RESULTS_FILE) if (folder / RESULTS_FILE).is_file() else {}
     old = before.get("model") if isinstance(before.get("model"), dict) else {}
     if results is None:
         comparisons = before.get("comparisons") if old.get("weights") == weights else []
     else:
         places = list(dict.fromkeys(Path(place).resolve() for place in results))
-        comparisons = [_comparison(place, _scheme(entry, folder), folder) for place in places]
-    scheme = _scheme(entry, folder)
+        comparisons = [_comparison(place, scheme_of(entry, folder), folder) for place in places]
+    scheme = scheme_of(entry, folder)
     content = {
         "format": FORMAT,
         "model": {
@@ -90,7 +90,7 @@ def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str 
 def _read_model(folder: Path) -> tuple[str, dict, dict]:
     """Return which kind of folder it is, the entry that its scheme is in, and what else is known of the model."""
     if (folder / ABOUT).is_file():
-        found = _json(folder / ABOUT)
+        found = read_json(folder / ABOUT)
         try:
             entry = found["position_scheme"] | {"base_model": found["base_model"]}
             return "delta", entry, {"family": found["model_type"], "class": None, "max_positions": found["max_positions"]}
@@ -102,7 +102,7 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)  # and no question whether to
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{folder / 'config.json'} cannot be read: {str(error).splitlines()[0]}") from None
-    about = {"class": (config.architectures or [None])[0], "max_positions": getattr(config, "max_position_embeddings", None)}
+    about = {"class": _class_name(config, folder), "max_positions": getattr(config, "max_position_embeddings", None)}
     if type(config) in CONFIG_CLASSES.values():
         read_config_entry(config)  # or why not
         return "swapped", config.position_scheme, {"family": config.model_type.removeprefix("posswap-"), **about}
@@ -117,14 +117,26 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
     )
 
 
-def _scheme(entry: dict, folder: Path) -> Scheme:
+def _class_name(config: PreTrainedConfig, folder: Path) -> str | None:
+    """Return the class that a folder says it holds, for the card's code: one that exists, ours or transformers'."""
+    name = (config.architectures or [None])[0]
+    known = getattr(transformers, str(name), None)
+    ours = [kind.__name__ for kind in SWAPPED_CLASSES.values()]
+    if name is None or name in ours or (isinstance(known, type) and issubclass(known, PreTrainedModel)):
+        return name
+    raise CheckpointError(f"{folder / 'config.json'} names the class {name!r:.100}, which does not exist: save the model again")
+
+
+def scheme_of(entry: dict, folder: Path) -> Scheme:
+    """Return the scheme that a folder says it has."""
     try:
         return scheme_in(entry)
     except PosswapError as error:
         raise CheckpointError(f"{folder} holds a position scheme that cannot be used: {error}") from None
 
 
-def _json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """Return the object in a JSON file, or raise saying what is wrong with it."""
     try:
         found = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
@@ -137,9 +149,9 @@ def _json(path: Path) -> dict:
 def _report(path: Path, name: str, scheme: Scheme | None = None) -> dict | None:
     if not path.is_file():
         return None
-    found = _json(path)
+    found = read_json(path)
     entry = found[name].get("position_scheme") if isinstance(found.get(name), dict) else None
-    if scheme is not None and (not isinstance(entry, dict) or _scheme(entry, path) != scheme):
+    if scheme is not None and (not isinstance(entry, dict) or scheme_of(entry, path) != scheme):
         raise CheckpointError(f"{path} is of another scheme than the folder's: write it again, or remove it")
     if not isinstance(found.get(name), dict) or found.get("weights") != weight_hashes(path.parent):
         raise CheckpointError(f"{path} is of other weights than the folder's, or broken: write it again, or remove it")
@@ -189,7 +201,7 @@ def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:
     file = place / "comparison.json" if place.is_dir() else place
     if not place.exists():
         raise DataError(f"there are no results in {place}: give a folder that `hf-posswap compare` or a recipe wrote")
-    found = _json(file) if file.is_file() else {"vary": [], "runs": load_runs([place])}
+    found = read_json(file) if file.is_file() else {"vary": [], "runs": load_runs([place])}
     if not isinstance(found.get("runs"), list) or not isinstance(found.get("vary"), list):
         raise DataError(f"{file} is no comparison: give a folder that `hf-posswap compare` or a recipe wrote")
     runs = [{name: run[name] for name in _OF_A_RUN if name in run} for run in found["runs"] if isinstance(run, dict)]
@@ -254,6 +266,17 @@ def _check(content: dict, where: str, *, comparison: bool = False) -> None:
         raise DataError(f"{where} does not fit {SCHEMA.name}: {place}: {says}")
 
 
+# What went wrong with a file of a repository; the first that fits, since some are kinds of others.
+_HUB_SAYS = {
+    HFValidationError: "{name} is neither a folder nor a name on the Hub (owner/name)",
+    RepositoryNotFoundError: "there is no model {name} on the Hub that you may read",
+    RevisionNotFoundError: "{name} has no revision {revision}",
+    LocalEntryNotFoundError: "{name} could not be read: the Hub cannot be reached, and it is not in the cache",
+    EntryNotFoundError: "{name} has no results: it was not shared with hf_posswap",
+    HfHubHTTPError: "{name} could not be read: the Hub answered with an error; try again",
+}
+
+
 def read_results(folder_or_id: str | Path) -> dict:
     """Return the checked `RESULTS_FILE` of a folder, or of a repository of the Hub: owner/name or owner/name@revision.
 
@@ -270,20 +293,10 @@ def read_results(folder_or_id: str | Path) -> dict:
         name, _, revision = str(folder_or_id).partition("@")
         try:
             path = Path(hf_hub_download(name, RESULTS_FILE, revision=revision or None))
-        except HFValidationError:
-            raise CheckpointError(f"{folder_or_id} is neither a folder nor a name on the Hub (owner/name)") from None
-        except RepositoryNotFoundError:
-            raise CheckpointError(f"there is no model {name} on the Hub that you may read") from None
-        except RevisionNotFoundError:
-            raise CheckpointError(f"{name} has no revision {revision}") from None
-        except LocalEntryNotFoundError:
-            raise CheckpointError(f"{name} could not be read: the Hub cannot be reached, and it is not in the cache") from None
-        except EntryNotFoundError:
-            raise CheckpointError(f"{name} has no {RESULTS_FILE}: it was not shared with hf_posswap") from None
-        except HfHubHTTPError as error:
-            status = error.response.status_code
-            raise CheckpointError(f"{name} could not be read: the Hub answered {status}; try again") from None
-    content = _json(path)
+        except tuple(_HUB_SAYS) as error:
+            says = next(words for kind, words in _HUB_SAYS.items() if isinstance(error, kind))
+            raise CheckpointError(says.format(name=name, revision=revision)) from None
+    content = read_json(path)
     if content.get("format") != FORMAT:
         raise CheckpointError(
             f"{folder_or_id} has results of format {content.get('format')!r}, this hf_posswap reads format {FORMAT}: upgrade "
@@ -291,51 +304,3 @@ def read_results(folder_or_id: str | Path) -> dict:
         )
     check(content, str(folder_or_id))
     return content
-
-
-def leaderboard(places: Sequence[str | Path], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
-    """Return Markdown tables, one for each recipe and data set, of what several folders or repositories say of their own model.
-
-    A table holds the rows of each model's own scheme and those of its original, under one budget: what differs beyond the
-    base model is an error that names it, unless `vary` does. `figures` picks columns.
-
-    Raises:
-        CheckpointError: There are no results in a place.
-        PosswapError: Budgets differ, or a figure is not there.
-    """
-    names = [str(Path(place).resolve()) if Path(place).is_dir() else str(place) for place in places]
-    if len(names) != len(set(names)):
-        raise PosswapError(f"a place is given twice: {', '.join(sorted(n for n in set(names) if names.count(n) > 1))}")
-    if bad := [
-        name for name in map(str, places) if not re.search(json.loads(SCHEMA.read_text())["$defs"]["plain"]["pattern"], name)
-    ]:
-        raise PosswapError(f"{bad[0]!r} has characters that Markdown would read as markup: rename the folder")
-    tables, known = {}, {"from", "model", *vary}
-    for place in places:
-        content = read_results(place)
-        scheme = _scheme(content["model"]["position_scheme"], place)
-        for comparison in content["comparisons"]:
-            own = own_rows(comparison["runs"], scheme)
-            for run in [one for one in comparison["runs"] if one["config"]["scheme"] == "original"] + own:
-                config = run["config"] | {"from": str(place)}
-                tables.setdefault(f"{run['recipe']}: {data_of(config)}", []).append(
-                    {**run, "config": config, "folder": str(place)}
-                )
-    if not tables:
-        raise DataError(
-            f"none of {', '.join(names)} has a comparison: write their cards with results= (hf-posswap card FOLDER --results "
-            "RUNS), where RUNS is what `hf-posswap compare` wrote"
-        )
-    parts, missing = [], set(figures)
-    for title, runs in tables.items():
-        here = [name for name in sorted(known) if any(name in run["config"] for run in runs)]
-        check_budgets(runs, here)
-        shown = [name for name in figures if any(name in run["figures"] for run in runs)]
-        missing -= set(shown)
-        if figures and not shown:
-            continue
-        parts.append(f"## {title}\n\n{markdown(runs, vary=here, figures=shown)}\n\n{background(runs)}\n")
-    if missing:
-        there = sorted({name for runs in tables.values() for run in runs for name in run["figures"]})
-        raise PosswapError(f"no comparison has a figure named {', '.join(sorted(missing))}; there are {', '.join(there)}")
-    return "\n".join(parts)

@@ -1,0 +1,57 @@
+"""Leaderboards: what several shared models say of themselves, in one table for each recipe and data set."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.experiments.comparison import background, check_budgets, markdown
+from hf_posswap.sharing.record import SCHEMA, data_of, own_rows, read_results, scheme_of
+
+
+def leaderboard(places: Sequence[str | Path], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
+    """Return Markdown tables, one for each recipe and data set, of what several folders or repositories say of their own model.
+
+    A table holds the rows of each model's own scheme and those of its original, under one budget: what differs beyond the
+    base model is an error that names it, unless `vary` does. `figures` picks columns.
+
+    Raises:
+        CheckpointError: There are no results in a place.
+        PosswapError: Budgets differ, or a figure is not there.
+    """
+    names = [str(Path(place).resolve()) if Path(place).is_dir() else str(place) for place in places]
+    if len(names) != len(set(names)):
+        raise PosswapError(f"a place is given twice: {', '.join(sorted(n for n in set(names) if names.count(n) > 1))}")
+    plain = json.loads(SCHEMA.read_text())["$defs"]["plain"]["pattern"]
+    if bad := [name for name in map(str, places) if not re.search(plain, name)]:
+        raise PosswapError(f"{bad[0]!r} has characters that Markdown would read as markup: rename the folder")
+    tables, known = {}, {"from", "model", *vary}
+    for place in places:
+        content = read_results(place)
+        scheme = scheme_of(content["model"]["position_scheme"], place)
+        for comparison in content["comparisons"]:
+            own = own_rows(comparison["runs"], scheme)
+            for run in [one for one in comparison["runs"] if one["config"]["scheme"] == "original"] + own:
+                config = run["config"] | {"from": str(place)}
+                tables.setdefault(f"{run['recipe']}: {data_of(config)}", []).append(
+                    {**run, "config": config, "folder": str(place)}
+                )
+    if not tables:
+        raise DataError(
+            f"none of {', '.join(names)} has a comparison: write their cards with results= (hf-posswap card FOLDER --results "
+            "RUNS), where RUNS is what `hf-posswap compare` wrote"
+        )
+    parts, missing = [], set(figures)
+    for title, runs in tables.items():
+        here = [name for name in sorted(known) if any(name in run["config"] for run in runs)]
+        check_budgets(runs, here)
+        shown = [name for name in figures if any(name in run["figures"] for run in runs)]
+        missing -= set(shown)
+        if figures and not shown:
+            continue
+        parts.append(f"## {title}\n\n{markdown(runs, vary=here, figures=shown)}\n\n{background(runs)}\n")
+    if missing:
+        there = sorted({name for runs in tables.values() for run in runs for name in run["figures"]})
+        raise PosswapError(f"no comparison has a figure named {', '.join(sorted(missing))}; there are {', '.join(there)}")
+    return "\n".join(parts)
