@@ -109,6 +109,12 @@ def environment() -> Environment:
         """Return a function of row and figure: the mean over seeds, or with `spread=True` the standard deviation."""
         return lambda row, name, spread=False: (stdev if spread else mean)(read[folder][row][name])
 
+    def sure(folder: str, row: str, figure: str, level: float = 4.303) -> bool:
+        """Whether a row of three seeds differs from the original by a paired t-test: 4.303 is its bound at p = 0.05."""
+        pairs = zip(read[folder][row][figure], read[folder]["original"][figure], strict=True)
+        found = [ours - theirs for ours, theirs in pairs]
+        return len(found) == 3 and abs(mean(found)) > level * stdev(found) / sqrt(3)
+
     def holds(*conditions: bool) -> str:
         if not all(conditions):
             raise ValueError(f"the result files do not say what this sentence says: {conditions}")
@@ -119,9 +125,10 @@ def environment() -> Environment:
 
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["d"] = lambda value, digits: f"{value:.{digits}f}"
-    environment.globals |= {"of": of, "holds": holds, "table": table, "exp": exp, "sqrt": sqrt, "abs": abs, "rows": read}
-    environment.globals |= {"m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "fit": fit_result, "heal": heal_result}
-    environment.globals |= {"ladder": ladder_result, "speed": lambda: speed_tables(RESULTS / "attention"), "index": index}
+    environment.globals |= {"of": of, "m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": read}
+    environment.globals |= {"sure": sure, "holds": holds, "exp": exp, "sqrt": sqrt, "abs": abs}
+    environment.globals |= {"table": table, "fit": fit_result, "heal": heal_result, "ladder": ladder_result, "index": index}
+    environment.globals["speed"] = lambda: speed_tables(RESULTS / "attention")
     environment.globals["training_loop"] = json.loads((RESULTS / "loop" / "results.json").read_text())
     return environment
 
@@ -275,23 +282,19 @@ def draw() -> None:
     from hf_posswap.plots import plot_loss_by_length  # matplotlib: no page needs it
 
     shown = {
-        "its own table, repeated": "learned:extend=tile, fit",
-        "relative": "relative, fit",
-        "rotary": "rotary, fit",
-        "the original, window by window": "original",
+        "learned, repeated": "learned:extend=tile, fit",
+        "relative, fit": "relative, fit",
+        "rotary, fit": "rotary, fit",
+        "original, sliding window": "original",
     }
-    read, lengths = rows(RESULTS / "length_extrapolation" / "comparison.json"), (256, 512, 1024, 2048)
+    read, lengths = rows(PICTURE.parent / "comparison.json"), (256, 512, 1024, 2048)
     lines = {name: {n: [exp(x) for x in read[row][f"loss_{n}"]] for n in lengths} for name, row in shown.items()}
-    title = "A GPT-2 trained on 256 tokens: a longer table breaks at once, fitted positions fade slowly"
-    figure = plot_loss_by_length(lines, 256, title, label="perplexity of held-out text")
-    (axes,) = figure.axes
-    axes.get_legend().remove()
-    for line in axes.lines[: len(lines)]:
-        x, y = line.get_xdata()[-1], line.get_ydata()[-1]
-        axes.annotate(f" {line.get_label()}", (x, y), color=line.get_color(), fontsize=9, va="center")
-    axes.text(256, axes.get_ylim()[1], " trained length", color="0.4", fontsize=9, va="top")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.set_size_inches(8.0, 3.6)
+    figure = plot_loss_by_length(lines, 256, "", label="perplexity")
+    figure.suptitle(
+        "Past the 256 tokens that a GPT-2 was trained on, its own table breaks at once;\n"
+        "fitted relative and rotary positions fade slowly; a sliding window holds, and reads all twice",
+        fontsize=10,
+    )
     figure.savefig(PICTURE, dpi=120)
 
 
