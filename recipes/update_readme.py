@@ -1,71 +1,191 @@
-"""Write the tables of README.md from the registries and from the committed result files, and that of claims in notebooks/.
+"""Write what is generated in the pages: recipes/results/README.md from its template, blocks of README.md, claims in notebooks/.
 
     python recipes/update_readme.py
 
-Tables of recipes come from recipes/results/*/comparison.json, which recipes/compare.py wrote, those of fits from
-fit/*/results.json (recipes/fit_quality.py), those of healing are heal/*/results.md (recipes/heal.py), and the speed tables come
-from attention/*/results.json (recipes/benchmark_attention.py).
+The templates recipes/results/*.jinja have the sentences; every number in them, and every table, is read from the committed
+result files, and `holds(...)` next to a sentence raises where these no longer say what it says. Result files are
+comparison.json (recipes/compare.py) and results.json (fit_quality.py, heal.py, benchmark_attention.py).
 
-The tests compare the pages with what this prints, so they cannot drift.
+The tests compare the pages with what this writes, so they cannot drift.
 """
 
+import ast
 import json
 import re
 from dataclasses import fields
+from math import exp, sqrt
 from pathlib import Path
+from statistics import mean, stdev
+from textwrap import fill, shorten
+
+from jinja2 import Environment, StrictUndefined
 
 from hf_posswap import ARCHITECTURES, SCHEMES
 from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.commands.claims import check_claims
 from hf_posswap.commands.claims import markdown as claims_table
-from hf_posswap.experiments.comparison import background, markdown
+from hf_posswap.experiments.comparison import background, markdown, row_label
 from hf_posswap.experiments.fit_table import fit_table, provenance_line, stage_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "recipes" / "results"
+PICTURE = RESULTS / "length_extrapolation" / "reading-past-the-trained-length.png"
 
-# Which figures of a comparison the page shows; all of them are in the comparison.md next to its results.
-TASKS = {
-    "cola": ("matthews", "accuracy", "loss"),
-    "sst2": ("accuracy", "loss"),
-    "movie_reviews": ("accuracy", "accuracy_long", "loss"),
+# Times of machines that were shared with other work: the paired benchmark is what compares times.
+NOT_SHOWN = ("tokens/s", "seconds", "fit, s")
+
+# Other pages with figures of a result file.
+SHOWN_IN = {
+    "README.md": ("card/", "fit/minilm/", "fit/stdlib-gpt2/", "length_extrapolation/"),
+    "notebooks/02_see_the_schemes.ipynb": ("ladder/",),
+    "notebooks/04_read_the_results.ipynb": ("cola/", "length_extrapolation/", "movie_reviews/", "passkey/", "sst2/"),
 }
 
+# Files of the package that are not of its spine.
+BESIDE = ("cli.py", "errors.py", "plots.py", "provenance.py", "terminal.py")
 
-def matrix() -> str:
-    """Schemes x families: the heads that can be swapped, and the attention implementations that a scheme works with."""
-    families = sorted(ARCHITECTURES)
-    lines = [f"| scheme | options | {' | '.join(families)} | attention |", f"|---|---|{'---|' * len(families)}---|"]
-    heads = {f: sum(kind.model_type == f for kind in (c.config_class for c in SWAPPED_CLASSES)) for f in families}
+
+def schemes() -> str:
+    """The schemes: class, options, the attention that each works with; and how many classes of each family can be swapped."""
+    lines = ["| in Python | as a string | options | what it is | attention |", "|---|---|---|---|---|"]
     for name, scheme in SCHEMES.items():
         options = ", ".join(f"`{field.name}`" for field in fields(scheme)) or "none"
-        where = ", ".join(scheme.implementations or ("as set",))
-        lines.append(f"| `{name}` | {options} | {' | '.join(f'{heads[f]} heads' for f in families)} | {where} |")
-    return "\n".join(lines)
+        where = ", ".join(scheme.implementations or ("any",))
+        lines.append(f"| `{scheme.__name__}` | `{name}` | {options} | {scheme.summary} | {where} |")
+    kinds = [kind.config_class.model_type for kind in SWAPPED_CLASSES]
+    heads = " and ".join(f"{kinds.count(family)} of `{family}`" for family in sorted(ARCHITECTURES))
+    return "\n".join([*lines, "", f"Each works in every class that transformers' Auto classes list: {heads}."])
 
 
-def comparison_table(folder: Path, title: str, figures: tuple[str, ...] = ()) -> str:
+def tree() -> str:
+    """The package, one line a folder or file of the spine, with the first line of its docstring."""
+
+    def line(path: Path) -> str:
+        file = path / "__init__.py" if path.is_dir() else path
+        first = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0].rstrip(".")
+        return f"      {path.name + '/' * path.is_dir():<18}{shorten(first, 104, placeholder=' ...')}"
+
+    package = ROOT / "hf_posswap"
+    files = sorted(path for path in package.glob("*.py") if path.name not in (*BESIDE, "__init__.py"))
+    folders = sorted(path.parent for path in package.glob("*/__init__.py"))
+    beside = f"      {' '.join(BESIDE)}: what the others print, raise, draw and write with"
+    return "\n".join(["    hf_posswap/", *map(line, files), *map(line, folders), beside])
+
+
+def rows(file: Path) -> dict[str, dict[str, list[float]]]:
+    """Return what a result file says, as row -> figure -> a value for each seed; rows are called as in its tables."""
+    content, found = json.loads(file.read_text()), {}
+
+    def add(label: str, figures: dict) -> None:
+        for name, value in figures.items():
+            found.setdefault(label, {}).setdefault(name, []).append(value)
+
+    for run in content.get("runs", ()):
+        add(row_label(run, content["vary"]), run["figures"] | run["cost"])
+    for row in content.get("rows", ()):
+        if "curve" in row:  # of healing
+            ends = {"start": row["curve"][0], "end": row["curve"][-1]}
+            label = ", ".join(filter(None, (row["scheme"], row["start"])))
+            add(label, {f"{name} {when}": point[name] for when, point in ends.items() for name in ("damage", "perplexity")})
+            continue
+        text = "" if row["text"] == "given" else f" on {row['text']} text"
+        for run in row["fitted"]:
+            add(f"{row['scheme']}, fit{text}", {name: run[name] for name in (*content["original"], "seconds")})
+        if f"{row['scheme']}, swap" not in found:
+            add(f"{row['scheme']}, cold swap", row["cold"])
+            add(f"{row['scheme']}, swap", row["swapped"])
+    if "rows" in content and "original" not in found:
+        add("original", content["original"])
+    return found
+
+
+def environment() -> Environment:
+    """Return what templates may say: tables, figures, and whether what they say of them holds."""
+    read = {file.parent.relative_to(RESULTS).as_posix(): rows(file) for file in sorted(RESULTS.rglob("comparison.json"))}
+    for kind in ("fit", "fit-seconds", "heal", "heal-rates", "ladder"):
+        read |= {f.parent.relative_to(RESULTS).as_posix(): rows(f) for f in sorted(RESULTS.glob(f"{kind}/*/results.json"))}
+
+    def of(folder: str):
+        """Return a function of row and figure: the mean over seeds, or with `spread=True` the standard deviation."""
+        return lambda row, name, spread=False: (stdev if spread else mean)(read[folder][row][name])
+
+    def sure(folder: str, row: str, figure: str, level: float = 4.303) -> bool:
+        """Whether a row of three seeds differs from the original by a paired t-test: 4.303 is its bound at p = 0.05."""
+        pairs = zip(read[folder][row][figure], read[folder]["original"][figure], strict=True)
+        found = [ours - theirs for ours, theirs in pairs]
+        return len(found) == 3 and abs(mean(found)) > level * stdev(found) / sqrt(3)
+
+    def holds(*conditions: bool) -> str:
+        if not all(conditions):
+            raise ValueError(f"the result files do not say what this sentence says: {conditions}")
+        return ""
+
+    def table(folder: str, *figures: str) -> str:
+        return comparison_table(RESULTS / folder, figures)
+
+    environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters["d"] = lambda value, digits: f"{value:.{digits}f}"
+    environment.globals |= {"of": of, "m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": read}
+    environment.globals |= {"sure": sure, "holds": holds, "exp": exp, "sqrt": sqrt, "abs": abs}
+    environment.globals |= {"table": table, "fit": fit_result, "heal": heal_result, "ladder": ladder_result, "index": index}
+    environment.globals["speed"] = lambda: speed_tables(RESULTS / "attention")
+    environment.globals["training_loop"] = json.loads((RESULTS / "loop" / "results.json").read_text())
+    return environment
+
+
+def tidy(text: str) -> str:
+    """Leave columns out that are not to be shown, and spreads that round to zero: they say no more than their absence."""
+    lines, drop = [], []
+    for line in text.split("\n"):
+        if line.startswith("|"):
+            cells = line.strip("|").split("|")
+            if not lines or not lines[-1].startswith("|"):
+                drop = [number for number, cell in enumerate(cells) if cell.strip() in NOT_SHOWN]
+            line = f"|{'|'.join(cell for number, cell in enumerate(cells) if number not in drop)}|"
+        lines.append(line)
+    return re.sub(r" ± 0(\.0+)?(?= )", "", "\n".join(lines))
+
+
+def comparison_table(folder: Path, figures: tuple[str, ...] = ()) -> str:
     """The table of one comparison, and what stands behind it."""
     runs = json.loads((folder / "comparison.json").read_text())["runs"]
-    files = f"[All figures]({folder.relative_to(ROOT)}/comparison.md), [runs]({folder.relative_to(ROOT)}/comparison.json)"
-    return f"**{title}**\n\n{markdown(runs, figures=figures)}\n\n{background(runs)} {files}."
+    place = folder.relative_to(RESULTS)
+    files = f"[All figures, and differences seed by seed]({place}/comparison.md), [runs]({place}/comparison.json)"
+    return f"{tidy(markdown(runs, figures=figures))}\n\n{background(runs)} {files}."
 
 
-def fit_tables(folder: Path) -> str:
-    """What a fit alone reaches, from the result files of fit_quality.py."""
-    runs = [json.loads(path.read_text()) for path in sorted(folder.glob("*/results.json"))]
-    tables = [f"{fit_table(run)}\n\n{provenance_line(run)}" for run in runs]
-    return "\n\n".join(tables)
+def fit_result(name: str) -> str:
+    """What a fit alone reaches, from a result file of fit_quality.py."""
+    run = json.loads((RESULTS / name / "results.json").read_text())
+    return f"{tidy(fit_table(run))}\n\n{provenance_line(run)} [Runs]({name}/results.json)."
 
 
-def ladder_tables(folder: Path) -> str:
-    """What each rung of the ladder of absolute codes costs, in one figure for each model; the rest is in results.md."""
-    runs = [json.loads(path.read_text()) for path in sorted(folder.glob("*/results.json"))]
-    tables = []
-    for run in runs:
-        figure = "ratio" if "ratio" in run["original"] else next(iter(run["original"]))
-        tables.append(f"{stage_table(run, figure)}\n\n{provenance_line(run)}")
-    return "\n\n".join(tables)
+def heal_result(name: str) -> str:
+    """The table that heal.py wrote."""
+    return f"{tidy((RESULTS / name / 'results.md').read_text().strip())} [Runs]({name}/results.json)."
+
+
+def ladder_result(name: str) -> str:
+    """What each rung of the ladder of absolute codes costs, in one figure; the rest is in results.md."""
+    run = json.loads((RESULTS / name / "results.json").read_text())
+    figure = "ratio" if "ratio" in run["original"] else next(iter(run["original"]))
+    return f"{tidy(stage_table(run, figure))}\n\n{provenance_line(run)} [All]({name}/results.md), [runs]({name}/results.json)."
+
+
+def index(kinds: dict[str, str]) -> str:
+    """Every result file: what is in it and where on this page, the commit that measured it, and other pages that show it."""
+    lines = ["| result file | what is in it | measured at | also in |", "|---|---|---|---|"]
+    for file in sorted(RESULTS.rglob("*.json")):
+        place = file.relative_to(RESULTS)
+        content = json.loads(file.read_text())
+        runs = content.get("runs") or [content]
+        commits = sorted({str(run["commit"]) for run in runs if "commit" in run})
+        kind = next(words for prefix, words in kinds.items() if place.as_posix().startswith(prefix))
+        pages = [
+            f"[{Path(page).stem}](../../{page})" for page, starts in SHOWN_IN.items() if place.as_posix().startswith(starts)
+        ]
+        lines.append(f"| [{place}]({place}) | {kind} | {', '.join(commits)} | {', '.join(pages)} |")
+    return "\n".join(lines)
 
 
 def speed_tables(folder: Path) -> str:
@@ -121,19 +241,29 @@ def speed_tables(folder: Path) -> str:
     )
 
 
+def results_page() -> str:
+    """Return recipes/results/README.md as its template and the result files have it."""
+    return wrap(environment().from_string((RESULTS / "README.md.jinja").read_text()).render())
+
+
+def wrap(page: str) -> str:
+    """Break lines of prose again, where figures of other widths have come in; tables and commands stay as they are."""
+    parts = re.sub(r"\n{3,}", "\n\n", page).split("\n\n")
+    for number, part in enumerate(parts):
+        if part.startswith(("|", "#", "!", "<", "`", "- `")):
+            continue
+        lines = [f"- {item}" for item in part[2:].split("\n- ")] if part.startswith("- ") else [part]
+        parts[number] = "\n".join(
+            fill(line, 128, subsequent_indent="  " * line.startswith("- "), break_long_words=False, break_on_hyphens=False)
+            for line in lines
+        )
+    return "\n\n".join(parts).strip() + "\n"
+
+
 def render(readme: str) -> str:
     """Return the README with the generated blocks replaced."""
-    costs = [comparison_table(path.parent, path.parent.name) for path in sorted(RESULTS.glob("swap_cost/*/comparison.json"))]
-    blocks = (
-        ("matrix", matrix()),
-        ("fit", fit_tables(RESULTS / "fit")),
-        ("heal", "\n\n".join(path.read_text().strip() for path in sorted(RESULTS.glob("heal/*/results.md")))),
-        ("results", "\n\n".join(costs)),
-        ("ladder", ladder_tables(RESULTS / "ladder")),
-        ("tasks", "\n\n".join(comparison_table(RESULTS / name, name, figures) for name, figures in TASKS.items())),
-        ("speed", speed_tables(RESULTS / "attention")),
-    )
-    for name, block in blocks:
+    cost = wrap(environment().from_string((RESULTS / "cost.md.jinja").read_text()).render()).strip()
+    for name, block in (("schemes", schemes()), ("cost", cost), ("tree", tree())):
         readme = replace_block(readme, name, block)
     return readme
 
@@ -147,8 +277,31 @@ def replace_block(page: str, name: str, block: str) -> str:
     return page
 
 
+def draw() -> None:
+    """Draw the picture of README.md: perplexity against input length, a few ways to read on, fitted and not trained."""
+    from hf_posswap.plots import plot_loss_by_length  # matplotlib: no page needs it
+
+    shown = {
+        "learned, repeated": "learned:extend=tile, fit",
+        "relative, fit": "relative, fit",
+        "rotary, fit": "rotary, fit",
+        "original, sliding window": "original",
+    }
+    read, lengths = rows(PICTURE.parent / "comparison.json"), (256, 512, 1024, 2048)
+    lines = {name: {n: [exp(x) for x in read[row][f"loss_{n}"]] for n in lengths} for name, row in shown.items()}
+    figure = plot_loss_by_length(lines, 256, "", label="perplexity")
+    figure.suptitle(
+        "Past the 256 tokens that a GPT-2 was trained on, its own table breaks at once;\n"
+        "fitted relative and rotary positions fade slowly; a sliding window holds, and reads all twice",
+        fontsize=10,
+    )
+    figure.savefig(PICTURE, dpi=120)
+
+
 if __name__ == "__main__":
+    draw()
     page = ROOT / "README.md"
     page.write_text(render(page.read_text()))
+    (RESULTS / "README.md").write_text(results_page())
     page = ROOT / "notebooks" / "README.md"
     page.write_text(replace_block(page.read_text(), "claims", claims_table(check_claims())))

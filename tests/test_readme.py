@@ -1,10 +1,10 @@
-"""What the pages show can be done: Python blocks run, and every command line has the options it is given."""
+"""The pages say what is so: Python runs, commands have these options, figures are those of the result files."""
 
 import json
 import re
+import runpy
 import shlex
 from pathlib import Path
-from statistics import mean
 
 import pytest
 from typer.main import get_command
@@ -16,50 +16,131 @@ from hf_posswap.data.text import stdlib_prose
 from hf_posswap.schemes import parse_scheme
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "notebooks/README.md", "recipes/README.md")
+PAGES = ("README.md", "notebooks/README.md", "recipes/README.md", "recipes/results/README.md")
+
+
+@pytest.fixture(scope="module")
+def update() -> dict:
+    """What recipes/update_readme.py defines."""
+    return runpy.run_path(str(ROOT / "recipes" / "update_readme.py"))
+
+
+@pytest.fixture(scope="module")
+def readme() -> str:
+    return (ROOT / "README.md").read_text()
+
+
+def test_generated_parts_are_what_the_result_files_say(update, readme):
+    """Tables, figures in sentences, and that the sentences hold, all of it computed again."""
+    assert update["render"](readme) == readme
+    assert update["results_page"]() == (update["RESULTS"] / "README.md").read_text()
+
+
+def test_a_sentence_that_no_longer_holds_is_an_error(update):
+    """`holds` raises for what the files do not say, and so does the name of a row or figure that is not there."""
+    environment = update["environment"]()
+
+    def render(text: str) -> str:
+        return environment.from_string(text).render()
+
+    assert render('{{ of("passkey")("relative, fit", "accuracy_2048")|d(2) }}{{ holds(1 < 2) }}') == "0.71"
+    with pytest.raises(ValueError, match="do not say"):
+        render('{{ holds(of("passkey")("none, fit", "accuracy_2048") > of("passkey")("relative, fit", "accuracy_2048")) }}')
+    for row, figure in (("relative", "accuracy_2048"), ("relative, fit", "accuracy")):
+        with pytest.raises(KeyError):
+            render(f'{{{{ of("passkey")("{row}", "{figure}") }}}}')
+
+
+def test_tidy(update):
+    """Columns of shared machines and spreads of zero go, everything else stays."""
+    table = "| a | tokens/s | b |\n|---|---:|---:|\n| x | 1,234 | 1.000 ± 0.000 |\n| y | 2 | 0.5 ± 0.001 |\n\n± 0 tokens/s"
+    assert update["tidy"](table) == "| a | b |\n|---|---:|\n| x | 1.000 |\n| y | 0.5 ± 0.001 |\n\n± 0 tokens/s"
+
+
+def test_results_page(update):
+    """It shows no time of a shared machine and no spread of nothing, and its index has every result file."""
+    page = (update["RESULTS"] / "README.md").read_text()
+    assert "tokens/s" not in page and not re.search(r"± 0(\.0+)? ", page)
+    files = [file.relative_to(update["RESULTS"]).as_posix() for file in update["RESULTS"].rglob("*.json")]
+    index = page.partition("## Every result file")[2]
+    assert len(files) > 30 and all(f"| [{file}]({file}) |" in index for file in files)
+    for other, folders in update["SHOWN_IN"].items():
+        assert all(folder.rstrip("/") in (ROOT / other).read_text() for folder in folders), other
+
+
+def test_results_say_what_made_them(update):
+    """Every run of every comparison names its command, a clean commit, versions and hardware."""
+    files = sorted(update["RESULTS"].rglob("comparison.json"))
+    assert files
+    for file in files:
+        for run in json.loads(file.read_text())["runs"]:
+            assert run["command"] and run["commit"] and "dirty" not in run["commit"] and run["versions"] and run["hardware"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "recipes/README.md"])
+def test_no_figure_is_typed(page):
+    """What is measured stands in generated parts; outside them there are versions and what code says, no decimals."""
+    text = (ROOT / page).read_text()
+    text = re.sub(r"<!-- (\w+) -->\n.*?<!-- /\1 -->|```.*?```|`[^`]*`|^ {4}.*?$", "", text, flags=re.DOTALL | re.MULTILINE)
+    found = re.findall(r"\d+\.\d+", re.sub(r"(Python|Apache|Transformers) \d+\.\d+( to \d+\.\d+)?", "", text))
+    assert len(text) > 2000 and not found
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+def test_links():
+    """Every link and picture of the pages points to a file here, and to a heading in it where it names one."""
+    checked = 0
+    for page in PAGES:
+        for target in re.findall(r"\]\(\s*([^)\s]+)\s*\)", (ROOT / page).read_text()):
+            if target.startswith("http"):
+                continue
+            path, _, heading = target.partition("#")
+            file = (ROOT / page).parent / path if path else ROOT / page
+            assert file.exists(), (page, target)
+            assert not heading or heading in anchors(file), (page, target)
+            checked += 1
+    assert checked > 100
+
+
+def test_readme_is_short(readme):
+    assert len(readme.splitlines()) <= 200
+
+
+def test_tree(readme):
+    """The tree names every folder and file of the package, and the folders beside it."""
+    tree = readme.partition("<!-- tree -->")[2].partition("## ")[0]
+    package = ROOT / "hf_posswap"
+    there = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")} | {path.name for path in package.glob("*.py")}
+    block = tree.partition("<!-- /tree -->")[0]
+    named = set(re.findall(r"^ {6}(\S+)  ", block, flags=re.MULTILINE))
+    named |= set(re.search(r"^ {6}(\S+\.py(?: \S+\.py)+):", block, flags=re.MULTILINE)[1].split())
+    assert named == there - {"__init__.py"} and len(named) > 15
+    assert all(f"    {folder}/" in tree and (ROOT / folder).is_dir() for folder in ("recipes", "notebooks", "tests"))
 
 
 @pytest.mark.skipif(not posswap.assets.is_installed("minilm"), reason="the embedded BERT is not installed")
-def test_python_blocks(tmp_path, monkeypatch, capsys):
+def test_python_blocks(readme, tmp_path, monkeypatch, capsys):
     """The README's Python runs from top to bottom, with an embedded model for the one on the Hub and less text to fit."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert len(blocks) >= 1
+    blocks = re.findall(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", readme, flags=re.DOTALL)
+    assert len(blocks) == 2
     monkeypatch.chdir(tmp_path)
     Path("some.txt").write_text("\n".join(stdlib_prose("train"))[:60_000])
     here = {}
-    for block in blocks:
+    for block, output in blocks:
         block = block.replace('"bert-base-uncased"', repr(posswap.embedded_model("minilm")))
         block = block.replace("max_length=512)", "max_length=64, tokens=2048)").replace(
             "posswap.fit(model, text)", "posswap.fit(model, text, reconstruct=1)"
         )
         exec(block, here)
-    assert here["again"].config.position_scheme["name"] == "rotary"
+        printed = capsys.readouterr().out
+        assert not output or printed == output
+    assert here["again"].config.position_scheme["name"] == "rotary" and "fitted on" in printed
     assert posswap.describe(here["model"]).swapped is False
-    assert "learned -> rotary" in capsys.readouterr().out
-
-
-def figures_of(comparison: Path) -> set[float]:
-    """Every mean over the seeds of a row that a comparison has."""
-    rows = {}
-    for run in json.loads(comparison.read_text())["runs"]:
-        for name, value in run["figures"].items():
-            rows.setdefault((run["config"]["scheme"], run["config"]["start"], name), []).append(value)
-    return {mean(values) for values in rows.values()}
-
-
-def test_figures_in_sentences():
-    """A number that is typed next to the link to a comparison is some mean in it, if not surely of the row that is meant."""
-    checked = []
-    for page in PAGES:
-        passages = re.split(r"\n\n|\n(?=\|)", (ROOT / page).read_text())
-        for passage in passages:
-            links = re.findall(r"\(((?:recipes/)?results/[\w/-]+/comparison)\.md\)", passage)
-            means = {value for link in links for value in figures_of((ROOT / page).parent / f"{link}.json")}
-            for number in re.findall(r"(?<![\d.,±-])\d+\.\d+(?!\d|\.\d)(?! ±)", passage) if links else ():
-                digits = len(number.partition(".")[2])
-                assert any(round(value, digits) == float(number) for value in means), (page, number, links)
-                checked.append(number)
-    assert len(checked) >= 15
 
 
 def command_lines() -> list[tuple[str, list[str]]]:
@@ -71,16 +152,40 @@ def command_lines() -> list[tuple[str, list[str]]]:
     return found
 
 
+def parsed(name: str, arguments: list[str]) -> dict:
+    """Return the options of a command line as its command reads them, or raise for one it does not have."""
+    commands = get_command(app)
+    context = commands.make_context("hf-posswap", [name], resilient_parsing=True)
+    command = commands.get_command(context, name)
+    return command.make_context(name, list(arguments[: arguments.index("--")] if "--" in arguments else arguments)).params
+
+
 def test_command_lines():
     """Each command exists and has these options; placeholders stand for values."""
-    commands, seen = get_command(app).commands, set()
+    seen = set()
     for page, (name, *arguments) in command_lines():
-        command = commands[name]
-        before_recipe = arguments[: arguments.index("--")] if "--" in arguments else arguments
-        given = command.make_context(name, list(before_recipe)).params  # an unknown option, a missing one, a word for a number
+        given = parsed(name, arguments)  # an unknown option, a missing one, a word for a number
         seen.add(name)
         if name == "plot":
             assert given["kind"] in KINDS and Path(given["output"]).suffix in (".png", ".svg"), (page, arguments)
         for scheme in [given["scheme"]] if name == "swap" else given.get("scheme") or () if name == "compare" else ():
             parse_scheme(scheme)
     assert seen >= {"swap", "describe", "export", "compare", "card", "push", "leaderboard", "plot", "claims", "check"}
+
+
+def test_command_lines_fit_each_other(make_model):
+    """What is exported can be exported, what is described was swapped, and the card's results are of its model's scheme."""
+    lines = [(name, parsed(name, arguments)) for page, (name, *arguments) in command_lines() if page == "README.md"]
+    swapped = {str(given["output"]): parse_scheme(given["scheme"]) for name, given in lines if name == "swap"}
+    compared = {str(given["output"]): [parse_scheme(s) for s in given["scheme"]] for name, given in lines if name == "compare"}
+    assert swapped and compared
+    for name, given in lines:
+        if name == "export":
+            model = posswap.swap(make_model("gpt2"), swapped[given["model"]])
+            assert type(posswap.export_native(model).model).__name__ == "GPTNeoXForCausalLM"
+        if name == "describe":
+            assert given["model"] in swapped
+        if name in ("card", "push"):
+            scheme = swapped[str(given["folder"])]
+            assert all(scheme in compared[str(folder)] for folder in given["results"] or ())
+    assert {"swap", "export", "compare", "card", "push"} <= {name for name, _ in lines}
