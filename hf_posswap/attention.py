@@ -7,7 +7,7 @@ switched off by `set_attn_implementation`, leaves padding unmasked under a new n
 without their positions.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,6 +16,19 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_posswap.architectures import Architecture
 from hf_posswap.errors import PosswapError
+from hf_posswap.functional.banded import Span, banded_attention
+from hf_posswap.schemes import Places
+
+
+class Shared(NamedTuple):
+    """What all layers of one forward share. A tuple: accelerate moves its tensors with a layer on another device."""
+
+    scheme: Any  # what the scheme's `prepare` returned
+    written: torch.Tensor | None = None  # positions that new keys carry into the cache, (B or 1, Q); None: they carry none
+    in_each_layer: bool = False  # and whether they do so in all layers, not only in the first
+    span: Span | None = None  # attend block by block, to what is near; None: to what the mask says
+    key_mask: torch.Tensor | None = None  # for that, (B, K) bool, True = attend
+
 
 # What a bias can be added to.
 BIAS_IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
@@ -32,30 +45,33 @@ class PositionedAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         past_key_values=None,
         *,
-        shared_positions,
+        shared_positions: Shared,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Do what the family's own forward does, with the scheme's hooks in it.
 
-        `shared_positions` is what the scheme's `prepare` returned. transformers' models hand keywords that they do not know on
-        to their attention layers: that is how it gets here from `forward.positioned_forward`.
+        transformers' models hand keywords that they do not know on to their attention layers: that is how `shared_positions`
+        gets here from `forward.positioned_forward`.
         """
         query, key, value = self.architecture.project(self, hidden_states)
-        query = self.positions("rotate", query, shared_positions)  # one at a time, so the second reuses the first's memory
-        key = self.positions("rotate", key, shared_positions)
+        shared = shared_positions.scheme
+        query = self.positions("rotate", query, shared)  # one at a time, so the second reuses the first's memory
+        key = self.positions("rotate", key, shared)
         if past_key_values is not None:
             if isinstance(past_key_values, EncoderDecoderCache):
                 past_key_values = past_key_values.self_attention_cache
-            carries = self.layer_idx == 0 and self.positions.needs_key_positions
-            head_dim = key.shape[-1]
+            written, head_dim = shared_positions.written, key.shape[-1]
+            carries = written is not None and (self.layer_idx == 0 or shared_positions.in_each_layer)
             if carries:
-                key = write_positions(key, shared_positions.queries)
+                key = write_positions(key, written)
             key, value = past_key_values.update(key, value, self.layer_idx)
             if carries:
                 key = key[..., :head_dim]
         dropout = self.architecture.dropout(self) if self.training else 0.0
         causal = self.is_causal and getattr(self.config, "is_causal", True)
-        if self.positions.attend is not None:
+        if shared_positions.span is not None:
+            output, probabilities = self._banded(query, key, value, shared_positions, causal, dropout).transpose(1, 2), None
+        elif self.positions.attend is not None:
             if kwargs.get("cache") is not None:
                 raise PosswapError("these positions compute attention themselves and cannot use a paged cache: use generate()")
             output, probabilities = self.positions(
@@ -64,7 +80,7 @@ class PositionedAttention(nn.Module):
                 key,
                 value,
                 attention_mask,
-                shared_positions,
+                shared,
                 scaling=self.scaling,
                 dropout=dropout,
                 causal=causal,
@@ -73,8 +89,8 @@ class PositionedAttention(nn.Module):
             output = output.transpose(1, 2)
         else:
             if self.positions.bias is not None:
-                bias = self.positions("bias", shared_positions, key.shape[-2]).to(query.dtype)
-                seen = shared_positions.causal(key.shape[-2]) if causal else None
+                bias = self.positions("bias", shared, key.shape[-2]).to(query.dtype)
+                seen = shared.causal(key.shape[-2]) if causal else None
                 attention_mask = add_bias(attention_mask, bias, seen, self.config._attn_implementation)
                 if isinstance(attention_mask, BlockMask):
                     kwargs["position_bias"] = bias.expand(len(query), query.shape[1], *bias.shape[2:])
@@ -82,6 +98,21 @@ class PositionedAttention(nn.Module):
                 self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
             )
         return self.architecture.output(self, output.flatten(-2)), probabilities
+
+    def _banded(self, query, key, value, shared_positions: Shared, causal: bool, dropout: float) -> torch.Tensor:
+        def attend(query, key, value, mask, queries, keys):
+            shared = shared_positions.scheme
+            if isinstance(shared, Places):
+                shared = shared.block(queries, keys)
+            if self.positions.attend is not None:
+                options = {"scaling": self.scaling, "dropout": dropout, "causal": False, "return_probabilities": False}
+                return self.positions("attend", query, key, value, mask, shared, **options)[0]
+            if self.positions.bias is not None:
+                mask = add_bias(mask, self.positions("bias", shared, key.shape[-2]).to(query.dtype), None, "sdpa")
+            backend = self.architecture.backend(self)
+            return backend(self, query, key, value, mask, dropout=dropout, scaling=self.scaling)[0].transpose(1, 2)
+
+        return banded_attention(attend, query, key, value, shared_positions.span, shared_positions.key_mask, causal=causal)
 
 
 def add_bias(mask, bias: torch.Tensor, seen: torch.Tensor | None, implementation: str):
@@ -161,7 +192,11 @@ def visible(attention_mask: torch.Tensor, *, causal: bool) -> torch.Tensor:
 
 
 def observe(
-    attention: nn.Module, architecture: Architecture, hidden_states: torch.Tensor, allowed: torch.Tensor, shared_positions
+    attention: nn.Module,
+    architecture: Architecture,
+    hidden_states: torch.Tensor,
+    allowed: torch.Tensor,
+    shared_positions: Shared | None,
 ) -> Observation:
     """Compute what a self-attention module computes, swapped or not, and return all of it; `allowed` is (B, 1, L, L) bool.
 
@@ -169,6 +204,7 @@ def observe(
     """
     query, key, value = architecture.project(attention, hidden_states)
     positions = getattr(attention, "positions", None)
+    shared = None if shared_positions is None else shared_positions.scheme
     if positions is not None and positions.attend is not None:
         output, probabilities = positions(
             "attend",
@@ -176,17 +212,17 @@ def observe(
             key,
             value,
             allowed,
-            shared_positions,
+            shared,
             scaling=attention.scaling,
             dropout=0.0,
             causal=attention.is_causal and getattr(attention.config, "is_causal", True),
             return_probabilities=True,
         )
         return Observation(query, key, value, probabilities, output)
-    turned = [states if positions is None else positions("rotate", states, shared_positions) for states in (query, key)]
+    turned = [states if positions is None else positions("rotate", states, shared) for states in (query, key)]
     scores = turned[0] @ turned[1].transpose(-1, -2) * attention.scaling
     if positions is not None and positions.bias is not None:
-        scores = scores + positions("bias", shared_positions, key.shape[-2])
+        scores = scores + positions("bias", shared, key.shape[-2])
     probabilities = scores.masked_fill(~allowed, float("-inf")).softmax(-1).nan_to_num()  # padding sees nothing: zeros
     return Observation(query, key, value, probabilities, probabilities @ value)
 

@@ -31,11 +31,12 @@ from hf_posswap.assets import EMBEDDED_MODELS, embedded_model, is_installed
 from hf_posswap.attention import add_positioned_class
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.forward import positioned_forward
+from hf_posswap.functional.banded import Span
 from hf_posswap.schemes import AttentionPositions, PositionEmbedding, Scheme, scheme_from_dict
 from hf_posswap.surgery import geometry_of, install, state_of
 
 FORMAT = 1
-_ABOUT_THE_MODEL = ("format", "trained_positions", "made_for_positions", "base_model", "edited")
+_ABOUT_THE_MODEL = ("format", "trained_positions", "made_for_positions", "base_model", "edited", "span")
 DIGEST = "scheme_digest"  # the name of a buffer beside the table
 
 STUB = "modeling_hf_posswap.py"
@@ -45,7 +46,11 @@ CONFIG_CLASSES: dict[str, type[PreTrainedConfig]] = {}  # "bert" -> the config c
 
 
 def config_entry(
-    scheme: Scheme, trained_positions: int, max_positions: int, base_model: dict[str, str | None] | None = None
+    scheme: Scheme,
+    trained_positions: int,
+    max_positions: int,
+    base_model: dict[str, str | None] | None = None,
+    span: Span | None = None,
 ) -> dict[str, Any]:
     """Return what config.json stores under `position_scheme`: the format, the scheme with all fields, the trained length.
 
@@ -53,6 +58,8 @@ def config_entry(
     resized was made for, since the config's own number can be changed while it is loaded.
     """
     entry = {"format": FORMAT, "trained_positions": trained_positions, **scheme.to_dict()}
+    if span is not None:
+        entry["span"] = span._asdict()
     if not scheme.resizable:
         entry["made_for_positions"] = max_positions
     return entry if base_model is None else entry | {"base_model": base_model}
@@ -115,9 +122,20 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
         raise CheckpointError(f"config.json holds a position scheme that cannot be used: {error}") from None
 
 
-def digest(scheme: Scheme, trained_positions: int) -> torch.Tensor:
+def span_in(config: PreTrainedConfig) -> Span | None:
+    """Return how far attention looks, by a swapped model's config; None: everywhere."""
+    entry = config.position_scheme.get("span")
+    if entry is None:
+        return None
+    right = isinstance(entry, dict) and entry.keys() == {"span", "first"} and all(type(n) is int for n in entry.values())
+    if not right or entry["span"] < 1 or entry["first"] < 0:
+        raise CheckpointError(f"config.json has a span of {entry!r}: it must be {{'span': 1 or more, 'first': 0 or more}}")
+    return Span(**entry)
+
+
+def digest(scheme: Scheme, trained_positions: int, span: Span | None) -> torch.Tensor:
     """Return what weights keep of the scheme they belong to, (16,) uint8: a config that was edited since is noticed."""
-    entry = json.dumps([scheme.to_dict(), trained_positions], sort_keys=True)
+    entry = json.dumps([scheme.to_dict(), trained_positions, span and span._asdict()], sort_keys=True)
     return torch.frombuffer(bytearray(hashlib.sha256(entry.encode()).digest()[:16]), dtype=torch.uint8)
 
 
@@ -132,8 +150,8 @@ class SwappedModel:
         geometry = geometry_of(config, self.architecture.longest_input(config), trained_positions)
         scheme.check(geometry)
         super().__init__(config, *args, **kwargs)
-        embedding = install(self, self.architecture, scheme, geometry, classes=SWAPPED_CLASSES)
-        embedding.register_buffer(DIGEST, digest(scheme, trained_positions))
+        embedding = install(self, self.architecture, scheme, geometry, span=span_in(config), classes=SWAPPED_CLASSES)
+        embedding.register_buffer(DIGEST, self._digest())
         self._init_weights(embedding)  # a learned table that starts from scratch starts as the family's tables do
 
     @property
@@ -152,7 +170,7 @@ class SwappedModel:
             init.copy_(getattr(module, DIGEST), self._digest())
 
     def _digest(self) -> torch.Tensor:
-        return digest(*read_config_entry(self.config))
+        return digest(*read_config_entry(self.config), span_in(self.config))
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):

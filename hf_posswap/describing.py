@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from hf_posswap.functional.banded import Span
 from hf_posswap.schemes import Learned, Scheme
 from hf_posswap.surgery import state_of, undo_of
 from hf_posswap.target import find_target
@@ -27,6 +28,7 @@ class Description:
     layers_patched: int
     swapped: bool
     can_restore: bool
+    span: Span | None = None  # how far attention looks; None: everywhere
 
     def __str__(self) -> str:
         table = Table(show_header=False, box=None, pad_edge=False)
@@ -34,6 +36,8 @@ class Description:
         table.add_row("positions", f"{self.old} -> {self.new}" if self.swapped else f"{self.new}, not swapped")
         table.add_row("parameters", f"+{self.parameters_added:,} -{self.parameters_dropped:,}")
         table.add_row("max positions", f"{self.max_positions:,} (trained with {self.trained_positions:,})")
+        if self.span is not None:
+            table.add_row("attention", f"to distances below {self.span.span:,} and the first {self.span.first} tokens")
         table.add_row("attention layers patched", f"{self.layers_patched} of {self.layers}")
         original = "kept: posswap.restore(model)" if self.can_restore else "not kept in this process"
         table.add_row("original", original if self.swapped else "this is it")
@@ -81,4 +85,5 @@ def describe(model: PreTrainedModel) -> Description:
         layers_patched=sum(hasattr(a, "positions") for a in attentions),
         swapped=swapped,
         can_restore=undo is not None,
+        span=state.span if swapped else None,
     )

@@ -8,10 +8,12 @@ import functools
 import inspect
 
 import torch
+from transformers.cache_utils import EncoderDecoderCache, StaticCache
 
 from hf_posswap.architectures import Inputs
-from hf_posswap.attention import check_implementation, key_positions
+from hf_posswap.attention import Shared, check_implementation, key_positions
 from hf_posswap.errors import PosswapError, SequenceTooLongError
+from hf_posswap.span_cache import PADDING, keep_span
 from hf_posswap.surgery import state_of
 
 
@@ -37,10 +39,7 @@ def positioned_forward(base_class: type):
         arguments["position_ids"] = rows
         first = getattr(self.architecture.self_attentions(self)[0], "positions", None)
         if first is not None:
-            shared = _share(self, first, arguments, positions, slots, past, known)
-            arguments["shared_positions"] = shared
-            if first.key_mask(shared) is not None:
-                arguments["attention_mask"] = first.key_mask(shared)[:, None, None]  # 4D: passed on as it is
+            arguments |= _share(self, first, arguments, positions, slots, past, known)
         return base_class.forward(self, **arguments)
 
     return forward
@@ -98,14 +97,79 @@ def _check_length(base, scheme, positions: torch.Tensor, past, length: int, know
         )
 
 
-def _share(base, first, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, past, known: int | None):
-    """Let the scheme compute, once for all layers, what it needs of positions."""
+def _share(base, first, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, past, known: int | None) -> dict:
+    """Return the arguments that carry what all layers share: what the scheme computes of positions, and what masks."""
+    state, causal = state_of(base), base.architecture.is_causal(base.config) and getattr(base.config, "is_causal", True)
     mask, cache, keys = arguments.get("attention_mask"), arguments.get("past_key_values"), None
-    if first.attend is not None and not (mask is None or isinstance(mask, torch.Tensor)):
+    if (first.attend is not None or state.span is not None) and not (mask is None or isinstance(mask, torch.Tensor)):
         raise PosswapError(
-            f"{state_of(base).scheme.name} positions take attention masks as tensors of 2 or 4 dimensions, not "
-            f"{type(mask).__name__}"
+            f"{state.scheme.name} positions take attention masks as tensors of 2 or 4 dimensions, not {type(mask).__name__}"
         )
-    if first.needs_key_positions:
-        keys = key_positions(cache, positions, slots, past, state_of(base).geometry.head_dim)
-    return first.prepare(positions, slots, known, keys, mask if isinstance(mask, torch.Tensor) else None)
+    if state.span is not None and causal:
+        use_cache = arguments.get("use_cache")
+        use_cache = base.config.use_cache if use_cache is None else use_cache
+        wanted = use_cache and not (base.training and base.is_gradient_checkpointing)
+        layers = len(base.architecture.self_attentions(base))
+        cache = keep_span(cache, state.span, layers=layers, wanted=wanted)
+    needed = first.needs_key_positions or state.span is not None
+    if needed:
+        keys = key_positions(cache, positions, slots, past, state.geometry.head_dim)
+    written, span, key_mask = positions if needed else None, None, None
+    given = {} if cache is None else {"past_key_values": cache}
+    if state.span is not None:
+        written = _with_padding(positions, mask)
+        # In a text that is no longer than the span nothing is far.
+        if not isinstance(past, int) or past or keys.shape[-1] > state.span.span:
+            if _in_blocks(base, mask, positions, slots, past):
+                span, key_mask = state.span, None if mask is None else mask.bool()
+                mask = None if mask is None else key_mask[:, None, None]
+            else:
+                keys = _of_the_whole_cache(keys, cache, slots)
+                mask = _near(state.span, positions, keys, mask, slots, past, causal)
+                mask = _additive(mask, base.dtype) if base.config._attn_implementation == "eager" else mask
+            given["attention_mask"] = mask
+    shared = first.prepare(positions, slots, known, keys, mask if isinstance(mask, torch.Tensor) else None)
+    if span is None and first.key_mask(shared) is not None:
+        given["attention_mask"] = first.key_mask(shared)[:, None, None]  # 4D: passed on as it is
+    given["shared_positions"] = Shared(shared, written, state.span is not None, span, key_mask)
+    return given
+
+
+def _of_the_whole_cache(keys: torch.Tensor, cache, slots: torch.Tensor) -> torch.Tensor:
+    """Return positions of keys with `PADDING` for places of a static cache that nothing has been written to."""
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    if not isinstance(own, StaticCache):
+        return keys
+    size = own.layers[0].max_cache_len
+    keys = torch.nn.functional.pad(keys, (0, size - keys.shape[-1]), value=PADDING)
+    return keys.masked_fill(torch.arange(size, device=keys.device) > slots[:, -1:], PADDING)
+
+
+def _with_padding(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return positions (B or 1, Q) with `PADDING` where a 2D mask says so: what keys carry into a cache that forgets."""
+    if mask is None or mask.dim() != 2:
+        return positions
+    return positions.expand(len(mask), -1).masked_fill(~mask[:, -positions.shape[-1] :].bool(), PADDING)
+
+
+def _in_blocks(base, mask: torch.Tensor | None, positions: torch.Tensor, slots: torch.Tensor, past) -> bool:
+    """Whether attention can go block by block: sdpa, nothing cached, positions from 0 in a row, padding on the right if any."""
+    if base.config._attn_implementation != "sdpa" or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if not isinstance(past, int) or past or not (positions is slots or bool((positions == slots).all())):
+        return False
+    return mask is None or (mask.dim() == 2 and bool((mask.bool().int().diff(dim=-1) <= 0).all()))
+
+
+def _near(span, positions: torch.Tensor, keys: torch.Tensor, mask, slots: torch.Tensor, past, causal: bool) -> torch.Tensor:
+    """Return the whole mask, (B or 1, 1, Q, K) bool: what is near, no padding, and in packed texts the own one."""
+    allowed = (span.allowed(positions, keys, causal=causal) & (keys != PADDING)[:, None])[:, None]
+    fresh = isinstance(past, int) and past == 0
+    if mask is not None and mask.dim() == 4:
+        return allowed & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
+    if mask is not None and mask.shape[-1] == keys.shape[-1]:
+        allowed = allowed & mask.bool()[:, None, None]
+    if mask is None and fresh and causal and positions is not slots:
+        text = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+        allowed = allowed & (text[:, :, None] == text[:, None])[:, None]
+    return allowed

@@ -14,7 +14,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posswap.architectures import Architecture
 from hf_posswap.attention import POSITIONED_CLASSES
-from hf_posswap.schemes import Geometry, Scheme
+from hf_posswap.functional.banded import Span
+from hf_posswap.schemes import AttentionPositions, Geometry, Scheme
 
 
 @dataclass
@@ -50,6 +51,7 @@ class SwapState:
 
     scheme: Scheme
     geometry: Geometry
+    span: Span | None
     inside: bool  # the headless model is part of a swapped one with a head, whose config names the scheme
     undo: Undo | None = None  # None: it was loaded, the original is not here
 
@@ -111,6 +113,7 @@ def install(
     scheme: Scheme,
     geometry: Geometry,
     *,
+    span: Span | None,
     classes: dict[type, type],
     config: PreTrainedConfig | None = None,
 ) -> nn.Module:
@@ -127,6 +130,8 @@ def install(
     setattr(owner, name, embedding.train(owner.training))
     for attention in architecture.self_attentions(base):
         positions = scheme.attention_module(geometry)
+        if positions is None and span is not None:
+            positions = AttentionPositions()  # no scheme in attention, and yet a span
         if positions is None:
             _set_positions(attention, architecture.attention_class, None)
         else:
@@ -138,7 +143,7 @@ def install(
         _set_config(model, config, config)
     for part in (base, model):
         part.__class__ = classes.get(type(part), type(part))
-    base.posswap_state = SwapState(scheme, geometry, inside=base is not model)
+    base.posswap_state = SwapState(scheme, geometry, span, inside=base is not model)
     return embedding
 
 

@@ -11,6 +11,7 @@ from hf_posswap.architectures import Architecture
 from hf_posswap.attention import MOST_POSITIONS, check_implementation
 from hf_posswap.checkpoint import CONFIG_CLASSES, DIGEST, SWAPPED_CLASSES, SwappedModel, config_entry, digest, on_hub
 from hf_posswap.errors import PosswapError
+from hf_posswap.functional.banded import Span
 from hf_posswap.functional.closed_form import balance
 from hf_posswap.schemes import SCHEMES, Scheme, parse_scheme
 from hf_posswap.surgery import (
@@ -34,7 +35,13 @@ from hf_posswap.warm_start import balanced_order, query_key_moments
 
 
 def swap(
-    model: PreTrainedModel, scheme: Scheme | str, *, max_positions: int | None = None, warm_start: bool = True
+    model: PreTrainedModel,
+    scheme: Scheme | str,
+    *,
+    max_positions: int | None = None,
+    warm_start: bool = True,
+    span: int | None = None,
+    first: int = 4,
 ) -> PreTrainedModel:
     """Replace the learned absolute positions of a pretrained model by another scheme, in place; return the model.
 
@@ -44,6 +51,9 @@ def swap(
         max_positions: The longest input the swapped model shall take; the checkpoint's own length by default.
         warm_start: Start as close to the original as its weights allow: project sinusoids onto the old table, keep the
             table's mean vector and row 0, give rotary a balanced basis in encoders. False drops the table cold.
+        span: Attend only to keys at a distance below this; None: to all. Reading then takes linear time and memory, and
+            generating constant ones (`functional.banded`).
+        first: With a span, how many tokens at the beginning all others see as well; in encoders they see all themselves.
 
     What a warm start loses, `posswap.fit` wins most of back, in minutes. A second swap starts from the original again, not
     from the first swap. Weights that an optimizer holds stay the same objects, but new parameters appear: make the
@@ -82,6 +92,7 @@ def swap(
     max_positions = _check_max_positions(max_positions, start)
     geometry = geometry_of(target.config, max_positions, _trained_positions(start))
     scheme.check(geometry)
+    near = _check_span(span, first, max_positions)
     order = balanced_order(target, architecture, scheme, geometry, start) if warm_start else None
     before = take_snapshot(target, architecture, weights=order is not None or start.query_keys is not None)
     if start.attention_weights is not None:  # fitted since: going back to the original undoes that
@@ -91,7 +102,7 @@ def swap(
             revert(target, architecture, start)
         # Query and key weights are kept only when they are about to be rewritten: restore touches nothing else.
         original = take_snapshot(target, architecture, weights=order is not None)
-        _install(target, architecture, scheme, geometry, warm_start, order)
+        _install(target, architecture, scheme, geometry, near, warm_start, order)
     except BaseException:
         revert(target, architecture, before)
         raise
@@ -103,7 +114,7 @@ def swap(
     return model
 
 
-def _install(target, architecture: Architecture, scheme: Scheme, geometry, warm_start: bool, order: torch.Tensor | None):
+def _install(target, architecture: Architecture, scheme: Scheme, geometry, span: Span | None, warm_start: bool, order):
     owner, name = architecture.table_owner(target.base_model)
     old = getattr(owner, name)
     table = _rows(target, architecture, geometry.trained_positions)
@@ -124,10 +135,10 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, warm_
     base_model = config.position_scheme.get("base_model") if isinstance(target, SwappedModel) else on_hub(config.name_or_path)
     config.__class__ = CONFIG_CLASSES[architecture.model_type]
     architecture.set_longest_input(config, geometry.max_positions)
-    config.position_scheme = config_entry(scheme, geometry.trained_positions, geometry.max_positions, base_model)
+    config.position_scheme = config_entry(scheme, geometry.trained_positions, geometry.max_positions, base_model, span)
     config._name_or_path = ""
-    embedding = install(target, architecture, scheme, geometry, classes=SWAPPED_CLASSES, config=config)
-    embedding.register_buffer(DIGEST, digest(scheme, geometry.trained_positions).to(table.device))
+    embedding = install(target, architecture, scheme, geometry, span=span, classes=SWAPPED_CLASSES, config=config)
+    embedding.register_buffer(DIGEST, digest(scheme, geometry.trained_positions, span).to(table.device))
     if same and not embedding.keeps_table:
         # A loaded model that only gets another length: what it has learned stays.
         for new, old in zip([embedding, *(getattr(a, "positions", None) for a in attentions)], kept, strict=True):
@@ -261,6 +272,18 @@ def _check_max_positions(max_positions: int | None, start: Snapshot) -> int:
             f"{MOST_POSITIONS:,}"
         )
     return max_positions
+
+
+def _check_span(span: int | None, first: int, max_positions: int) -> Span | None:
+    if span is None:
+        return None
+    for name, value, least in (("span", span, 1), ("first", first, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= max_positions:
+            raise PosswapError(
+                f"{name}={value!r} must be an integer from {least} to {max_positions:,}, the longest input: choose "
+                "another, or a larger max_positions"
+            )
+    return Span(span, first)
 
 
 def _trained_positions(start: Snapshot) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from hf_posswap.errors import PosswapError, UnknownSchemeError
-from hf_posswap.schemes.base import AttentionPositions, Constant, Geometry, PositionEmbedding, Scheme
+from hf_posswap.schemes.base import AttentionPositions, Constant, Geometry, Places, PositionEmbedding, Scheme
 from hf_posswap.schemes.ladder import Ladder
 from hf_posswap.schemes.learned import Learned
 from hf_posswap.schemes.none import NoPositions
@@ -23,6 +23,7 @@ __all__ = [
     "Ladder",
     "Learned",
     "NoPositions",
+    "Places",
     "PositionEmbedding",
     "Relative",
     "Rotary",

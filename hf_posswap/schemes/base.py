@@ -91,6 +91,10 @@ class Places(NamedTuple):
         keys = nn.functional.pad(self.keys[:, -key_length:], (0, max(0, key_length - self.keys.shape[-1])))
         return keys[:, None, :] - self.queries[:, :, None]
 
+    def block(self, queries: slice, keys: torch.Tensor) -> "Places":
+        """Return the places of some queries, a slice, and some keys, by index; for a mask of their own."""
+        return Places(self.queries[:, queries], self.slots[:, queries], self.keys[:, keys])
+
     def causal(self, key_length: int) -> torch.Tensor:
         """Return which keys stand at or before each query in the sequence, (Q, K) bool."""
         first = 0 if self.keys is None else max(0, self.keys.shape[-1] - key_length)

@@ -1,0 +1,89 @@
+"""A cache for attention with a span: the first keys and the last ones, constant memory and time for each token.
+
+Each layer's keys carry their positions (`attention.write_positions`), and padding carries `PADDING`; so what stays is known in
+every layer, rows may be padded on the left, and beams, copies and selections move all of it.
+"""
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+
+from hf_posswap.attention import MOST_POSITIONS, read_positions, write_positions
+from hf_posswap.errors import PosswapError
+from hf_posswap.functional.banded import Span
+
+PADDING = MOST_POSITIONS - 1  # where positions are written into keys: this one is padding, and seen by nobody
+
+
+class SpanLayer(DynamicLayer):
+    """One layer: keys of the `first` tokens and of the last `span` - 1, (B, H, first + span - 1, D) once it is full."""
+
+    is_croppable = False
+
+    def __init__(self, span: Span):
+        super().__init__()
+        self.span, self.seen = span, 0
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Return all keys and values that the new queries may see; keep what later ones may see."""
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        self.seen += key_states.shape[-2]
+        length, near = keys.shape[-2], self.span.span - 1
+        if length > self.span.first + near:
+            # In each row the first tokens of its own text, wherever padding ends; those that are among the last anyway are
+            # taken once, and their second copy becomes padding.
+            positions = read_positions(keys)
+            first = positions.argsort(dim=-1, stable=True)[:, : self.span.first]  # padding has the largest number
+            last = torch.arange(length - near, length, device=keys.device).expand(len(keys), -1)
+            index = torch.cat([first, last], dim=-1)[:, None, :, None]
+            twice = torch.cat([(first >= length - near), torch.zeros_like(last, dtype=torch.bool)], dim=-1)
+            places = positions.gather(1, index[:, 0, :, 0]).masked_fill(twice, PADDING)
+            self.keys = keys.gather(2, index.expand(-1, keys.shape[1], -1, keys.shape[-1]))
+            self.values = values.gather(2, index.expand(-1, keys.shape[1], -1, values.shape[-1]))
+            if twice.any():
+                self.keys = write_positions(self.keys[..., : values.shape[-1]], places)
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        """Return how many tokens were read, not how many are kept: new ones count on from there."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the number of keys that `update` will return, and that they begin at 0."""
+        return (self.keys.shape[-2] if self.is_initialized else 0) + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take tokens off the end, as long as none were forgotten."""
+        if self.is_initialized and self.keys.shape[-2] != self.seen:
+            raise PosswapError(
+                "this cache has forgotten keys beyond the span and cannot go back: generate without an assistant, or swap "
+                "without span="
+            )
+        super().crop(tokens_to_remove)
+        self.seen = self.keys.shape[-2] if self.is_initialized else 0
+
+    def reset(self) -> None:
+        """Forget everything."""
+        super().reset()
+        self.seen = 0
+
+
+def keep_span(cache: Cache | None, span: Span, *, layers: int, wanted: bool) -> Cache | None:
+    """Return the cache that a model with this span goes on with: an empty dynamic one becomes one of span layers, in place.
+
+    With `wanted`, where there is none a new one is made. Static caches stay as they are, at their own size.
+    """
+    if cache is None:
+        return _filled(DynamicCache(), span, layers) if wanted else None
+    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    kinds = [layer for layer in own.layers if isinstance(layer, SpanLayer)]
+    if any(layer.span != span for layer in kinds):
+        raise PosswapError(f"this cache was made for {kinds[0].span}, the model has {span}: start with a new cache")
+    plain = isinstance(own, DynamicCache) and all(type(layer) is DynamicLayer for layer in own.layers)
+    if plain and own.get_seq_length() == 0:
+        _filled(own, span, layers)
+    return cache
+
+
+def _filled(cache: DynamicCache, span: Span, layers: int) -> DynamicCache:
+    cache.layers = [SpanLayer(span) for _ in range(layers)]
+    return cache

@@ -1,0 +1,182 @@
+"""Attention with a span: block by block as with a dense mask, caches that forget, saving, and what is refused."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
+
+import hf_posswap as posswap
+from hf_posswap.functional.banded import Span, banded_attention
+from hf_posswap.span_cache import SpanLayer
+
+SCHEMES = ["learned:extend=tile", "none", "rotary", "relative:clip=3", "relative:clip=3,key_query=true", "sinusoidal"]
+
+
+@pytest.fixture(params=SCHEMES)
+def scheme(request):
+    """A scheme of each kind: in the embeddings, in queries and keys, in attention itself."""
+    return request.param
+
+
+@pytest.fixture
+def make(make_model, position_parameters):
+    """A factory of swapped models with random positions that look `span` tokens far, and of one without for the same seed."""
+
+    def build(family, scheme, backend="sdpa", **options):
+        model = posswap.swap(make_model(family, backend), scheme, max_positions=64, **options)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in position_parameters(model).values():
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        return model
+
+    return build
+
+
+@pytest.fixture
+def text():
+    """Two rows of 40 tokens."""
+    return torch.randint(2, 98, (2, 40), generator=torch.Generator().manual_seed(7))
+
+
+def dense(span, first, length, causal, padding=None):
+    """The mask that a span amounts to, (1 or B, 1, L, L) bool, by a loop."""
+    mask = torch.zeros(1, 1, length, length, dtype=torch.bool)
+    for i in range(length):
+        for j in range(length):
+            near = abs(i - j) < span or j < first or (i < first and not causal)
+            mask[0, 0, i, j] = near and (j <= i or not causal)
+    return mask if padding is None else mask & padding[:, None, None].bool()
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@torch.no_grad()
+def test_blocks_are_what_the_mask_says(make, family, scheme, first, text):
+    """On sdpa block by block, on eager by a mask, both as a 4D mask of ours says; padded on the right, too."""
+    span, causal = 6, family != "bert"
+    plain = make(family, scheme, "eager")
+    padding = torch.ones_like(text)
+    padding[1, 29:] = 0
+    for inputs, mask in (({}, None), ({"attention_mask": padding}, padding)):
+        expected = plain(text, attention_mask=dense(span, first, 40, causal, mask)).logits
+        real = padding.bool() if mask is not None else torch.ones_like(text).bool()
+        for backend in ("sdpa", "eager"):
+            given = make(family, scheme, backend, span=span, first=first)(text, use_cache=False, **inputs).logits
+            assert_close(given[real], expected[real], rtol=1e-4, atol=1e-4)
+    assert (plain(text).logits - expected).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("left", [False, True])
+@torch.no_grad()
+def test_a_cache_that_forgets(make, scheme, text, left):
+    """Token by token, in parts, after a prefill: as without a cache, in one that does not grow; padded on the left, too."""
+    model = make("gpt2", scheme, span=6, first=3)
+    mask = torch.ones_like(text)
+    if left:
+        mask[1, :13] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    whole = model(text, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    for parts in ([1] * 40, [17, 1, 1, 12, 9], [40]):
+        cache, start, logits = DynamicCache(config=model.config), 0, []
+        for part in parts:
+            here = slice(start, start + part)
+            given = {"attention_mask": mask[:, : start + part]} if left else {}
+            out = model(text[:, here], past_key_values=cache, position_ids=positions[:, here], **given)
+            logits, start = [*logits, out.logits], start + part
+            assert cache.get_seq_length() == start and cache.layers[1].keys.shape[-2] <= 3 + 5
+        assert_close(torch.cat(logits, dim=1)[mask.bool()], whole[mask.bool()], rtol=1e-4, atol=1e-4)
+        assert all(type(layer) is SpanLayer for layer in cache.layers)
+
+
+@torch.no_grad()
+def test_static_caches_and_moved_ones(make, text):
+    """A static cache keeps its size, and is masked; rows of one that forgets can be selected."""
+    model = make("gpt2", "relative:clip=3", span=6, first=3)
+    whole = model(text, use_cache=False).logits
+    cache = StaticCache(config=model.config, max_cache_len=48)
+    steps = [model(text[:, a:b], past_key_values=cache).logits for a, b in ((0, 20), (20, 21), (21, 40))]
+    assert_close(torch.cat(steps, dim=1), whole, rtol=1e-4, atol=1e-4)
+    cache = model(text[:, :30]).past_key_values
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert_close(model(text[[1, 0], 30:], past_key_values=cache).logits, whole[[1, 0], 30:], rtol=1e-4, atol=1e-4)
+    with pytest.raises(posswap.PosswapError, match="has forgotten keys beyond the span"):
+        cache.crop(-1)
+    with pytest.raises(posswap.PosswapError, match="this cache was made for Span"):
+        make("gpt2", "rotary", span=7)(text[:, :1], past_key_values=cache)
+
+
+@torch.no_grad()
+def test_generating(make, text):
+    """Greedily and with beams, a padded batch: what a forward without a cache would choose."""
+    model = make("gpt2", "relative:clip=3", span=6, first=3)
+    mask = torch.ones_like(text[:, :12])
+    mask[1, :4] = 0
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    for beams in (1, 3):
+        options |= {"num_beams": beams, "attention_mask": mask}
+        assert torch.equal(*(model.generate(text[:, :12], use_cache=cached, **options) for cached in (True, False)))
+
+
+@torch.no_grad()
+def test_saved_described_restored(make, family, tmp_path, text):
+    """The span is in config.json, in the weights' digest and in `describe`; `restore` takes it away."""
+    model = make(family, "rotary", span=6, first=2)
+    model.save_pretrained(tmp_path)
+    again = (AutoModelForCausalLM if family == "gpt2" else AutoModel).from_pretrained(tmp_path).eval()
+    assert "to distances below 6 and the first 2 tokens" in str(posswap.describe(again))
+    if family == "gpt2":
+        assert torch.equal(again(text).logits, model(text).logits)
+    again.config.position_scheme["span"]["span"] = 7
+    again.config.save_pretrained(tmp_path)
+    with pytest.raises(posswap.CheckpointError, match="not the one that these weights were saved with"):
+        AutoModel.from_pretrained(tmp_path)
+    posswap.restore(model)
+    assert posswap.describe(model).span is None and "position_scheme" not in model.config.to_dict()
+
+
+def test_gradients(make, family, text):
+    """Block by block, gradients are those of the mask."""
+    gradients = []
+    for options, mask in (({"span": 6, "first": 3}, None), ({}, dense(6, 3, 40, family != "bert"))):
+        model = make(family, "relative:clip=3", "sdpa", **options)
+        model(text, attention_mask=mask, use_cache=False).logits.pow(2).mean().backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) > 20
+    for name, value in gradients[0].items():
+        assert_close(value, gradients[1][name], rtol=1e-3, atol=1e-4)
+
+
+def test_no_tensor_is_quadratic():
+    """A block sees at most three spans and the first tokens, whatever the length; every key that may be seen is in one."""
+    span = Span(16, 4)
+    for causal in (True, False):
+        sizes, sees = [], torch.zeros(200, 200, dtype=torch.bool)
+        for queries, keys in span.blocks(200, causal=causal):
+            sizes.append((queries.stop - queries.start) * len(keys))
+            sees[queries.start : queries.stop, keys] = True
+        assert max(sizes) <= max(16 * (3 * 16 + 4), 4 * 200)
+        assert (sees >= dense(16, 4, 200, causal)[0, 0]).all()
+    states = torch.randn(1, 1, 50, 4)
+
+    def attend(query, key, value, mask, *_):
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask)
+
+    whole = attend(states, states, states, dense(16, 4, 50, True))
+    assert_close(banded_attention(attend, states, states, states, span, None, causal=True), whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"span": 0}, "span=0 must be an integer from 1 to 64"),
+        ({"span": 65}, "span=65 must be an integer from 1 to 64"),
+        ({"span": 8, "first": -1}, "first=-1 must be an integer from 0"),
+        ({"span": 2.5}, "span=2.5 must be"),
+    ],
+)
+def test_refused(make_model, options, message):
+    """Before anything is changed."""
+    model = make_model("gpt2")
+    with pytest.raises(posswap.PosswapError, match=message):
+        posswap.swap(model, "rotary", max_positions=64, **options)
+    assert not posswap.describe(model).swapped
