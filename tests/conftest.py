@@ -88,7 +88,9 @@ def pytest_generate_tests(metafunc):
     start = zlib.crc32(metafunc.function.__name__.encode())
     rows = spread(start, **only) if "case" in wanted else [(None, *pair) for pair in product(*only.values())]
     rows = list(dict.fromkeys(tuple(value for name, value in zip(axes, row, strict=True) if name) for row in rows))
-    metafunc.parametrize(wanted, [[CASES.get(value, value) for value in row] for row in rows], ids=map("-".join, rows))
+    metafunc.parametrize(
+        wanted, [[CASES.get(value, value) for value in row] for row in rows], ids=["-".join(row) for row in rows]
+    )
 
 
 def _position_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:

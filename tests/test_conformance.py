@@ -23,7 +23,8 @@ from hf_posswap.schemes.importing import import_schemes, load_scheme
 from hf_posswap.terminal import run_program
 
 DECODERS = ("bert-decoder", "gpt2")
-ONE = [("gpt2", "eager")]  # model: for what does not depend on it
+EAGER = [(family, "eager") for family in FAMILIES]
+ONE = EAGER[-1:]  # for what does not depend on the model
 
 # -- two schemes that are right: one adds to the embeddings, one computes attention -------------------------------------
 
@@ -348,7 +349,7 @@ def skipped(found, family: str) -> set[str]:
 @pytest.mark.parametrize("scheme", ["learned", "rotary:fraction=0.5"])
 def test_built_in_schemes_pass(scheme):
     """No check is left out that applies; test_contract.py runs the checks on all built-in schemes."""
-    found = check_scheme(scheme)
+    found = check_scheme(scheme, models=EAGER)
     assert_complete(found)
     left_out = {"shift invariance", "longer than trained", "phase precision"} if scheme == "learned" else set()
     assert skipped(found, "gpt2") == left_out | {"order matters"}
@@ -360,7 +361,7 @@ def test_built_in_schemes_pass(scheme):
 def test_own_schemes_pass(scheme):
     """A scheme that is not registered passes, as a class and as an instance; randomness and registry are left alone."""
     known, generator, bars = list(posswap.SCHEMES), torch.get_rng_state(), is_progress_bar_enabled()
-    found = check_scheme(scheme, models=[(family, "sdpa") for family in FAMILIES])
+    found = check_scheme(scheme, models=EAGER)
     assert_complete(found)
     assert list(posswap.SCHEMES) == known and torch.equal(torch.get_rng_state(), generator)
     assert is_progress_bar_enabled() == bars
@@ -395,7 +396,7 @@ def test_a_claim_that_is_not_made():
 
 def test_the_table():
     """A row for each check, a column for each family, and beneath numbers, advice and what did not apply."""
-    text = str(check_scheme(scheme(Waves, shift_invariant=True)))
+    text = str(check_scheme(scheme(Waves, shift_invariant=True), models=EAGER))
     lines = text.splitlines()
     assert lines[0] == "Broken(label='plain') FAILS"
     assert lines[1].split()[:4] == ["check", *FAMILIES] and len(lines) > 2 + len(CHECKS)

@@ -95,7 +95,7 @@ def test_compiled_gradients(make_swapped, scheme, tokens, fresh_compiler):
 # -- numbers -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "scheme"), zip(FAMILIES * 2, PHASES, strict=True))
+@pytest.mark.parametrize(("family", "scheme"), list(zip(FAMILIES * 2, PHASES, strict=True)))
 @pytest.mark.parametrize("offset", [0, 100_000])
 def test_bfloat16_phases(make_swapped, family, scheme, offset, tokens):
     """A bfloat16 model keeps to the same weights in float32, at position 100,000 as closely as at 0."""
