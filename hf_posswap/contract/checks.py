@@ -327,22 +327,6 @@ def phase_precision(subject: Subject) -> None:
 
 # In the order that they run in.
 CHECKS: tuple[Callable[[Subject], None], ...] = (
-    builds,
-    options,
-    restores,
-    switched_on,
-    order_matters,
-    position_ids,
-    padding,
-    packing,
-    batch_independence,
-    shift_invariance,
-    cache,
-    backends_agree,
-    gradients,
-    gradient_checkpointing,
-    save_and_reload,
-    deepcopy,
-    longer_than_trained,
-    phase_precision,
-)
+    builds, options, restores, switched_on, order_matters, position_ids, padding, packing, batch_independence, shift_invariance,
+    cache, backends_agree, gradients, gradient_checkpointing, save_and_reload, deepcopy, longer_than_trained, phase_precision,
+)  # fmt: skip
