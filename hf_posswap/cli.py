@@ -14,7 +14,7 @@ from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.commands.claims import claims
 from hf_posswap.commands.compare import compare
 from hf_posswap.commands.plot import plot
-from hf_posswap.contract.checks import check
+from hf_posswap.contract.report import check
 from hf_posswap.data.calibration import text_batches, written_text
 from hf_posswap.data.text import read_documents, stdlib_prose
 from hf_posswap.describing import describe

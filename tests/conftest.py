@@ -1,11 +1,13 @@
-"""Tiny random models, and the matrix of schemes, families and attention backends that the contract is tested over.
+"""Tiny random models, and the schemes, families and attention backends that tests are spread over.
 
-Weights are drawn with a standard deviation of 0.3: at transformers' 0.02, switching positions off changes the logits of
-so small a model by less than any sensible tolerance, and no test could fail.
+A test that takes a `case` is not run with every family and backend: see `spread`.
 """
 
+import math
 import os
+import zlib
 from dataclasses import dataclass
+from itertools import product
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test may reach the network
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: more threads than cores wait for each other, spinning
@@ -13,18 +15,11 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: more threa
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertLMHeadModel,
-    BertTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import BertTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_posswap as posswap
+from hf_posswap.contract import subject
+from hf_posswap.contract.subject import BACKENDS, FAMILIES, tiny_model
 
 
 @dataclass(frozen=True)
@@ -60,67 +55,54 @@ CASES = {
 }
 
 
+def spread(start: int, families: tuple = tuple(FAMILIES), backends: tuple = BACKENDS) -> list[tuple[str, str, str]]:
+    """Return the (scheme, family, backend) that a feature is tested with: each scheme once, its partners in turn.
+
+    Neighbours among the schemes are variants of one idea, and get different families and backends. Each feature starts its
+    turn elsewhere. So each feature meets every scheme, family and backend, and all features together every scheme in every
+    family with every backend: `test_contract.test_every_pair_is_met` counts that.
+    """
+    turns = range(start, start + len(CASES))
+    period = math.lcm(len(families), len(backends))
+    partners = [(families[turn % len(families)], backends[(turn + turn // period) % len(backends)]) for turn in turns]
+    return [(case, *partner) for case, partner in zip(CASES, partners, strict=True)]
+
+
 def pytest_configure(config):
     """Keep one thread: the models are too small for more, and sums come out in one order."""
     torch.set_num_threads(1)
+    config.addinivalue_line("markers", "only(families=, backends=): with which of them a test makes sense")
 
 
-@pytest.fixture(params=CASES.values(), ids=CASES)
-def case(request) -> Case:
-    """One scheme of the matrix."""
-    return request.param
-
-
-@pytest.fixture(params=("bert", "bert-decoder", "gpt2"))
-def family(request) -> str:
-    """One family of the matrix, BERT as encoder and as decoder."""
-    return request.param
-
-
-@pytest.fixture(params=("eager", "sdpa"))
-def backend(request) -> str:
-    """One attention implementation of the matrix."""
-    return request.param
-
-
-def _config(family: str, backend: str, changes: dict):
-    common = {"vocab_size": 99, "initializer_range": 0.3, "pad_token_id": 0, "attn_implementation": backend}
-    if family == "gpt2":
-        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
-        dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return GPT2Config(**{**common, **sizes, **dropouts, "bos_token_id": 1, "eos_token_id": 98, **changes})
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    decoder = {"is_decoder": True, "bos_token_id": 1, "eos_token_id": 98} if family == "bert-decoder" else {}
-    return BertConfig(**{**common, **sizes, **dropouts, **decoder, "max_position_embeddings": 32, **changes})
-
-
-def _make_model(family: str, backend: str = "eager", *, head: type | None = None, seed: int = 0, **changes):
-    heads = {"bert": BertForMaskedLM, "bert-decoder": BertLMHeadModel, "gpt2": GPT2LMHeadModel}
-    torch.manual_seed(seed)
-    model = (head or heads[family])(_config(family, backend, changes)).eval()
-    with torch.no_grad():  # biases and norms away from 0 and 1, as in a trained model
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
+def pytest_generate_tests(metafunc):
+    """Hand out `case`, `family` and `backend`: spread to a test that takes a case, in full to others."""
+    marks = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    given = {name.strip() for names in marks for name in (names.split(",") if isinstance(names, str) else names)}
+    axes = [name if name in metafunc.fixturenames and name not in given else None for name in ("case", "family", "backend")]
+    wanted = list(filter(None, axes))
+    if not wanted:
+        return
+    only = {"families": tuple(FAMILIES), "backends": BACKENDS}
+    for mark in metafunc.definition.iter_markers("only"):
+        only |= mark.kwargs
+    start = zlib.crc32(metafunc.function.__name__.encode())
+    rows = spread(start, **only) if "case" in wanted else [(None, *pair) for pair in product(*only.values())]
+    rows = list(dict.fromkeys(tuple(value for name, value in zip(axes, row, strict=True) if name) for row in rows))
+    metafunc.parametrize(
+        wanted, [[CASES.get(value, value) for value in row] for row in rows], ids=["-".join(row) for row in rows]
+    )
 
 
 def _position_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    base = model.base_model
-    owner, name = model.architecture.table_owner(base)
-    attentions = [a for a in model.architecture.self_attentions(base) if hasattr(a, "positions")]
-    modules = [getattr(owner, name), *(attention.positions for attention in attentions)]
-    ours = {id(parameter) for module in modules for parameter in module.parameters()}
+    ours = {id(parameter) for parameter in subject.position_parameters(model)}
     return {key: parameter for key, parameter in model.named_parameters() if id(parameter) in ours}
 
 
 def _make_swapped(family: str, scheme, backend: str = "eager", *, max_positions=None, seed=0, **options):
-    model = _make_model(family, backend, seed=seed, **options)
-    posswap.swap(model, scheme, max_positions=max_positions)
+    model = posswap.swap(tiny_model(family, backend, seed=seed, **options), scheme, max_positions=max_positions)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():  # zero tables and a constant would hide that they are not used
-        for parameter in _position_parameters(model).values():
+        for parameter in subject.position_parameters(model):
             parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
     return model
 
@@ -128,7 +110,7 @@ def _make_swapped(family: str, scheme, backend: str = "eager", *, max_positions=
 @pytest.fixture
 def make_model():
     """The factory of plain models: `make_model(family, backend, head=, seed=, **config)`."""
-    return _make_model
+    return tiny_model
 
 
 @pytest.fixture

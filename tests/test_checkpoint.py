@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -44,7 +45,7 @@ def edit_config(folder, **entry):
 
 
 def test_round_trip(model, family, backend, case, tokens, tmp_path):
-    """The loaded model has the class, the logits bit for bit, and a config with every field of the scheme."""
+    """What is loaded, once and again, has the class, the logits bit for bit, and a config with every field of the scheme."""
     model.save_pretrained(tmp_path)
     entry = json.loads((tmp_path / "config.json").read_text())["position_scheme"]
     scheme = {"name": case.scheme.name, **asdict(case.scheme)}
@@ -60,103 +61,80 @@ def test_round_trip(model, family, backend, case, tokens, tmp_path):
     assert (told.new, told.trained_positions, told.can_restore) == (case.scheme, 32, False)
     with pytest.raises(posswap.PosswapError, match="loaded from a swapped checkpoint"):
         posswap.restore(loaded)
-
-
-@pytest.mark.parametrize("backend", ["eager"])
-def test_second_round_trip(model, family, tokens, tmp_path):
-    """What was loaded can be saved and loaded again."""
-    model.save_pretrained(tmp_path / "first")
-    load(family, tmp_path / "first").save_pretrained(tmp_path / "second")
-    assert torch.equal(load(family, tmp_path / "second", attn_implementation="eager")(tokens).logits, model(tokens).logits)
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(load(family, tmp_path / "again", attn_implementation=backend)(tokens).logits, model(tokens).logits)
 
 
 FRESH = """
 import json, sys, torch
 import transformers
-mode = sys.argv[1]
-if mode == "plugin":
-    import hf_posswap
-if mode == "missing":
-    class Missing:
-        def find_spec(self, name, *_):
-            if name.partition(".")[0] == "hf_posswap":
-                raise ModuleNotFoundError(f"No module named {name!r}")
-    sys.meta_path.insert(0, Missing())
-tokens = torch.tensor(json.loads(sys.argv[2]))
+tokens, folders = torch.tensor(json.loads(sys.argv[2])), sys.argv[3:]
 torch.set_num_threads(1)
-for folder in sys.argv[3:]:
-    auto = transformers.AutoModelForMaskedLM if "/bert-" in folder else transformers.AutoModelForCausalLM
-    try:
-        trusted = {"trust_remote_code": True} if mode in ("trusted", "missing") else {}
-        model = auto.from_pretrained(folder, attn_implementation="eager", **trusted).eval()
-        torch.save(model(tokens).logits, folder + "/fresh.pt")
-    except Exception as error:
-        print("failed:", type(error).__name__, " ".join(str(error).split()))
+
+class Missing:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "hf_posswap":
+            raise ModuleNotFoundError(f"No module named {name!r}")
+
+def load(way, **options):
+    for folder in folders:
+        auto = transformers.AutoModelForMaskedLM if "/bert-" in folder else transformers.AutoModelForCausalLM
+        try:
+            model = auto.from_pretrained(folder, attn_implementation="eager", **options).eval()
+            torch.save(model(tokens).logits, f"{folder}/{way}.pt")
+            model.save_pretrained(f"{folder}/{way}")
+        except Exception as error:
+            print(way, "failed:", type(error).__name__, " ".join(str(error).split()), flush=True)
+
+if sys.argv[1] == "trusted":
+    load("trusted", trust_remote_code=True)
+else:
+    sys.meta_path.insert(0, Missing())
+    load("missing", trust_remote_code=True)
+    del sys.meta_path[0]
+    load("bare")
+    import hf_posswap
+    load("plugin")
 """
 
 
-@pytest.fixture
-def folders(make_swapped, tokens, tmp_path):
-    """Saved models of several schemes, and the logits that they had."""
-    expected = {}
-    for family in ("bert", "gpt2"):
-        for scheme in ("rotary:fraction=0.5", "relative:clip=4", "sinusoidal", "none", "learned:extend=tile"):
-            folder = tmp_path / f"{family}-{scheme.partition(':')[0]}"
-            model = make_swapped(family, scheme, max_positions=64)
-            model.save_pretrained(folder)
-            expected[folder] = model(tokens).logits
-    return expected
+def test_fresh_processes(make_swapped, tokens, tmp_path):
+    """Other processes compute the same logits bit for bit, by an import of hf_posswap or by trust_remote_code; without either
+    transformers refuses, and where hf_posswap is missing it says what to install.
+    """
+    expected, said = {}, []
+    for number, scheme in enumerate(("rotary:fraction=0.5", "relative:clip=4", "sinusoidal", "none", "learned:extend=tile")):
+        family = ("bert", "gpt2")[number % 2]
+        folder = tmp_path / f"{family}-{scheme.partition(':')[0]}"
+        model = make_swapped(family, scheme, max_positions=64)
+        model.save_pretrained(folder)
+        expected[folder] = model(tokens).logits
+    for mode in ("others", "trusted"):
+        command = [sys.executable, "-c", FRESH, mode, json.dumps(tokens.tolist()), *map(str, expected)]
+        cache = {"HF_MODULES_CACHE": str(tmp_path / mode)}  # where transformers copies code to
+        done = subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=os.environ | cache, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        said += re.findall(r"(missing|bare|plugin|trusted) failed: (.*)", done.stdout)  # transformers asks on the same stream
+    assert [way for way, _ in said] == ["missing"] * 5 + ["bare"] * 5, said
+    for way, text in said:
+        assert ("pip install hf_posswap" if way == "missing" else "pass the argument `trust_remote_code=True`") in text
+    for folder, logits in expected.items():
+        for way in ("plugin", "trusted"):
+            assert torch.equal(torch.load(folder / f"{way}.pt"), logits), (folder.name, way)
+        # What was loaded through the few lines saves the same lines again, and no copy of this package.
+        stub, again = (folder / STUB).read_text(), folder / "trusted"
+        assert (again / STUB).read_text() == stub and len(stub) < 1500
+        assert {path.name for path in again.iterdir()} == {path.name for path in folder.iterdir() if path.is_file()} - {
+            "plugin.pt",
+            "trusted.pt",
+        }
+        maps = [json.loads((place / "config.json").read_text())["auto_map"] for place in (folder, again)]
+        assert maps[0] == maps[1] and maps[0]["AutoModel"].startswith("modeling_hf_posswap.Posswap")
 
 
-def run_fresh(mode: str, tokens, folders) -> list[str]:
-    """Load folders in a new interpreter; return what failed."""
-    command = [sys.executable, "-c", FRESH, mode, json.dumps(tokens.tolist()), *map(str, folders)]
-    cache = {"HF_MODULES_CACHE": str(next(iter(folders)).parent / "modules")}  # where transformers copies code to
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL, env=os.environ | cache, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if "failed: " in line]  # transformers asks on the same stream
-
-
-@pytest.mark.parametrize("mode", ["plugin", "trusted"])
-def test_fresh_process(folders, tokens, mode):
-    """Another process, after `import hf_posswap` or with trust_remote_code alone, computes the same logits bit for bit."""
-    assert run_fresh(mode, tokens, folders) == []
-    for folder, logits in folders.items():
-        assert torch.equal(torch.load(folder / "fresh.pt"), logits), folder.name
-
-
-@pytest.mark.parametrize(
-    ("mode", "says"), [("bare", "pass the argument `trust_remote_code=True`"), ("missing", "pip install hf_posswap")]
-)
-def test_fresh_process_without_the_plugin(folders, tokens, mode, says):
-    """Without the plugin and without trust, transformers refuses every folder; trusted, it says what to install."""
-    lines = run_fresh(mode, tokens, folders)
-    assert len(lines) == len(folders) == 10 and all(says in line for line in lines)
-
-
-def test_saved_again_without_the_plugin(make_swapped, tokens, tmp_path):
-    """What was loaded through the few lines saves the same lines again, and no copy of this package."""
-    make_swapped("bert", "rotary").save_pretrained(tmp_path / "first")
-    program = (
-        "import sys, transformers\n"
-        "model = transformers.AutoModelForMaskedLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
-        "model.save_pretrained(sys.argv[2])"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "first"), str(tmp_path / "second")]
-    cache = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | cache, check=False)
-    assert done.returncode == 0, done.stderr
-    first, second = ({path.name: path for path in (tmp_path / name).iterdir()} for name in ("first", "second"))
-    assert first.keys() == second.keys() and STUB in first
-    assert first[STUB].read_text() == second[STUB].read_text() and len(first[STUB].read_text()) < 1500
-    maps = [json.loads(files["config.json"].read_text())["auto_map"] for files in (first, second)]
-    assert maps[0] == maps[1] and maps[0]["AutoModelForMaskedLM"] == "modeling_hf_posswap.PosswapBertForMaskedLM"
-
-
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-@pytest.mark.parametrize("backend", ["eager"])
+@pytest.mark.only(families=("bert", "gpt2"), backends=("eager",))
 def test_stock_class_refuses_or_agrees(model, family, case, tokens, tmp_path):
     """A stock class named outright refuses the folder; a learned table it may load, and then computes the same."""
     model.save_pretrained(tmp_path)
@@ -174,7 +152,7 @@ def test_sharded_and_placed(model, family, tokens, tmp_path):
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     expected = model(tokens).logits
-    for options in ({}, {"device_map": {"": "cpu"}}, {"device_map": "auto"}, {"low_cpu_mem_usage": True}):
+    for options in ({"device_map": {"": "cpu"}}, {"device_map": "auto"}, {"low_cpu_mem_usage": True}):
         if options.get("device_map") == "auto" and torch.cuda.is_available():
             continue  # there `auto` is the GPU, whose sums differ in the last bits
         loaded = load(family, tmp_path, attn_implementation="eager", **options)

@@ -55,8 +55,14 @@ def test_every_head_is_here():
     assert len(names) == 15 and len(set(SWAPPED_CLASSES.values())) == 15
 
 
-@pytest.mark.parametrize("scheme", ["rotary", "relative:clip=4", "sinusoidal", "learned"])
-@pytest.mark.parametrize("head", SWAPPED_CLASSES, ids=lambda head: head.__name__)
+@pytest.mark.parametrize(
+    ("head", "scheme"),
+    [  # each head with one scheme in attention and one in the table's place, in turn
+        (head, scheme)
+        for turn, head in enumerate(SWAPPED_CLASSES)
+        for scheme in (("rotary", "sinusoidal"), ("relative:clip=4", "learned"))[turn % 2]
+    ],
+)
 def test_head(make_model, make_swapped, head, scheme, tmp_path):
     """The plain head's outputs under Learned(), others under other schemes; saved, loaded and restored exactly."""
     model, inputs = make_model(family_of(head), head=head), inputs_for(head)
@@ -84,8 +90,14 @@ def test_head(make_model, make_swapped, head, scheme, tmp_path):
     assert all(torch.equal(restored[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("scheme", ["rotary:fraction=0.5", "relative:clip=4", "sinusoidal", "none"])
-@pytest.mark.parametrize("head", [BertLMHeadModel, BertModel, GPT2LMHeadModel, GPT2Model], ids=lambda head: head.__name__)
+@pytest.mark.parametrize(
+    ("head", "scheme", "backend"),
+    [
+        (head, scheme, ("eager", "sdpa")[(row + column) % 2])
+        for row, head in enumerate((BertLMHeadModel, GPT2LMHeadModel, BertModel, GPT2Model))
+        for column, scheme in enumerate(("rotary:fraction=0.5", "relative:clip=4", "sinusoidal", "none")[row // 2 :: 2])
+    ],
+)
 def test_cross_attention(make_swapped, head, scheme, backend, tokens, tmp_path):
     """Decoders with cross-attention: only self-attention is positioned, a cache equals none, and reloading is exact."""
     family = "gpt2" if head in (GPT2LMHeadModel, GPT2Model) else "bert-decoder"

@@ -93,23 +93,20 @@ def cut(monkeypatch):
     return set_plan
 
 
-GRID = list(
-    itertools.product(
-        SHAPES, WAYS, (False, True), ("none", "left", "right", "all"), ((False, True), (True, True), (False, False))
-    )
-)
+GRID = list(itertools.product((False, True), ("none", "left", "right", "all"), ((False, True), (True, True), (False, False))))
 
 
 @pytest.mark.parametrize(("shape", "way"), list(itertools.product(SHAPES, WAYS)))
 def test_equals_the_loop(cut, shape, way):
-    """Output and all gradients to 1e-12: 24 cases here, 672 in all."""
+    """Output and all gradients to 1e-12: here 12 cases, each kind of padding and tables once, causal or not in turn."""
     torch.manual_seed(0)
     cut(*WAYS[way])
     batch, heads, queries, keys, clip = SHAPES[shape]
     # "window" and "fused" take single queries to the blocks; "auto" would slice.
     implementation = WAYS[way][0]
-    cases = [case[2:] for case in GRID if case[:2] == (shape, way)]
-    assert len(cases) == 24
+    turn = list(SHAPES).index(shape) + list(WAYS).index(way)
+    cases = [case for number, case in enumerate(GRID, turn) if (number + case[0]) % 2]
+    assert len(cases) == 12 == len({case[1:] for case in cases})
     for causal, kind, (shared, values) in cases:
         tensors = inputs(SHAPES[shape], shared, values)
         options = {"clip": clip, "causal": causal, "key_mask": padding(kind, batch, keys), "scale": 0.7}

@@ -42,8 +42,7 @@ def assert_same(actual: dict, expected: dict):
             assert same, (part, name)
 
 
-@pytest.mark.parametrize("chain", CHAINS, ids=" ".join)
-@pytest.mark.parametrize("warm_start", [True, False])
+@pytest.mark.parametrize(("chain", "warm_start"), list(zip(CHAINS, (True, False, True, False, True), strict=True)))
 def test_restore_is_exact(make_model, family, chain, warm_start, tokens):
     """After any chain of swaps, at several lengths, every weight, class, buffer and config is the one from before."""
     model = make_model(family)

@@ -1,0 +1,178 @@
+"""Run the checks on a scheme, your own or a built-in one, and say what fails, by how much, and why as a rule.
+
+    hf-posswap check rotary:theta=500
+    hf-posswap check my_module:MyScheme
+    hf-posswap check path/to/file.py:MyScheme
+
+Nothing is trained or downloaded, and the process stays as it was: its random state, and the schemes that are registered in it.
+"""
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, is_dataclass
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from transformers.utils import logging as transformers_logging
+
+from hf_posswap.contract.checks import CHECKS, builds
+from hf_posswap.contract.subject import BACKENDS, FAMILIES, Failure, NotApplicable, Subject, backends_of, text, tiny_model
+from hf_posswap.errors import PosswapError
+from hf_posswap.schemes import Scheme, parse_scheme
+from hf_posswap.schemes.importing import load_scheme
+
+MODELS = tuple((family, backend) for family in FAMILIES for backend in BACKENDS)
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What one check found in one family."""
+
+    check: str
+    family: str
+    passed: bool | None  # None: it does not apply
+    detail: str = ""  # what differs, by how much and where; or why the check does not apply
+
+
+@dataclass(frozen=True)
+class Conformance:
+    """What `check_scheme` found; `print` shows it as a table, with reasons beneath."""
+
+    scheme: Scheme
+    results: tuple[CheckResult, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing failed."""
+        return all(result.passed is not False for result in self.results)
+
+    def __str__(self) -> str:
+        table = Table("check", *FAMILIES, "what it means", box=None, pad_edge=False)
+        reasons, notes = [], {}
+        for check in CHECKS:
+            meaning, advice = inspect.getdoc(check).split("\n\n")
+            row = {result.family: result for result in self.results if result.check == name_of(check)}
+            said = {True: "ok", False: "FAILS", None: "-"}
+            table.add_row(name_of(check), *(said[row[f].passed] if f in row else "" for f in FAMILIES), meaning)
+            failed = [f"{result.check}, {result.family}: {result.detail}" for result in row.values() if result.passed is False]
+            reasons += [*failed, "    " + " ".join(advice.split())] if failed else []
+            for result in row.values():
+                if result.passed is None:
+                    notes.setdefault(result.detail, {})[result.check] = None  # names in order, each once
+        notes = [f"- {', '.join(names)}: {detail}" for detail, names in notes.items()]
+        console = Console(width=120, highlight=False, color_system=None, force_jupyter=False)
+        with console.capture() as capture:
+            console.print(table)
+        lines = [line.rstrip() for line in capture.get().splitlines()]
+        lines += [textwrap.fill(text, 120, subsequent_indent="    ") for text in (*reasons, *notes)]
+        return "\n".join([f"{self.scheme!r} {'passes' if self.passed else 'FAILS'}", *lines])
+
+
+def check_scheme(scheme: Scheme | type[Scheme] | str, *, models: Sequence[tuple[str, str]] = MODELS) -> Conformance:
+    """Run every check on a scheme: in a BERT encoder, a BERT decoder and a GPT-2, with eager attention and with sdpa.
+
+    Args:
+        scheme: An instance, a class whose options have defaults, or a string such as "rotary:theta=500". It need not be
+            registered.
+        models: Family and attention backend of each model that it is put into.
+
+    A check that raises has failed, and what it raised is the reason. All of it takes some seconds.
+
+    Raises:
+        PosswapError: This is no scheme: no subclass of Scheme, no dataclass, a class without defaults, an unknown string.
+
+    >>> found = check_scheme("none")
+    >>> found.passed, [result.family for result in found.results if result.check == "cache" and result.passed]
+    (True, ['bert-decoder', 'gpt2'])
+    """
+    scheme = _instance(scheme)
+    families = {family: [] for family, _ in models}
+    results = []
+    with (
+        torch.random.fork_rng(devices=[]),
+        nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        _no_progress_bars(),
+    ):
+        for family, backend in models:
+            if backend in backends_of(scheme):
+                untouched = tiny_model(family, backend)(text()).logits.detach()
+                families[family].append(Subject(scheme, family, backend, untouched))
+        if not all(families.values()):
+            raise PosswapError(f"{scheme.name} runs with {' or '.join(backends_of(scheme))}: name models with these backends")
+        with tqdm(total=len(families) * len(CHECKS), desc="check", unit="check", disable=None) as bar:
+            for family, subjects in families.items():
+                broken = False
+                for check in CHECKS:
+                    if broken:
+                        results.append(CheckResult(name_of(check), family, None, "not run, as it does not build"))
+                    else:
+                        results.append(_run(check, subjects))
+                        broken = check is builds and not results[-1].passed
+                    bar.update()
+    return Conformance(scheme, tuple(results))
+
+
+def name_of(check: Callable[[Subject], None]) -> str:
+    """Return what the report calls a check."""
+    return check.__name__.replace("_", " ")
+
+
+def _instance(scheme: Scheme | type[Scheme] | str) -> Scheme:
+    if isinstance(scheme, str):
+        return parse_scheme(scheme)
+    kind = scheme if isinstance(scheme, type) else type(scheme)
+    if not issubclass(kind, Scheme) or kind is Scheme:
+        raise PosswapError(f"{scheme!r} is no scheme: pass a subclass of posswap.Scheme, or an instance of one")
+    if not is_dataclass(kind):
+        raise PosswapError(f"{kind.__name__} is no dataclass: decorate it with @dataclass(frozen=True, kw_only=True)")
+    try:
+        return scheme() if isinstance(scheme, type) else scheme
+    except (Exception, SystemExit) as error:
+        said = f"{kind.__name__}() raises {type(error).__name__}: {error}"
+        raise PosswapError(f"{said}; give each option a default that fits, or check an instance") from error
+
+
+def _run(check: Callable[[Subject], None], subjects: list[Subject]) -> CheckResult:
+    """Run a check with each backend; where it fails with one, it has failed."""
+    passed, detail = True, ""
+    for subject in subjects:
+        try:
+            check(subject)
+        except NotApplicable as reason:
+            passed, detail = None, str(reason)
+        except (Exception, SystemExit) as error:  # whatever a scheme raises is a finding
+            said = str(error) if isinstance(error, (Failure, PosswapError)) else f"{type(error).__name__}: {error}"
+            passed, detail = False, textwrap.shorten(f"with {subject.backend}, {said}", 500)
+            break
+    return CheckResult(name_of(check), subject.family, passed, detail)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep transformers from showing one for every model that is saved or loaded."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()
+
+
+_SOURCE_HELP = "module:Name, path/to/file.py:Name (a class or an instance), or a string such as rotary:theta=500."
+
+
+def check(scheme: Annotated[str, typer.Argument(help=_SOURCE_HELP)]):
+    """Check a position scheme, your own or one of these, against the contract; exits with 1 when something fails."""
+    found = check_scheme(load_scheme(scheme))
+    typer.echo(found)
+    if not found.passed:
+        raise typer.Exit(1)

@@ -1,0 +1,196 @@
+"""What a check looks at: a scheme in a tiny random model, the inputs it is given, and what counts as equal.
+
+Weights are drawn with a standard deviation of 0.3: at transformers' 0.02, what positions do to the outputs of so small a model
+is less than any sensible tolerance, and no check could fail.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertLMHeadModel,
+    Cache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from hf_posswap.errors import PosswapError
+from hf_posswap.schemes import SCHEMES, Scheme, register_scheme
+from hf_posswap.surgery import geometry_of
+from hf_posswap.swapping import swap
+
+TRAINED, LENGTH = 32, 20  # positions that the models hold before a swap, tokens of an input
+TOLERANCE, VISIBLE = 1e-4, 1e-2  # what rounding may change and what must change, relative to the largest output
+BACKENDS = ("eager", "sdpa")
+FAMILIES = {
+    "bert": (BertForMaskedLM, AutoModelForMaskedLM),
+    "bert-decoder": (BertLMHeadModel, AutoModelForCausalLM),
+    "gpt2": (GPT2LMHeadModel, AutoModelForCausalLM),
+}
+
+
+class Failure(Exception):
+    """The scheme does not do what the check asks for."""
+
+
+class NotApplicable(Exception):
+    """The check has nothing to say about this scheme in this family."""
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A scheme, and the family and attention backend of the models that it is put into."""
+
+    scheme: Scheme
+    family: str
+    backend: str
+    untouched: torch.Tensor  # logits of a plain model, from before the scheme was put into any
+
+    def swapped(self, max_positions: int | None = None, *, warm_start: bool = True) -> PreTrainedModel:
+        """Make a swapped model, with room to spare where the scheme has it, and noise on the scheme's parameters.
+
+        Many parameters start at zero, which would hide what they are used for.
+        """
+        if max_positions is None:
+            max_positions = TRAINED if self.refuses(2 * TRAINED) else 2 * TRAINED
+        model = swap(tiny_model(self.family, self.backend), self.scheme, max_positions=max_positions, warm_start=warm_start)
+        move(position_parameters(model), 0.3)
+        return model
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """A swapped model for all checks that only read it."""
+        return self.swapped()
+
+    def refuses(self, max_positions: int) -> str:
+        """Say in the scheme's own words why it cannot hold so many positions; nothing if it can."""
+        try:
+            self.scheme.check(geometry_of(tiny_config(self.family, self.backend), max_positions, TRAINED))
+        except PosswapError as error:
+            return str(error)
+        return ""
+
+
+def backends_of(scheme: Scheme) -> tuple[str, ...]:
+    """Return the backends that a scheme runs with; all where that is neither, so that the swap says so."""
+    return tuple(backend for backend in BACKENDS if backend in (scheme.implementations or BACKENDS)) or BACKENDS
+
+
+def tiny_config(family: str, backend: str = "eager", **changes) -> PreTrainedConfig:
+    """Return the config of a model with 2 layers of 2 heads of 16 dimensions, without dropout."""
+    common = {"vocab_size": 99, "initializer_range": 0.3, "pad_token_id": 0, "attn_implementation": backend}
+    common |= {"bos_token_id": 1, "eos_token_id": 98}
+    if family == "gpt2":
+        sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": TRAINED}
+        dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return GPT2Config(**common | sizes | dropouts | changes)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    sizes |= {"max_position_embeddings": TRAINED, "is_decoder": family == "bert-decoder"}
+    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertConfig(**common | sizes | dropouts | changes)
+
+
+def tiny_model(family: str, backend: str = "eager", *, head: type | None = None, seed: int = 0, **changes) -> PreTrainedModel:
+    """Make the model that is swapped; a seed always gives the same weights."""
+    torch.default_generator.manual_seed(seed)  # the CPU's alone: torch.manual_seed would move those of GPUs, too
+    model = (head or FAMILIES[family][0])(tiny_config(family, backend, **changes)).eval()
+    move([parameter for parameter in model.parameters() if parameter.dim() == 1], 0.1)  # biases and norms, as if trained
+    return model
+
+
+@torch.no_grad()
+def move(parameters: list[torch.nn.Parameter], by: float) -> None:
+    """Add noise of a standard deviation to each."""
+    for parameter in parameters:
+        parameter.add_(by * torch.randn(parameter.shape))
+
+
+def position_table(model: PreTrainedModel) -> torch.nn.Module:
+    """Return the table, or the module in its place."""
+    owner, name = model.architecture.table_owner(model.base_model)
+    return getattr(owner, name)
+
+
+def position_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    """Return the parameters that a swapped model has for positions."""
+    attentions = model.architecture.self_attentions(model.base_model)
+    modules = [position_table(model), *(attention.positions for attention in attentions if hasattr(attention, "positions"))]
+    return [parameter for module in modules for parameter in module.parameters()]
+
+
+def text(rows: int = 2, length: int = LENGTH) -> torch.Tensor:
+    """Return token ids, none of them special."""
+    return torch.randint(2, 98, (rows, length), generator=torch.Generator().manual_seed(5))
+
+
+def count_from(first: int) -> torch.Tensor:
+    """Return positions that start somewhere, (1, L). At 0 a scheme may mark the first token, see `Constant`."""
+    return torch.arange(first, first + LENGTH)[None]
+
+
+def padded(before: int = 0, after: int = 0) -> dict[str, torch.Tensor]:
+    """Return the mask and the positions of two rows, the second with padding."""
+    mask = torch.ones(2, LENGTH, dtype=torch.int64)
+    mask[1, :before] = mask[1, LENGTH - after :] = 0
+    return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+
+
+def in_parts(model: PreTrainedModel, sizes: tuple[int, ...], cache: Cache, padded: dict | None = None) -> torch.Tensor:
+    """Return the logits of a text that a model reads part by part."""
+    logits, inputs, end = [], {}, 0
+    for part in text().split(sizes, dim=1):
+        start, end = end, end + part.shape[1]
+        if padded is not None:
+            inputs = {"attention_mask": padded["attention_mask"][:, :end], "position_ids": padded["position_ids"][:, start:end]}
+        logits.append(model(part, past_key_values=cache, use_cache=True, **inputs).logits)
+    return torch.cat(logits, dim=1)
+
+
+def gradients_of(model: PreTrainedModel) -> dict[str, torch.Tensor | None]:
+    """Return the gradient of every parameter, by name, for a loss in which all logits count."""
+    tokens = text()
+    model.zero_grad()
+    logits = model(tokens, use_cache=False).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten().roll(1)).backward()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@torch.no_grad()
+def same(actual: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = TOLERANCE) -> None:
+    """Fail unless two tensors are equal up to rounding; with a tolerance of 0, bit for bit."""
+    if not actual.isfinite().all():
+        raise Failure(f"{what}: there are NaN or infinite numbers")
+    difference, allowed = (actual - expected).abs(), tolerance * max(1.0, float(expected.abs().max()))
+    if difference.max() > allowed:
+        place = [int(i) for i in torch.unravel_index(difference.argmax(), difference.shape)]
+        where = f"token {place[1]}" if len(place) == 3 else place  # logits are (B, L, words)
+        raise Failure(f"{what}: the largest difference is {difference.max():.2g}, tolerance {allowed:.2g}, at {where}")
+
+
+@torch.no_grad()
+def different(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """Fail where hardly more than rounding is between two tensors."""
+    difference, needed = float((actual - expected).abs().max()), VISIBLE * max(1.0, float(expected.abs().max()))
+    if not difference >= needed:
+        raise Failure(f"{what}: the largest difference is {difference:.2g}, and {needed:.2g} or more is expected")
+
+
+@contextmanager
+def registered(scheme: Scheme) -> Iterator[None]:
+    """Have a scheme known by its name inside; afterwards it is known if it was before."""
+    known = scheme.name in SCHEMES
+    register_scheme(type(scheme))
+    try:
+        yield
+    finally:
+        if not known:
+            del SCHEMES[scheme.name]
