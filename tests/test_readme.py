@@ -7,13 +7,12 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from typer.main import get_command
 
 import hf_posswap as posswap
-from hf_posswap.cli import app
 from hf_posswap.commands.plot import KINDS
 from hf_posswap.data.text import stdlib_prose
 from hf_posswap.schemes import parse_scheme
+from hf_posswap_cli import load
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "notebooks/README.md", "recipes/README.md")
@@ -73,9 +72,9 @@ def command_lines() -> list[tuple[str, list[str]]]:
 
 def test_command_lines():
     """Each command exists and has these options; placeholders stand for values."""
-    commands, seen = get_command(app).commands, set()
+    seen = set()
     for page, (name, *arguments) in command_lines():
-        command = commands[name]
+        command = load(name)
         before_recipe = arguments[: arguments.index("--")] if "--" in arguments else arguments
         given = command.make_context(name, list(before_recipe)).params  # an unknown option, a missing one, a word for a number
         seen.add(name)

@@ -299,8 +299,8 @@ def plot(
     source: Annotated[list[str], typer.Argument(help=_SOURCE_HELP)],
     output: Annotated[Path, typer.Option(help="The picture, a .png or .svg file.")],
     dark: Annotated[bool, typer.Option("--dark", help="For a dark page.")] = False,
-    positions: Annotated[int | None, typer.Option(min=2, help="Positions to draw, or tokens of a text.")] = None,
-    size: Annotated[int | None, typer.Option(min=1, help="Dimensions that a scheme is drawn with.")] = None,
+    positions: Annotated[int | None, typer.Option(min=2, max=100_000, help="Positions to draw, or tokens of a text.")] = None,
+    size: Annotated[int | None, typer.Option(min=1, max=100_000, help="Dimensions that a scheme is drawn with.")] = None,
     shift: Annotated[list[int] | None, typer.Option(min=1, help="k of translation; repeatable. Default: 1 4 16.")] = None,
     figure: Annotated[str | None, typer.Option(help="Which figure of a result file, where there are several.")] = None,
 ):

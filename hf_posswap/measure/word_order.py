@@ -13,12 +13,10 @@ import re
 
 import numpy
 import torch
-from sklearn.linear_model import RidgeClassifierCV
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.errors import DataError
+from hf_posswap.extras import extra
 
 
 def word_order_examples(paragraphs: list[str], count: int, *, seed: int = 0) -> tuple[list[str], list[int]]:
@@ -52,6 +50,10 @@ def word_order_probe(
     test: tuple[list[str], list[int]],
 ) -> float:
     """Return the share of test texts that a linear probe on the model's frozen states tells intact from swapped."""
+    with extra():
+        from sklearn.linear_model import RidgeClassifierCV
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
     vectors = [_sentence_vectors(model, tokenizer, texts) for texts, _ in (train, test)]
     probe = make_pipeline(StandardScaler(), RidgeClassifierCV(alphas=numpy.logspace(1, 6, 11)))
     return float(probe.fit(vectors[0], train[1]).score(vectors[1], test[1]))

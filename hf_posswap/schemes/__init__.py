@@ -101,6 +101,15 @@ def scheme_from_dict(entry: dict[str, Any]) -> Scheme:
     return SCHEMES[name](**options)
 
 
+# What others call it, or would look for.
+_ELSEWHERE = {"rope": "rotary", "shaw": "relative", "nope": "none", "absolute": "learned", "sin": "sinusoidal"}
+
+
 def _nearest(given: Any, known) -> str:
+    word = str(given).lower()
+    if word in ("alibi", "t5") and known is SCHEMES:
+        return " (a bias on distances is a scheme of your own: see notebooks/05_your_own_scheme.ipynb)"
+    if _ELSEWHERE.get(word) in known:
+        return f" (it is {_ELSEWHERE[word]!r} here)"
     near = difflib.get_close_matches(str(given), list(known), n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""
