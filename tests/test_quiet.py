@@ -3,9 +3,9 @@ with an extra is missed only by those who need it."""
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-import tomllib
 
 import hf_posswap_cli
 from hf_posswap.extras import RECIPES, MissingExtraError, extra
@@ -44,6 +44,7 @@ def test_import_loads_itself_and_nothing_more():
     """Next to what transformers' Auto classes need, importing the package loads three of its modules and no library."""
     code = f"""
 import sys
+from pathlib import Path
 import torch, transformers, transformers.models.auto.configuration_auto
 before = set(sys.modules)
 import hf_posswap
@@ -56,6 +57,7 @@ def test_extras_are_not_needed(tmp_path):
     """Swap, fit, save, load, export, delta, card and the command line work where no library of the extra can be imported."""
     code = """
 import sys
+from pathlib import Path
 for name in sys.argv[2].split():
     sys.modules[name] = None
 import torch
