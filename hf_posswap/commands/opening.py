@@ -29,21 +29,26 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel
     source = model_source(name)
     config = _config(source, trust_remote_code)
     by_name = {kind.__name__: kind for pair in SWAPPED_CLASSES.items() for kind in pair}
-    named = (config.architectures or [None])[0]
+    named = next((one for one in config.architectures or () if isinstance(one, str)), None)
+    known = by_name.get(named)
+    if config.model_type.startswith("posswap-"):  # never as a plain model, whatever class is named
+        known = SWAPPED_CLASSES.get(known, known)
     auto_class = AutoModelForCausalLM if config.model_type.endswith("gpt2") else AutoModel
     say(f"loading {name}")
     with _one_line(f"the weights of {name} cannot be loaded", "copy or download them again"):
-        model, info = by_name.get(named, auto_class).from_pretrained(
+        model, info = (known or auto_class).from_pretrained(
             source, output_loading_info=True, trust_remote_code=trust_remote_code
         )
-    if info["unexpected_keys"] and named not in by_name:
-        lost = ", ".join(sorted(info["unexpected_keys"])[:3])
+    left, made = (", ".join(sorted(info[keys])[:3]) for keys in ("unexpected_keys", "missing_keys"))
+    if left and known is None:
         raise CheckpointError(
-            f"{name} was saved as {named}, which is none of the known classes, and weights would be lost ({lost} ...): swap "
+            f"{name} was saved as {named}, which is none of the known classes, and weights would be lost ({left} ...): swap "
             "it in Python, where you choose the class"
         )
-    if info["missing_keys"]:
-        say(f"not in {name}, and drawn at random: {', '.join(sorted(info['missing_keys']))}")
+    if left:
+        say(f"in {name}, and not read: {len(info['unexpected_keys'])} weights, such as {left}")
+    if made:
+        say(f"not in {name}, and drawn at random: {len(info['missing_keys'])} weights, such as {made}")
     return model
 
 
@@ -92,7 +97,7 @@ def _check_place(source: str) -> None:
         ) from None
     except (HTTPError, OSError) as error:
         raise CheckpointError(
-            f"there is no folder {source}, and the Hub cannot be reached ({_first_line(error)}): {instead}"
+            f"there is no folder {source}, and the Hub cannot be reached ({_reason(error)}): {instead}"
         ) from None
 
 
@@ -114,8 +119,11 @@ class _one_line:
 
     def __exit__(self, kind, error, traceback):
         if isinstance(error, Exception) and not isinstance(error, (PosswapError, MemoryError)):
-            raise CheckpointError(f"{self.fact} ({_first_line(error)}): {self.remedy}") from None
+            raise CheckpointError(f"{self.fact} ({_reason(error)}): {self.remedy}") from None
 
 
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+def _reason(error: Exception) -> str:
+    words = " ".join(str(error).split()) or type(error).__name__
+    if "ignore_mismatched_sizes" in words:  # what transformers says, while the shapes are in its log
+        return "their shapes are not those that config.json says"
+    return words if len(words) < 200 else f"{words[:200]} ..."
