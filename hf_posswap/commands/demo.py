@@ -57,19 +57,19 @@ class Demo:
     folder: Path
     fit_tokens: int
     reconstruct: int
-    console: Console = field(default_factory=lambda: Console(highlight=False))
+    console: Console = field(default_factory=lambda: Console(highlight=False, width=min(80, Console().width)))
 
     def step(self, title: str, meaning: str) -> None:
         """Say in a line or two what comes and what its number means."""
         self.console.print(f"\n[bold]{title}[/bold] {meaning}")
 
-    def table(self, columns: list[str], rows: list[tuple]) -> None:
-        """Print rows of a label and numbers, in at most 80 columns."""
-        table = Table(box=None, pad_edge=False, width=min(80, self.console.width))
+    def table(self, columns: list[str], rows: list[tuple], digits: int) -> None:
+        """Print rows of a label and numbers."""
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
         for index, column in enumerate(columns):
             table.add_column(column, justify="right" if index else "left")
         for label, *values in rows:
-            table.add_row(label, *(value if isinstance(value, str) else f"{value:.4g}" for value in values))
+            table.add_row(label, *(value if isinstance(value, str) else f"{value:.{digits}f}" for value in values))
         self.console.print(table)
 
     def fit(self, model: PreTrainedModel, batches) -> FitReport:
@@ -115,7 +115,7 @@ def _encoder(show: Demo) -> None:
         for start in ("cold", "swap"):
             found[scheme, start] = swap(copy.deepcopy(original), scheme, warm_start=start == "swap")
     cosines = {key: pooled_cosine(model, held_out, states) for key, model in found.items()}
-    show.table(["positions", "cosine"], [(_label(*key), value) for key, value in cosines.items()])
+    show.table(["positions", "cosine"], [(_label(*key), value) for key, value in cosines.items()], digits=3)
 
     show.step(
         "A fit:", "each layer of the swapped model learns to say what the original's says, on text without labels. In a minute:"
@@ -127,7 +127,7 @@ def _encoder(show: Demo) -> None:
         found[scheme, "fit"] = found.pop((scheme, "swap"))
         after = pooled_cosine(found[scheme, "fit"], held_out, states)
         rows.append((scheme, *(cosines[scheme, start] for start in ("cold", "swap")), after, *FULL["minilm"][scheme]))
-    show.table(["positions", "cold", "swap", "this fit", "full fit", "it takes"], rows)
+    show.table(["positions", "cold", "swap", "this fit", "full fit", "it takes"], rows, digits=3)
     show.console.print("full fit: 65,536 tokens, 100 steps a layer, one thread (hf-posswap demo --help)")
 
     show.step(f"Which sentence is nearest to: {QUERY}", "Number: cosine of the two; the same sentence should win everywhere.")
@@ -165,7 +165,7 @@ def _causal(show: Demo) -> None:
         (_label(*key), *values.values(), FULL["stdlib-gpt2"][key[0]][0] if key[1] == "fit" else "")
         for key, values in sorted(figures.items(), key=lambda item: ["original", *SCHEMES].index(item[0][0]))
     ]
-    show.table(["positions", "256 tokens", "512", f"{LONG:,}", "256, full fit*"], rows)
+    show.table(["positions", "256 tokens", "512", f"{LONG:,}", "256, full fit*"], rows, digits=2)
     show.console.print("* on other held-out text, where the original's is 23.27 (recipes/results/fit/stdlib-gpt2)")
 
     model = found["rotary", "swap"]
