@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 from hf_posswap.assets import embedded_model, is_installed
 from hf_posswap.commands.new_folder import new_folder
 from hf_posswap.data.calibration import text_batches
-from hf_posswap.data.text import embedded_documents, shorter_blocks, spread, token_blocks
+from hf_posswap.data.text import embedded_documents, shorter_blocks, spread, stdlib_documents, token_blocks
 from hf_posswap.extras import MissingExtraError, extra
 from hf_posswap.fitting.fit import FitReport, fit
 from hf_posswap.measure.damage import perplexity, pooled_cosine, pooled_states
@@ -32,7 +32,7 @@ from hf_posswap.terminal import say
 SCHEMES = ("rotary", "relative")
 LENGTH = 128  # tokens of the blocks that an encoder is fitted and measured on: sentences are no longer
 LONG = 1024  # tokens, of a causal model that was trained with 256
-HELD_OUT = 8192  # tokens of each figure
+HELD_OUT = {"minilm": 8192, "stdlib-gpt2": 4096}  # tokens of each figure
 
 # What a fit on 65,536 tokens with 100 steps a layer reaches: recipes/results/fit, three seeds, and what it takes there.
 FULL = {
@@ -84,7 +84,7 @@ def demo(
         "runs/demo"
     ),
     fit_tokens: Annotated[int, typer.Option(min=4096, help="Tokens that each fit reads.")] = 16_384,
-    reconstruct: Annotated[int, typer.Option(min=1, help="Steps of each fit for each layer.")] = 30,
+    reconstruct: Annotated[int, typer.Option(min=1, help="Steps of each fit for each layer.")] = 20,
 ):
     """See what a swap costs and what a fit wins back: MiniLM and a small GPT-2, two minutes on two cores.
 
@@ -103,12 +103,12 @@ def demo(
 def _encoder(show: Demo) -> None:
     show.step(
         "MiniLM, a sentence encoder (BERT, 512 learned positions), gets other positions.",
-        f"Number: cosine of its sentence vectors with the original's, {HELD_OUT:,} held-out tokens; 1 is unhurt. "
+        f"Number: cosine of its sentence vectors with the original's, {HELD_OUT['minilm']:,} held-out tokens; 1 is unhurt. "
         "cold: the table is dropped. swap: what its weights allow without data.",
     )
     source = embedded_model("minilm")
     original, tokenizer = AutoModel.from_pretrained(source).eval(), AutoTokenizer.from_pretrained(source)
-    held_out = spread(token_blocks(embedded_documents("validation", causal=False), tokenizer, LENGTH), HELD_OUT)
+    held_out = spread(token_blocks(embedded_documents("validation", causal=False), tokenizer, LENGTH), HELD_OUT["minilm"])
     states = pooled_states(original, held_out)
     found = {("original", ""): original}
     for scheme in SCHEMES:
@@ -117,9 +117,7 @@ def _encoder(show: Demo) -> None:
     cosines = {key: pooled_cosine(model, held_out, states) for key, model in found.items()}
     show.table(["positions", "cosine"], [(_label(*key), value) for key, value in cosines.items()], digits=3)
 
-    show.step(
-        "A fit:", "each layer of the swapped model learns to say what the original's says, on text without labels. In a minute:"
-    )
+    show.step("A fit:", "each layer of the swapped model learns to say what the original's says, on text without labels:")
     batches = text_batches(embedded_documents("train", causal=False), tokenizer, LENGTH, tokens=show.fit_tokens)
     rows = []
     for scheme in SCHEMES:
@@ -143,12 +141,12 @@ def _encoder(show: Demo) -> None:
 def _causal(show: Demo) -> None:
     show.step(
         "A small GPT-2 (256 learned positions), trained on the standard library, reads on.",
-        f"Number: perplexity, lower is better, on the same {HELD_OUT:,} held-out tokens in blocks of 256 and of {LONG:,}.",
+        f"Number: perplexity, lower is better, on the same {HELD_OUT['stdlib-gpt2']:,} held-out tokens in blocks of 256 and of {LONG:,}.",
     )
     source = embedded_model("stdlib-gpt2")
     original, tokenizer = AutoModelForCausalLM.from_pretrained(source).eval(), AutoTokenizer.from_pretrained(source)
     documents = embedded_documents("validation", causal=True)
-    longest = spread(token_blocks(documents, tokenizer, LONG), HELD_OUT)
+    longest = spread(token_blocks(documents, tokenizer, LONG), HELD_OUT["stdlib-gpt2"])
     cuts = {length: shorter_blocks(longest, tokenizer, length) for length in (256, 512, LONG)}
     # The original has no more than 256 positions. Its table, repeated, is what people try first.
     found = {("original", "its table repeated"): swap(copy.deepcopy(original), "learned:extend=tile", max_positions=LONG)}
@@ -170,8 +168,13 @@ def _causal(show: Demo) -> None:
 
     model = found["rotary", "swap"]
     show.step("It writes on past its 256 positions,", "with rotary positions; what follows are tokens 257 to 320.")
-    prompt = longest[:1, :200]
-    written = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_length=320, min_length=320, do_sample=False)
+    prose = "\n".join(text for name, text in stdlib_documents("validation").items() if name.startswith("topic:"))
+    prompt = tokenizer(prose, return_tensors="pt", verbose=False)["input_ids"][:, :200]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        written = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_length=320, min_length=320, do_sample=True, top_p=0.8
+        )
     show.console.print(textwrap.indent(tokenizer.decode(written[0, 256:]).strip(), "    "), markup=False)
 
     show.step("A picture of this,", "the model, and its card:")
