@@ -6,7 +6,7 @@ models by their perplexity, both on held-out text of the Python standard library
 
 import copy
 import textwrap
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -76,7 +76,8 @@ class Demo:
         """Fit a swapped model as short as this demo is."""
         scheme = model.base_model.position_scheme.name
         say(f"fitting {scheme}: {self.fit_tokens:,} tokens, {self.reconstruct} steps for each layer")
-        return fit(model, batches, reconstruct=self.reconstruct, progress=self.console.is_terminal)
+        report = fit(model, batches, reconstruct=self.reconstruct, progress=self.console.is_terminal)
+        return replace(report, text="the Python standard library")
 
 
 def demo(
@@ -141,7 +142,8 @@ def _encoder(show: Demo) -> None:
 def _causal(show: Demo) -> None:
     show.step(
         "A small GPT-2 (256 learned positions), trained on the standard library, reads on.",
-        f"Number: perplexity, lower is better, on the same {HELD_OUT['stdlib-gpt2']:,} held-out tokens in blocks of 256 and of {LONG:,}.",
+        f"Number: perplexity, lower is better, on the same {HELD_OUT['stdlib-gpt2']:,} held-out tokens in blocks of 256 to "
+        f"{LONG:,}.",
     )
     source = embedded_model("stdlib-gpt2")
     original, tokenizer = AutoModelForCausalLM.from_pretrained(source).eval(), AutoTokenizer.from_pretrained(source)
