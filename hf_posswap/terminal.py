@@ -1,48 +1,76 @@
-"""Starting a command line, with libraries quiet and what users did wrong told in a paragraph; printing Markdown."""
+"""Starting a command line, with libraries quiet and what users did wrong told in a line; printing Markdown."""
 
 import logging
 import os
+import sys
 from collections.abc import Callable
 from itertools import groupby
+from typing import NoReturn
 
 import torch
 import typer
 from huggingface_hub.errors import HTTPError
 from rich.console import Console
 from rich.markdown import Markdown
+from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from hf_posswap.errors import Interrupted, PosswapError
+from hf_posswap.extras import extra
 
 
-def run_program(program: str, command: Callable | typer.Typer) -> None:
-    """Run a command, or an app of several, under the name that errors begin with.
-
-    Exits with 2 after an error of the user's or the machine's, and with 130 after an interrupt, as shells do.
-    """
+def quiet() -> None:
+    """Leave the terminal to our own words: no bars and no advice from libraries."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     logging.getLogger("accelerate").setLevel(logging.ERROR)
-    app = command
-    if not isinstance(command, typer.Typer):
-        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        app.command()(command)
+
+
+def run_program(program: str, command: Callable) -> None:
+    """Run a command of its own, such as a recipe, under the name that errors begin with.
+
+    Exits with 2 after an error of the user's or the machine's, and with 130 after an interrupt, as shells do.
+    """
+    quiet()
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(command)
     try:
         app()
-    except SystemExit as end:
-        if not end.code and torch.distributed.is_initialized():
+    except SystemExit as stop:
+        if not stop.code and torch.distributed.is_initialized():
             torch.distributed.barrier()  # the main process may still write, and a launcher ends all when one ends badly
         raise
-    except (PosswapError, OSError, HTTPError) as error:  # the last: a connection to the Hub that breaks
-        Console(stderr=True).print(f"{program}: {error}", style="red", highlight=False, markup=False)
-        raise SystemExit(130 if isinstance(error, Interrupted) else 2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except Exception as error:
+        end(program, error)
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def end(program: str, error: Exception) -> NoReturn:
+    """Exit with one line for an error of the user's or the machine's; raise any other, which is a bug of ours, again."""
+    try:
+        with extra():
+            raise error
+    except Exception as told:
+        error, words = told, str(told)
+    if "allocate memory" in words or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        words = "there is not enough memory for this: take fewer positions, shorter text or a smaller model"
+    # HTTPError: a connection to the Hub that breaks. SafetensorError: a disk that is full, a file that is cut off.
+    elif not isinstance(error, (PosswapError, OSError, HTTPError, SafetensorError)):
+        raise error
+    console = Console(stderr=True, soft_wrap=not sys.stderr.isatty())
+    console.print(f"{program}: {words}", style="red", highlight=False, markup=False)
+    raise SystemExit(130 if isinstance(error, Interrupted) else 2) from None
+
+
+def say(stage: str) -> None:
+    """Tell on stderr what is done next: a run whose output goes to a file must not look dead."""
+    print(stage, file=sys.stderr, flush=True)
 
 
 def print_markdown(console: Console, text: str) -> None:

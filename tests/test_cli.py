@@ -1,21 +1,31 @@
 """The command line: what it prints, what it writes, and what it refuses."""
 
+import errno
 import json
+import os
 import random
+import re
+import subprocess
+import sys
+from pathlib import Path
 
+import hf_posswap_cli
 import pytest
 from conftest import WORDS
-from transformers import AutoModel, AutoTokenizer, BertModel
+from safetensors import SafetensorError
+from transformers import AutoModel, AutoTokenizer, BertModel, PreTrainedModel
+from typer.testing import CliRunner
 
 import hf_posswap as posswap
-from hf_posswap import cli
+from hf_posswap.commands.demo import FULL
+from hf_posswap.commands.new_folder import new_folder
 from hf_posswap.provenance import weight_hashes
 
 
 def _call(monkeypatch, capsys, *arguments):
     monkeypatch.setattr("sys.argv", ["hf-posswap", *map(str, arguments)])
     with pytest.raises(SystemExit) as stop:
-        cli.main()
+        hf_posswap_cli.main()
     return stop.value.code, capsys.readouterr()
 
 
@@ -43,6 +53,9 @@ def test_swap_then_describe(folder, tmp_path, monkeypatch, capsys):
         output,
     )
     assert code == 0 and "learned -> rotary:fraction=0.5" in said.out and str(output) in said.out
+    assert "posswap.restore" not in said.out  # the process that could has ended
+    stages = [line.split()[0] for line in said.err.splitlines()]
+    assert stages == ["loading", "swapping", "saving"]  # what a run says whose output goes to a file
     code, said = _call(monkeypatch, capsys, "describe", output)
     assert code == 0 and "learned -> rotary:fraction=0.5" in said.out and "64 (trained with 32)" in said.out
     assert posswap.describe(AutoModel.from_pretrained(output)).new == posswap.Rotary(fraction=0.5)
@@ -53,6 +66,10 @@ def test_swap_then_describe(folder, tmp_path, monkeypatch, capsys):
     ("arguments", "says"),
     [
         (("--scheme", "rotray"), "did you mean 'rotary'"),
+        (("--scheme", "RoPE"), "it is 'rotary' here"),
+        (("--scheme", "shaw:clip=8"), "it is 'relative' here"),
+        (("--scheme", "nope"), "it is 'none' here"),
+        (("--scheme", "alibi"), "notebooks/05_your_own_scheme.ipynb"),
         (("--scheme", "relative:clip=0"), "clip=0"),
         (("--scheme", "rotary", "--max-positions", "3"), "max_positions=3"),
         (("--scheme", "rotary", "--fit-tokens", "999"), "--fit-tokens is about a fit"),
@@ -64,7 +81,7 @@ def test_refusals_leave_nothing_behind(folder, tmp_path, monkeypatch, capsys, ar
     """A bad option ends with one paragraph, exit status 2 and no output folder."""
     code, said = _call(monkeypatch, capsys, "swap", folder, "--output", tmp_path / "out", *arguments)
     assert code == 2 and says in " ".join(said.err.split()) and "Traceback" not in said.err
-    assert not (tmp_path / "out").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"bert"}
 
 
 def test_a_fit_leaves_its_report(folder, tmp_path, monkeypatch, capsys):
@@ -75,6 +92,7 @@ def test_a_fit_leaves_its_report(folder, tmp_path, monkeypatch, capsys):
     options = ("--scheme", "relative:clip=4", "--fit", tmp_path / "some.txt", "--fit-tokens", "2000", "--reconstruct", "5")
     code, said = _call(monkeypatch, capsys, "swap", folder, *options, "--output", output)
     assert code == 0, said.err
+    assert re.search(r"damage: 1 - cosine of .*\n.*\n(.*\n)*?the fit won back \d+% of what the swap had lost", said.out)
     kept = json.loads((output / "posswap_fit.json").read_text())
     assert kept["weights"] == weight_hashes(output) and kept["report"]["text"] == "some.txt"
     assert kept["report"]["made"]["command"].startswith("hf-posswap swap test_a_fit")
@@ -111,3 +129,176 @@ def test_help(monkeypatch, capsys, command):
     """Every command explains itself."""
     code, said = _call(monkeypatch, capsys, command, "--help")
     assert code == 0 and len(said.out) > 200
+
+
+BROKEN = {  # what is done to config.json, and what the one line says
+    "llama": ({"model_type": "llama"}, "a 'llama' model; positions can be swapped in bert and gpt2 models"),
+    "unknown": ({"model_type": "nonsense"}, "a 'nonsense' model"),
+    "nameless": ({"model_type": None}, "names no model_type"),
+    "shape": ({"hidden_size": 64}, "their shapes are not those that config.json says"),
+    "string": ({"hidden_size": "32"}, "'hidden_size' expected int"),
+    "part": ({"model_type": "posswap-bert"}, "needs a complete `position_scheme` entry"),
+}
+
+
+@pytest.mark.parametrize("change", BROKEN)
+def test_broken_config(folder, monkeypatch, capsys, change):
+    """A config that no command can use is one line; what the config alone tells is told before weights are read."""
+    options, says = BROKEN[change]
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | options))
+    if change in ("llama", "unknown", "nameless", "string"):
+        (folder / "model.safetensors").unlink()
+    code, said = _call(monkeypatch, capsys, "describe", folder)
+    assert code == 2 and says in " ".join(said.err.split()) and "Traceback" not in said.err and not said.out
+
+
+def test_broken_files(folder, tmp_path, monkeypatch, capsys):
+    """Files that are cut off, that are no JSON, or that are not there are one line each."""
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    whole, written = weights.read_bytes(), config.read_text()
+    for damage, says in (
+        (lambda: weights.write_bytes(whole[: len(whole) // 2]), "weights of"),
+        (lambda: weights.unlink(), "no file named model.safetensors"),
+        (lambda: config.write_text("[]"), "holds no options"),
+        (lambda: config.write_text(written[:50]), "is no JSON"),
+        (lambda: config.unlink(), "there is no config.json in it"),
+    ):
+        damage()
+        code, said = _call(monkeypatch, capsys, "swap", folder, "--scheme", "none", "--output", tmp_path / "out")
+        assert code == 2 and says in " ".join(said.err.split()) and "Traceback" not in said.err
+        assert {path.name for path in tmp_path.iterdir()} == {"bert"}
+    code, said = _call(monkeypatch, capsys, "describe", "bert-base-uncased")
+    assert code == 2 and "take one that is built in, minilm or stdlib-gpt2" in " ".join(said.err.split())
+
+
+def test_code_of_others_is_not_run(folder, tmp_path, monkeypatch, capsys):
+    """A folder that brings code along is read without it, and nobody is asked."""
+    (folder / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Model: pass\nclass Config: pass\n")
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoModel": "theirs.Model", "AutoConfig": "theirs.Config"}
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    for kind, status in (("bert", 0), ("theirs", 2)):
+        (folder / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+        code, said = _call(monkeypatch, capsys, "describe", folder)
+        assert code == status and not (tmp_path / "ran").exists(), said.err
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")]
+)
+@pytest.mark.parametrize("command", ["swap", "export"])
+def test_full_disk(folder, tmp_path, monkeypatch, capsys, error, command):
+    """What could not be written is one line, and leaves nothing that blocks the next try."""
+    posswap.swap(AutoModel.from_pretrained(folder), "none").save_pretrained(tmp_path / "none")
+
+    def save(self, where, **options):
+        (Path(where) / "half").write_text("x")
+        raise error
+
+    before = set(tmp_path.iterdir())
+    with monkeypatch.context() as patch:
+        patch.setattr(PreTrainedModel, "save_pretrained", save)
+        options = ("--scheme", "none") if command == "swap" else ()
+        source = folder if command == "swap" else tmp_path / "none"
+        code, said = _call(patch, capsys, command, source, *options, "--output", tmp_path / "out")
+    assert code == 2 and "No space left" in said.err and set(tmp_path.iterdir()) == before
+
+
+def test_two_writers(tmp_path):
+    """Of two that write one folder at once the first has it, whole, and the second is told."""
+    with pytest.raises(posswap.PosswapError, match="exists already"), new_folder(tmp_path / "out") as mine:
+        (mine / "mine").write_text("x")
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").write_text("x")
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["out", "out/theirs"]
+    (tmp_path / "empty").mkdir()
+    with new_folder(tmp_path / "empty") as mine:
+        (mine / "mine").write_text("x")
+    assert (tmp_path / "empty" / "mine").exists()
+
+
+def test_surroundings(tmp_path):
+    """A backend of matplotlib that does not exist changes nothing; a working directory that is gone is one line."""
+    code = """
+import os, sys
+import hf_posswap_cli
+os.environ["MPLBACKEND"] = "nonsense"
+folder = sys.argv[1]
+for place, status in ((folder, 0), (folder + "/gone", 2)):
+    os.makedirs(place, exist_ok=True)
+    os.chdir(place)
+    if place != folder:
+        os.rmdir(place)
+    sys.argv = ["hf-posswap", "plot", "table", "sinusoidal", "--output", "table.png"]
+    try:
+        hf_posswap_cli.main()
+        stopped = 0
+    except SystemExit as stop:
+        stopped = stop.code or 0
+    assert stopped == status, (place, stopped)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert done.stderr.startswith("hf-posswap: ") and (tmp_path / "table.png").exists()
+
+
+def test_too_much_memory_is_one_line(monkeypatch, capsys):
+    """A picture of 10**8 positions is refused, and memory that runs out is no traceback."""
+    code, said = _call(monkeypatch, capsys, "plot", "table", "sinusoidal", "--positions", 10**8, "--output", "x.png")
+    assert code == 2 and "100000" in said.err
+    monkeypatch.setattr("hf_posswap.commands.describe.open_model", lambda *_, **__: bytearray(2**62))
+    code, said = _call(monkeypatch, capsys, "describe", "x")
+    assert code == 2 and "not enough memory" in said.err
+
+
+def test_threads_do_not_spin(monkeypatch, capsys):
+    """Where the user has said nothing of it, waiting threads spin for a short while only."""
+    for given, expected in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None)):
+        with monkeypatch.context() as patch:
+            for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+                patch.delenv(name, raising=False)
+            for name, value in given.items():
+                patch.setenv(name, value)
+            code, said = _call(patch, capsys, "--version")
+            assert code == 0 and said.out.startswith("hf_posswap ") and os.environ.get("GOMP_SPINCOUNT") == expected
+            os.environ.pop("GOMP_SPINCOUNT", None)
+
+
+def test_completion_and_typos():
+    """Names are completed without an import, and a typo gets the name that is meant."""
+    run = CliRunner().invoke(
+        hf_posswap_cli.app,
+        env={"_HF_POSSWAP_COMPLETE": "complete_bash", "COMP_WORDS": "hf-posswap de", "COMP_CWORD": "1"},
+        prog_name="hf-posswap",
+    )
+    assert run.output.split() == ["demo", "describe"]
+    run = CliRunner().invoke(hf_posswap_cli.app, ["descrbe"])
+    assert run.exit_code == 2 and "Did you mean 'describe'" in run.output
+
+
+def test_full_fits_of_the_demo_were_measured():
+    """What the demo says that a longer fit reaches stands in the results of that fit."""
+    for model, schemes in FULL.items():
+        rows = (Path(__file__).parents[1] / "recipes/results/fit" / model / "results.md").read_text().splitlines()
+        for scheme, (figure, seconds) in schemes.items():
+            (row,) = [line for line in rows if line.startswith(f"| {scheme}, fit |")]
+            cells = [cell.strip().split(" ± ")[0] for cell in row.strip("|").split("|")]
+            digits = len(figure.partition(".")[2])
+            assert f"{float(cells[1]):.{digits}f}" == figure and f"{cells[-1]} s" == seconds, (model, scheme)
+
+
+@pytest.mark.skipif(not posswap.assets.is_installed("minilm"), reason="the embedded BERT is not installed")
+def test_demo(tmp_path, monkeypatch, capsys):
+    """The demo runs, fits an 80-column terminal, and leaves a picture, a model that loads, and its card."""
+    monkeypatch.setenv("COLUMNS", "80")
+    options = ("--fit-tokens", 4096, "--reconstruct", 1)
+    code, said = _call(monkeypatch, capsys, "demo", "--output", tmp_path / "out", *options)
+    assert code == 0, said.err
+    assert max(map(len, said.out.splitlines())) <= 80 and said.out.count("original") >= 3 and "nan" not in said.out
+    assert (tmp_path / "out" / "perplexity.png").stat().st_size > 10_000
+    model = tmp_path / "out" / "stdlib-gpt2-rotary"
+    assert posswap.describe(AutoModel.from_pretrained(model)).max_positions == 1024
+    card = (model / "README.md").read_text()
+    assert "stdlib-gpt2" in card and "apache-2.0" in card and ".writing" not in card

@@ -476,7 +476,7 @@ def test_command_fails(monkeypatch, capsys, folder, source):
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("rotray", "'rotray' is neither a scheme (learned, sinusoidal,"),
+        ("rotray", "'rotray' is neither a scheme (did you mean 'rotary'?) nor a module"),
         ("no_such_module:Mine", "'no_such_module' is neither a scheme"),
         ("hf_posswap.no_such:Mine", "'hf_posswap.no_such' is neither a scheme"),
         ("rotary:thta=5", "did you mean 'theta'"),

@@ -16,6 +16,7 @@ from transformers import (
 
 import hf_posswap as posswap
 from hf_posswap import cli
+from hf_posswap.commands.opening import open_model
 from hf_posswap.data.calibration import check_batches, split_batches, written_text
 from hf_posswap.fitting import fit as fitting
 from hf_posswap.fitting import layerwise
@@ -292,5 +293,5 @@ def test_command_line(make_model, family, bert_tokenizer, gpt2_tokenizer, tmp_pa
     said = capsys.readouterr()
     assert stop.value.code == 0, said.err
     assert "error before" in said.out and "fitted on 1," in said.out and "learned -> relative:clip=4" in said.out
-    saved = cli._load(str(tmp_path / "out"))
+    saved = open_model(str(tmp_path / "out"))
     assert all(bool(parameter.any()) for name, parameter in saved.named_parameters() if "key_table" in name)

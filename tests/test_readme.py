@@ -7,10 +7,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from typer.main import get_command
+from hf_posswap_cli import load
 
 import hf_posswap as posswap
-from hf_posswap.cli import app
 from hf_posswap.commands.plot import KINDS
 from hf_posswap.data.text import stdlib_prose
 from hf_posswap.schemes import parse_scheme
@@ -154,9 +153,7 @@ def command_lines() -> list[tuple[str, list[str]]]:
 
 def parsed(name: str, arguments: list[str]) -> dict:
     """Return the options of a command line as its command reads them, or raise for one it does not have."""
-    commands = get_command(app)
-    context = commands.make_context("hf-posswap", [name], resilient_parsing=True)
-    command = commands.get_command(context, name)
+    command = load(name)
     return command.make_context(name, list(arguments[: arguments.index("--")] if "--" in arguments else arguments)).params
 
 

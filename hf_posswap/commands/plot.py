@@ -103,8 +103,9 @@ def open_source(source: str) -> Scheme | PreTrainedModel | dict:
         return {"runs": runs, "vary": []}
     name = model_source(source)
     try:
-        model, info = AutoModel.from_pretrained(name, output_loading_info=True)
-    except (OSError, ValueError, SafetensorError) as error:
+        model, info = AutoModel.from_pretrained(name, output_loading_info=True, trust_remote_code=False)
+    # The last four: a config.json that is a list, a number as text, weights of another shape.
+    except (OSError, ValueError, SafetensorError, AttributeError, KeyError, RuntimeError, TypeError) as error:
         raise PosswapError(
             f"{source} is no scheme ({', '.join(SCHEMES)}), no result file or folder, and no model that loads: {error}"
         ) from None
@@ -186,7 +187,10 @@ def _attention(wish: Wish, plots: ModuleType) -> "Figure":
 
 def _batches(source: str, model: PreTrainedModel, length: int | None) -> list[dict[str, torch.Tensor]]:
     """Return some 4,096 tokens of the embedded text, in rows of 128 or as many as the model holds, unless told."""
-    tokenizer, longest = AutoTokenizer.from_pretrained(model_source(source)), describe(model).max_positions
+    tokenizer, longest = (
+        AutoTokenizer.from_pretrained(model_source(source), trust_remote_code=False),
+        describe(model).max_positions,
+    )
     if len(tokenizer) <= 10:  # for a folder without one, one is made up
         raise DataError(f"{source} has no tokenizer to read text with: save one next to the model")
     if (length or 0) > longest:
@@ -295,8 +299,8 @@ def plot(
     source: Annotated[list[str], typer.Argument(help=_SOURCE_HELP)],
     output: Annotated[Path, typer.Option(help="The picture, a .png or .svg file.")],
     dark: Annotated[bool, typer.Option("--dark", help="For a dark page.")] = False,
-    positions: Annotated[int | None, typer.Option(min=2, help="Positions to draw, or tokens of a text.")] = None,
-    size: Annotated[int | None, typer.Option(min=1, help="Dimensions that a scheme is drawn with.")] = None,
+    positions: Annotated[int | None, typer.Option(min=2, max=100_000, help="Positions to draw, or tokens of a text.")] = None,
+    size: Annotated[int | None, typer.Option(min=1, max=100_000, help="Dimensions that a scheme is drawn with.")] = None,
     shift: Annotated[list[int] | None, typer.Option(min=1, help="k of translation; repeatable. Default: 1 4 16.")] = None,
     figure: Annotated[str | None, typer.Option(help="Which figure of a result file, where there are several.")] = None,
 ):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from huggingface_hub.errors import HTTPError
 
 from hf_posswap.errors import DataError
+from hf_posswap.extras import extra
 
 if TYPE_CHECKING:
     import datasets
@@ -162,7 +163,8 @@ def table_kind(path: Path) -> str | None:
 
 def read_table(path: str | Path) -> "datasets.Dataset":
     """Read a csv, tsv, json, jsonl or parquet file; all but parquet may be compressed, as .gz."""
-    import datasets
+    with extra():
+        import datasets
 
     path = Path(path).expanduser()
     kind = table_kind(path)
@@ -185,7 +187,8 @@ def read_table(path: str | Path) -> "datasets.Dataset":
 
 def read_hub(name: str, config: str | None, split: str | None) -> "datasets.Dataset | datasets.DatasetDict":
     """Read a Hub data set, or one split of it; without network or under a wrong name, say so in one line."""
-    import datasets
+    with extra():
+        import datasets
 
     try:
         return datasets.load_dataset(name, config, split=split)

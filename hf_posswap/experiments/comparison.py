@@ -15,9 +15,9 @@ from statistics import fmean, mean, stdev
 from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
-from scipy import stats
 
 from hf_posswap.errors import PosswapError
+from hf_posswap.extras import extra
 from hf_posswap.provenance import write_json
 from hf_posswap.training.budget import NOT_BUDGET
 
@@ -183,6 +183,8 @@ def _difference(values: list[float]) -> str:
     form = "{:+.3f}" if max(map(abs, values)) < 10 else "{:+.1f}"
     if len(values) == 1 or not all(map(math.isfinite, values)):
         return form.format(fmean(values))
+    with extra():
+        from scipy import stats
     middle, spread = form.format(mean(values)), stdev(values)
     surely = abs(mean(values)) > stats.t.ppf(0.975, len(values) - 1) * spread / len(values) ** 0.5
     cell = f"{middle} ± {form.format(spread)[1:]}"
@@ -207,7 +209,8 @@ def background(runs: list[dict]) -> str:
 
 def plot(runs: list[dict], name: str, vary: Sequence[str] = ()) -> "Figure":
     """Draw one figure: a line over lengths where runs have `name_128`, `name_256`, ..., else a bar a row; dots are seeds."""
-    from matplotlib.figure import Figure  # takes a second, the first time more
+    with extra():
+        from matplotlib.figure import Figure  # takes a second, the first time more
 
     from hf_posswap.plots import COLOURS, MARKERS
 

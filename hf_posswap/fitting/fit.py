@@ -33,6 +33,12 @@ from hf_posswap.warm_start import plain_projections
 
 FIT_FILE = "posswap_fit.json"
 
+_MEASURES = {
+    "KL": "how far predictions are from the original's, in nats a token",
+    "1 - cosine": "1 - cosine of mean-pooled states with the original's",
+}
+_NEAR = 0.05  # damage, in either measure, that a user will hardly notice
+
 _TOKENS_A_BATCH = 2048  # of one step; memory for attention probabilities goes with it
 
 
@@ -71,7 +77,11 @@ class FitReport:
             layers.add_row(str(fit.layer), f"{fit.before:.4f}", solved, after, *(f"{value:.4f}" for value in states))
         console = Console(width=100, highlight=False, color_system=None, force_jupyter=False)
         with console.capture() as capture:
-            console.print(found, "", layers)
+            console.print(found, "", layers, "")
+            console.print(
+                f"damage: {_MEASURES[self.before.measure]}; 0 is the original. error: of a layer's output, given what the "
+                "layers before it now say; states: what has added up after it; both relative to the original's variance."
+            )
             console.print(
                 f"fitted on {self.tokens:,} tokens, {self.text}, in {self.seconds:.0f} s; measured on "
                 f"{self.tokens_held_out:,} others"
@@ -79,9 +89,22 @@ class FitReport:
             if self.longest < self.trained_positions:
                 console.print(
                     f"no sequence was longer than {self.longest} tokens, and the original reads {self.trained_positions}: give "
-                    "longer ones too if the model shall read them"
+                    "longer ones too if the model is to read them"
                 )
+            console.print(self._verdict())
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    def _verdict(self) -> str:
+        """Say what the figures mean and what to do next."""
+        before, after = self.before.total, self.after.total
+        if not self.layers:
+            return "the swap had lost nothing, and nothing was fitted"
+        if after == before:
+            return "nothing was won, and the fit was undone: give more text, or a lower learning_rate"
+        won = f"the fit won back {1 - after / before:.0%} of what the swap had lost"
+        if after < _NEAR:
+            return f"{won}, and little is left: save the model, or train it as you would the original"
+        return f"{won}; more text (fitted on {self.tokens:,} tokens) and more steps win more, training the whole model the rest"
 
     def save(self, folder: str | Path, *, command: str | None = None) -> None:
         """Write `FIT_FILE` next to the saved model, for its card: the report, which weights it is of, versions and hardware.

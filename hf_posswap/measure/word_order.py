@@ -14,14 +14,11 @@ import re
 
 import numpy
 import torch
-from sklearn.linear_model import RidgeClassifierCV
-from sklearn.model_selection import GroupKFold
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.errors import DataError
 from hf_posswap.evaluating import evaluating
+from hf_posswap.extras import extra
 
 
 def word_order_examples(paragraphs: list[str], count: int, *, seed: int = 0) -> tuple[list[str], list[int]]:
@@ -59,6 +56,11 @@ def word_order_probe(
     Texts alternate, as `word_order_examples` returns them. The penalty is chosen by five folds which keep a sentence and its
     swapped twin on one side: from its twin, of the same words and the other label, a text could be told apart.
     """
+    with extra():
+        from sklearn.linear_model import RidgeClassifierCV
+        from sklearn.model_selection import GroupKFold
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
     vectors = [_sentence_vectors(model, tokenizer, texts) for texts, _ in (train, test)]
     sentences = numpy.arange(len(train[1])) // 2
     folds = list(GroupKFold(min(5, sentences[-1] + 1)).split(vectors[0], groups=sentences))

@@ -84,12 +84,12 @@ def scheme_from_dict(entry: dict[str, Any]) -> Scheme:
     options = dict(entry)
     name = options.pop("name", None)
     if not isinstance(name, str) or name not in SCHEMES:
-        raise UnknownSchemeError(f"unknown scheme {name!r}{_nearest(name, SCHEMES)}; known are {', '.join(SCHEMES)}")
+        raise UnknownSchemeError(f"unknown scheme {name!r}{nearest(name, SCHEMES)}; known are {', '.join(SCHEMES)}")
     known = {field.name: field for field in fields(SCHEMES[name])}
     for option, value in options.items():
         if option not in known:
             raise UnknownSchemeError(
-                f"{name} has no option {option!r}{_nearest(option, known)}; it has {', '.join(known) or 'none'}"
+                f"{name} has no option {option!r}{nearest(option, known)}; it has {', '.join(known) or 'none'}"
             )
         # YAML reads 1e4 as a string: the dot is missing. A number is meant where the default is one.
         default = known[option].default
@@ -102,6 +102,16 @@ def scheme_from_dict(entry: dict[str, Any]) -> Scheme:
     return SCHEMES[name](**options)
 
 
-def _nearest(given: Any, known) -> str:
+# What others call it, or would look for.
+_ELSEWHERE = {"rope": "rotary", "shaw": "relative", "nope": "none", "absolute": "learned", "sin": "sinusoidal"}
+
+
+def nearest(given: Any, known) -> str:
+    """Return what somebody meant who has given a name that is not among the known ones, in brackets; or nothing."""
+    word = str(given).lower()
+    if word in ("alibi", "t5") and known is SCHEMES:
+        return " (a bias on distances is a scheme of your own: see notebooks/05_your_own_scheme.ipynb)"
+    if _ELSEWHERE.get(word) in known:
+        return f" (it is {_ELSEWHERE[word]!r} here)"
     near = difflib.get_close_matches(str(given), list(known), n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""

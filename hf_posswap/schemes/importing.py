@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posswap.errors import PosswapError
-from hf_posswap.schemes import SCHEMES, Scheme, parse_scheme
+from hf_posswap.schemes import SCHEMES, Scheme, nearest, parse_scheme
 
 
 def load_scheme(source: str) -> Scheme | type[Scheme]:
@@ -78,8 +78,8 @@ def _importing(place: str) -> Iterator[list[str]]:
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}."):
             raise PosswapError(
-                f"{place!r} is neither a scheme ({', '.join(SCHEMES)}) nor a module, here or installed: give a module's name, "
-                "a file.py, or of a class in one of them module:Name or file.py:Name"
+                f"{place!r} is neither a scheme{nearest(place, SCHEMES)} nor a module, here or installed; schemes are "
+                f"{', '.join(SCHEMES)}: give one, a module, a file.py, or of a class in one of them module:Name or file.py:Name"
             ) from None
         raise PosswapError(f"{place} cannot be imported, {type(error).__name__}: {error}") from error
     finally:

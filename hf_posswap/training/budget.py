@@ -4,8 +4,6 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Annotated
 
-from accelerate.utils import DynamoBackend
-
 from hf_posswap.errors import PosswapError
 
 # Those of transformers.get_scheduler that need nothing but a warm-up and an end.
@@ -81,9 +79,12 @@ class TrainingConfig:
         for name, known in (("lr_scheduler_type", SCHEDULES), ("train_sampling_strategy", SAMPLING_STRATEGIES)):
             if getattr(self, name) not in known:
                 raise PosswapError(f"{name}={getattr(self, name)!r} is not known; known are {', '.join(known)}")
-        if self.torch_compile is not None and self.torch_compile.upper() not in DynamoBackend.list():
-            known = ", ".join(backend.lower() for backend in DynamoBackend.list())
-            raise PosswapError(f"torch_compile={self.torch_compile!r} is not a backend; accelerate knows {known}")
+        if self.torch_compile is not None:
+            from accelerate.utils import DynamoBackend
+
+            if self.torch_compile.upper() not in DynamoBackend.list():
+                known = ", ".join(backend.lower() for backend in DynamoBackend.list())
+                raise PosswapError(f"torch_compile={self.torch_compile!r} is not a backend; accelerate knows {known}")
         if self.gradient_checkpointing and not self.dropout:
             raise PosswapError(
                 "gradient_checkpointing works in training mode only, and dropout=False trains in evaluation mode: set the "

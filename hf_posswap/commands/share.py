@@ -1,0 +1,72 @@
+"""`hf-posswap card`, `push` and `leaderboard`: what others see of a model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from huggingface_hub import ModelCard
+
+from hf_posswap.sharing.card import write_card
+from hf_posswap.sharing.hub import share
+from hf_posswap.sharing.record import leaderboard
+
+_RESULTS_HELP = "A folder that compare or a recipe wrote, with runs of this model's scheme; repeatable."
+_BASE_HELP = (
+    "What it was swapped from, if the folder does not say: owner/name, owner/name@revision, or local:name if on no Hub."
+)
+_LICENSE_HELP = "Licence of the weights, such as apache-2.0: as a rule the base model's."
+_EVAL_HELP = "DATASET:TASK:FIGURE for .eval_results/, the Hub's own leaderboards of registered benchmarks; repeatable."
+
+
+def card_command(
+    folder: Annotated[Path, typer.Argument(help="A folder that swap or export wrote, or a delta.")],
+    results: Annotated[list[Path] | None, typer.Option(help=_RESULTS_HELP)] = None,
+    base_model: Annotated[str | None, typer.Option(help=_BASE_HELP)] = None,
+    license: Annotated[str | None, typer.Option(help=_LICENSE_HELP)] = None,
+    eval_result: Annotated[list[str] | None, typer.Option(help=_EVAL_HELP)] = None,
+):
+    """Write a model's card, its results as JSON and pictures into its folder; text of your own in the card stays."""
+    path = write_card(folder, results=results, base_model=base_model, license=license, eval_results=eval_result or ())
+    typer.echo(f"wrote {path}")
+    if ModelCard.load(path).data.license is None:
+        typer.echo("the card names no licence: say with --license under which one others may use the model")
+
+
+def push_command(
+    folder: Annotated[Path, typer.Argument(help="A folder that swap or export wrote, or a delta.")],
+    repo_id: Annotated[str, typer.Argument(help="owner/name on the Hub; it is made where it does not exist.")],
+    results: Annotated[list[Path] | None, typer.Option(help=_RESULTS_HELP)] = None,
+    base_model: Annotated[str | None, typer.Option(help=_BASE_HELP)] = None,
+    license: Annotated[str | None, typer.Option(help=_LICENSE_HELP)] = None,
+    private: Annotated[bool | None, typer.Option("--private/--public", help="Of a new repository.")] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Also over a foreign model there, or text in its card.")
+    ] = False,
+    eval_result: Annotated[list[str] | None, typer.Option(help=_EVAL_HELP)] = None,
+):
+    """Write the card as `card` does, and push the folder to the Hub; what is there already is not sent again."""
+    typer.echo(
+        share(
+            folder,
+            repo_id,
+            results=results,
+            base_model=base_model,
+            license=license,
+            private=private,
+            create_pr=create_pr,
+            overwrite=overwrite,
+            eval_results=eval_result or (),
+        )
+    )
+
+
+def leaderboard_command(
+    places: Annotated[list[str], typer.Argument(help="Folders of shared models, or owner/name[@revision] on the Hub.")],
+    vary: Annotated[
+        list[str] | None, typer.Option(help="An option that may differ, and stands in the row; repeatable.")
+    ] = None,
+    figure: Annotated[list[str] | None, typer.Option(help="A column to show; repeatable. Default: all.")] = None,
+):
+    """Put what shared models say of themselves into one table for each recipe; unequal budgets are refused."""
+    typer.echo(leaderboard(places, vary=vary or (), figures=figure or ()))

@@ -1,0 +1,103 @@
+"""`hf-posswap swap`: from a checkpoint to a swapped one."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from transformers import PreTrainedModel
+
+from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.commands.new_folder import new_folder
+from hf_posswap.commands.opening import TRUST_HELP, open_model, open_tokenizer
+from hf_posswap.data.calibration import text_batches, written_text
+from hf_posswap.data.text import read_documents, stdlib_prose
+from hf_posswap.describing import describe
+from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.fitting.choosing import choose
+from hf_posswap.fitting.fit import fit as fit_swapped
+from hf_posswap.provenance import provenance
+from hf_posswap.schemes import SCHEMES, parse_scheme
+from hf_posswap.swapping import swap
+from hf_posswap.terminal import say
+
+_SCHEME_HELP = "name:option=value,option=value; names: " + ", ".join(f"{n} ({s.summary})" for n, s in SCHEMES.items())
+
+
+def swap_command(
+    model: Annotated[str, typer.Argument(help="A model folder or Hub id; minilm and stdlib-gpt2 are built in.")],
+    scheme: Annotated[str, typer.Option(help=_SCHEME_HELP)],
+    output: Annotated[Path, typer.Option(help="A new folder for the swapped model and its tokenizer.")],
+    max_positions: Annotated[int | None, typer.Option(help="The longest input; the checkpoint's own by default.")] = None,
+    cold: Annotated[bool, typer.Option("--cold", help="Drop the old table without a warm start.")] = False,
+    fit: Annotated[
+        str | None,
+        typer.Option(
+            help="Fit the swapped model to its original, layer by layer, on this text: a file, folder or Hub dataset; "
+            "'auto': text at hand, the standard library's for an encoder, the model's own writing for a causal model."
+        ),
+    ] = None,
+    fit_tokens: Annotated[
+        int | None, typer.Option(help="Tokens to fit on and to measure the fit with. Default: 65536.")
+    ] = None,
+    reconstruct: Annotated[
+        int | None, typer.Option(help="Steps for each layer; 0: the closed form alone. Default: 100.")
+    ] = None,
+    text_column: Annotated[str | None, typer.Option(help="The column of a table with the text. Default: text.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,
+):
+    """Swap a checkpoint's positions, fit the new ones if asked to, and save the result.
+
+    Swapped are BERT and GPT-2 models with learned positions and any head of transformers', in full precision. Not swapped:
+    quantized models, other families (RoBERTa, OPT, ...), and models that are rotary or relative already.
+    """
+    for name, value in (("--fit-tokens", fit_tokens), ("--reconstruct", reconstruct), ("--text-column", text_column)):
+        if fit is None and value is not None:
+            raise PosswapError(f"{name} is about a fit: pass --fit FILE or --fit auto, too")
+    chosen = parse_scheme(scheme)
+    with new_folder(output) as folder:
+        loaded = open_model(model, trust_remote_code=trust_remote_code)
+        tokenizer = open_tokenizer(model, trust_remote_code=trust_remote_code)
+        batches, words = None, None
+        if fit is not None:
+            batches, words = _calibration(fit, text_column or "text", loaded, tokenizer, fit_tokens or 65_536)
+        bar = sys.stderr.isatty()
+        if batches is not None and chosen.open_options():
+            say(f"choosing {', '.join(chosen.open_options())} of {chosen.name} by short fits")
+            chosen = choose(loaded, chosen, batches, max_positions=max_positions, progress=bar)
+        say(f"swapping to {chosen}")
+        swap(loaded, chosen, max_positions=max_positions, warm_start=not cold)
+        report = None
+        if batches is not None:
+            steps = 100 if reconstruct is None else reconstruct
+            say(f"fitting {loaded.config.num_hidden_layers} layers, {steps} steps each, on {words}: minutes on a CPU")
+            report = replace(fit_swapped(loaded, batches, reconstruct=steps, progress=bar), text=words)
+            typer.echo(report)
+        say(f"saving to {output}")
+        loaded.save_pretrained(folder)
+        if report is not None:
+            report.save(folder, command=provenance()["command"])
+        if tokenizer is not None:
+            tokenizer.model_max_length = loaded.config.max_position_embeddings
+            tokenizer.save_pretrained(folder)
+    typer.echo(replace(describe(loaded), can_restore=False))  # this process ends, and the original with it
+    if tokenizer is None:
+        typer.echo(f"no tokenizer saved: {model} has none for this model")
+    typer.echo(f"saved to {output}: import hf_posswap, then AutoModel...from_pretrained({str(output)!r})")
+
+
+def _calibration(source: str, text_column: str, model: PreTrainedModel, tokenizer, tokens: int) -> tuple[list, str]:
+    """Return token batches of the text that a fit was asked to use, and which text that is."""
+    causal = ARCHITECTURES[model.config.model_type.removeprefix("posswap-")].is_causal(model.config)
+    if source == "auto" and causal and model.get_output_embeddings() is not None:
+        say(f"letting the model write {tokens:,} tokens to fit on")
+        return [written_text(model, tokens=tokens)], "written by the model"
+    if tokenizer is None:
+        raise DataError("the checkpoint has no tokenizer to read text with: fit in Python, where you pass token ids")
+    if source == "auto":
+        documents, words = ["\n".join(stdlib_prose("train"))], "prose from the Python standard library"
+    else:
+        documents, words = read_documents(source, text_column=text_column), Path(source).name
+    batches = text_batches(documents, tokenizer, model.config.max_position_embeddings, tokens=tokens, causal=causal)
+    return batches, words

@@ -1,0 +1,96 @@
+"""The command line: which commands there are, and that each is imported when it is asked for.
+
+Installed, it stands beside the package, not in it: importing hf_posswap imports transformers, and `hf-posswap --help` and the
+completion of a shell should not wait for that.
+"""
+
+import os
+from importlib import import_module, metadata
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+COMMANDS = {  # name -> where it is, and what it does
+    "demo": ("hf_posswap.commands.demo:demo", "See in two minutes what a swap costs and a fit wins back."),
+    "swap": ("hf_posswap.commands.swap:swap_command", "Swap a checkpoint's positions, fit them if asked, save it."),
+    "describe": ("hf_posswap.commands.describe:describe_command", "Say what positions a checkpoint has."),
+    "export": ("hf_posswap.commands.export:export_command", "Write a swapped model as a stock class of transformers."),
+    "plot": ("hf_posswap.commands.plot:plot", "Draw a scheme, a checkpoint or finished runs."),
+    "compare": ("hf_posswap.commands.compare:compare", "Compare position schemes in one recipe under one budget."),
+    "claims": ("hf_posswap.commands.claims:claims", "Check what is said of position schemes: what holds?"),
+    "check": ("hf_posswap.contract.report:check", "Check a scheme, your own or one of these."),
+    "card": ("hf_posswap.commands.share:card_command", "Write a model's card and its results into its folder."),
+    "push": ("hf_posswap.commands.share:push_command", "Write the card, and push the folder to the Hub."),
+    "leaderboard": ("hf_posswap.commands.share:leaderboard_command", "Put what shared models say of themselves in one table."),
+}
+
+
+class Commands(TyperGroup):
+    """The group whose commands are only names and a line each, until one is resolved."""
+
+    def resolve_command(self, ctx, args):
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and load(name), rest
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    epilog="Try: hf-posswap demo; then hf-posswap swap bert-base-uncased --scheme rotary --fit auto --output my-bert",
+)
+
+
+def load(name: str):
+    """Import a command, and return it as the parser wants it."""
+    module, _, function = COMMANDS[name][0].partition(":")
+    from hf_posswap.terminal import quiet
+
+    quiet()
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    alone.command(name)(getattr(import_module(module), function))
+    return typer.main.get_command(alone)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hf_posswap {metadata.version('hf_posswap')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _about(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
+    ] = False,
+):
+    """Swap the position scheme of pretrained BERT and GPT-2 models, and measure what it costs.
+
+    Schemes are learned, sinusoidal, relative, rotary, none and ladder. Models are folders and Hub ids of type bert or gpt2,
+    with any head; minilm and stdlib-gpt2 are built in and need no download. `hf-posswap COMMAND --help` has the options.
+    """
+
+
+for _name, (_, _summary) in COMMANDS.items():
+    app.command(_name, help=_summary)(lambda: None)
+
+
+def main() -> None:
+    """Run the command line; exit with 2 after an error of the user's or the machine's."""
+    # A thread that spins at a barrier for one that has lost its core makes a busy machine ten times as slow. torch reads this
+    # when it is imported, and so do the processes that `compare` starts. See recipes/README.md.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ["MPLBACKEND"] = "agg"  # pictures go to files; another backend, or none of this name, may not be there
+    try:
+        app()
+    except Exception as error:
+        from hf_posswap.terminal import end
+
+        end("hf-posswap", error)
+
+
+if __name__ == "__main__":
+    main()
