@@ -98,7 +98,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
             details[f"{phase}_{shape}"] = times = paired_times(
                 config, [make_step(one, phase, batch, length) for one in (reference, config)]
             )
-            figures[f"{phase}_{shape}"] = times["ratio"]
+            figures[f"{phase}_{shape}_ratio"] = times["ratio"]
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
                 try:
                     peak = process.submit(peak_memory, config, phase, batch, length).result()

@@ -85,7 +85,7 @@ def test_ratios_are_paired(recipe, config, monkeypatch):
 def test_end_to_end(recipe, config, tmp_path):
     """Time and memory of each phase and shape; memory is taken in another process, where the model is made again."""
     result = recipe.run(replace(config, phase=("forward",)), tmp_path, False)
-    assert result["figures"]["forward_2x24"] > 0 and result["details"]["forward_2x24"]["pairs"] == 2
+    assert result["figures"]["forward_2x24_ratio"] > 0 and result["details"]["forward_2x24"]["pairs"] == 2
     if Path("/proc/self/clear_refs").exists():
         assert result["figures"]["forward_2x24_mib"] >= 0
 
