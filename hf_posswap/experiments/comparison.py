@@ -114,6 +114,7 @@ def row_label(run: dict, vary: Sequence[str] = ()) -> str:
 
 
 def label_of(row: tuple) -> str:
+    """Return the name of a row of a table."""
     scheme, start, *varied = row
     return ", ".join([scheme, *([start] if start else []), *(f"{name} {value}" for name, value in varied)])
 
