@@ -5,28 +5,28 @@
 
 Runs alternate between the two, so that a machine that slows down slows down both; `overhead` is the median over pairs of
 (loop / bare - 1) in time for the same steps, without what comes before the first step. Nothing is read from the device in the
-bare loop until its end. Writes results.json into --output.
+bare loop until its end. The pairs are in the details of result.json.
 """
 
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated
 
 import torch
-import typer
-from accelerate import Accelerator
+from accelerate import PartialState
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, get_scheduler
 
 import hf_posswap as posswap
-from hf_posswap.provenance import provenance, write_json
-from hf_posswap.terminal import run_program
+from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.options import RunOptions
+from hf_posswap.experiments.recipe import main
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.batching import BatchOrder, MicroBatches
-
-FORMAT = 1
+from hf_posswap.training.run_log import announce
 
 
 def bare_loop(model: PreTrainedModel, rows: list[dict], config: TrainingConfig, device: torch.device) -> tuple[float, float]:
@@ -49,52 +49,55 @@ def bare_loop(model: PreTrainedModel, rows: list[dict], config: TrainingConfig, 
     return time.perf_counter() - started, last
 
 
-def load(name: str | None, length: int, scheme: str) -> PreTrainedModel:
+def load(config: "Config") -> PreTrainedModel:
     """Return a swapped model: a checkpoint's, or a small GPT-2 with random weights."""
-    torch.manual_seed(0)
-    if name:
-        model = AutoModelForCausalLM.from_pretrained(name)
+    torch.manual_seed(config.seed)
+    if config.model:
+        model = AutoModelForCausalLM.from_pretrained(config.model)
     else:
-        sizes = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": length, "vocab_size": 4096}
+        sizes = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": config.length, "vocab_size": 4096}
         model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
-    return posswap.swap(model, scheme)
+    return model if config.scheme == ORIGINAL else posswap.swap(model, config.scheme)
 
 
-def main(
-    output: Annotated[Path, typer.Option(help="The folder of results.json.")],
-    model: Annotated[str | None, typer.Option(help="A causal checkpoint; a small random GPT-2 without.")] = None,
-    scheme: Annotated[str, typer.Option(help="The positions that the model is given.")] = "rotary",
-    batch_size: int = 16,
-    length: int = 128,
-    steps: int = 30,
-    pairs: int = 5,
-):
-    device = Accelerator().device
-    config = TrainingConfig(max_steps=steps, batch_size=batch_size, table_learning_rate_factor=1.0)
-    vocabulary = load(model, length, scheme).config.vocab_size
-    tokens = torch.randint(vocabulary, (batch_size * 4, length), generator=torch.Generator().manual_seed(0))
+@dataclass(frozen=True, kw_only=True)
+class Config(RunOptions):
+    """What is trained on both sides, and how often."""
+
+    QUESTION = "What does the training loop cost over a bare one?"
+    FIGURES = {"overhead": "loop / bare - 1 in time for the same steps, the median over pairs"}
+    FORBIDDEN_STARTS = dict.fromkeys(("cold", "fit", "scratch"), "only the time counts here")
+
+    model: Annotated[str | None, "A causal checkpoint; a small random GPT-2 without."] = None
+    scheme: str = "rotary"
+    batch_size: int = 16
+    length: int = 128
+    steps: int = 30
+    pairs: int = 5
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least_one("batch_size", "length", "steps", "pairs")
+
+
+def run(config: Config, folder: Path, resume: bool) -> dict:
+    """Train pairs of models, one by hand and one by the loop."""
+    device = PartialState().device
+    budget = TrainingConfig(max_steps=config.steps, batch_size=config.batch_size, table_learning_rate_factor=1.0)
+    vocabulary = load(config).config.vocab_size
+    tokens = torch.randint(vocabulary, (config.batch_size * 4, config.length), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     measured = []
-    for number in range(pairs + 1):
-        bare, bare_loss = bare_loop(load(model, length, scheme), rows, config, device)
-        _, run = train(load(model, length, scheme), rows, config, progress=False)
+    for number in range(config.pairs + 1):
+        bare, bare_loss = bare_loop(load(config), rows, budget, device)
+        _, done = train(load(config), rows, budget, progress=False)
         if number:  # the first pair warms up caches and kernels
-            measured.append({"bare_seconds": bare, "loop_seconds": run.seconds, "losses": [bare_loss, run.losses[-1]]})
-            print(f"pair {number}: bare {bare:.3f} s, loop {run.seconds:.3f} s, {run.seconds / bare - 1:+.1%}", flush=True)
+            measured.append({"bare_seconds": bare, "loop_seconds": done.seconds, "losses": [bare_loss, done.losses[-1]]})
+            announce(f"pair {number}: bare {bare:.3f} s, loop {done.seconds:.3f} s, {done.seconds / bare - 1:+.1%}")
     ratios = [pair["loop_seconds"] / pair["bare_seconds"] - 1 for pair in measured]
-    results = {
-        "format": FORMAT,
-        **provenance("python recipes/benchmark_loop.py"),
-        "device": str(device),
-        "config": {"model": model, "scheme": scheme, "batch_size": batch_size, "length": length, "steps": steps},
-        "pairs": measured,
-        "overhead": median(ratios),
-        "overhead_range": [min(ratios), max(ratios)],
-    }
-    output.mkdir(parents=True, exist_ok=True)
-    write_json(output / "results.json", results)
-    print(f"overhead: {results['overhead']:+.1%} (median of {pairs} pairs, {min(ratios):+.1%} to {max(ratios):+.1%})")
+    figures = {"overhead": median(ratios), "least_overhead": min(ratios), "most_overhead": max(ratios)}
+    return {"figures": figures, "cost": {}, "details": {"device": str(device), "pairs": measured}}
 
 
 if __name__ == "__main__":
-    run_program("benchmark_loop", main)
+    main(Config, run)

@@ -26,6 +26,8 @@ from hf_posswap.experiments.recipe import main
 class Config(ClassificationConfig):
     """Any text classification or regression."""
 
+    QUESTION = "Does it learn a task?"
+
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
     """Train and measure once."""

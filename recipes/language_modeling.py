@@ -28,7 +28,8 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedM
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.text import shorter_blocks, spread, token_blocks
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments.recipe import cost, load_model, load_tokenizer, main
+from hf_posswap.experiments.models import cost, load_model, load_tokenizer
+from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import (
     FIXED_SEED,
     MaskedBlocks,
@@ -42,11 +43,19 @@ from hf_posswap.experiments.text_tasks import (
 )  # fmt: skip
 from hf_posswap.measure.losses import loss_by_position, mean_loss, token_losses
 from hf_posswap.training import TrainingConfig, train
+from hf_posswap.training.run_log import announce
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextConfig):
     """One run: the text, how it is cut and masked, and where a new head comes from."""
+
+    QUESTION = "What does a scheme cost a language model, and what does training on text win back?"
+    FIGURES = {
+        "perplexity": "on held-out text; with N, in blocks of N tokens",
+        "loss": "its logarithm, nats a token",
+        "start_loss": "the same before training",
+    }
 
     block_size: Annotated[int | None, "Tokens of a training sequence. Default: the trained length; for BERT up to 128."] = None
     lengths: Annotated[
@@ -114,6 +123,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     start = {n: token_losses(model, *cut) for n, cut in held.items()}
     compute_loss = None if causal else masked_lm_loss
     model, done = train(model, rows, config, compute_loss=compute_loss, output=folder, resume=resume)
+    announce("measuring")
     losses = {n: token_losses(model, *cut) for n, cut in held.items()}
     loss = mean_loss(losses[block_size])
     every = max(1, len(done.losses) // 10)

@@ -30,18 +30,28 @@ from hf_posswap.assets import model_source
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.text import shorter_blocks, spread, token_blocks
 from hf_posswap.errors import PosswapError, UnsupportedModelError
-from hf_posswap.experiments.recipe import ORIGINAL, cost, load_model, load_tokenizer, main
+from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.models import cost, load_model, load_tokenizer
+from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import TextConfig, check_enough, documents, trained_length
 from hf_posswap.measure.losses import loss_by_position, mean_loss, sliding_window_losses, token_losses
 from hf_posswap.plots import plot_loss_by_length
 from hf_posswap.training import train
+from hf_posswap.training.run_log import announce
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextConfig):
     """One run: how far to look, and how far to train."""
 
-    model: Annotated[str, "A model folder or Hub id of a causal model; stdlib-gpt2 is built in."] = "stdlib-gpt2"
+    QUESTION = "Does a causal model read more than it was trained for?"
+    FIGURES = {
+        "loss": "nats a token on held-out blocks of N tokens; the original's is that behind a sliding window",
+        "tuned": "the same after the fine-tune",
+    }
+    FORBIDDEN_STARTS = {"scratch": "a model from scratch has no trained length (language_modeling.py --lengths trains one)"}
+
+    model: str = "stdlib-gpt2"
     batch_size: Annotated[int, "Sequences of the fine-tune's length a step, over all processes."] = 4
     factors: Annotated[tuple[int, ...], "Multiples of the trained length to measure at, repeatable."] = (1, 2, 4, 8, 16)
     finetune_factor: Annotated[int, "The multiple of the trained length to fine-tune at; 0: no fine-tune."] = 4
@@ -53,10 +63,6 @@ class Config(TextConfig):
             raise PosswapError(f"factors={self.factors} must be whole numbers from 1 on, in rising order")
         if self.finetune_factor < 0:
             raise PosswapError(f"finetune_factor={self.finetune_factor} must be 1 or more, or 0 for no fine-tune")
-        if self.start == "scratch":
-            raise PosswapError(
-                "a model from scratch has no trained length: train it with recipes/language_modeling.py --lengths"
-            )
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
@@ -99,6 +105,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         return {n: sliding_window_losses(one, cuts[n], trained, stride=stride) for n in lengths}
 
     def measure(one: PreTrainedModel) -> dict[str, dict[int, torch.Tensor]]:
+        announce("measuring")
         if not swapped:
             return {"window": window(one, cuts)}
         return {"whole": {n: token_losses(one, cut) for n, cut in cuts.items()}, "window": window(one, [end])}

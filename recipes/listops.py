@@ -17,14 +17,16 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from accelerate import PartialState
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from hf_posswap.errors import PosswapError, SequenceTooLongError
-from hf_posswap.experiments.recipe import RecipeConfig, cost, load_model, main
+from hf_posswap.experiments.models import cost, load_model
+from hf_posswap.experiments.options import RecipeConfig
+from hf_posswap.experiments.recipe import main
 from hf_posswap.measure.listops import TOKEN_IDS, ListOpsExamples, depth, listops_expressions
 from hf_posswap.training import pad, train
 
@@ -36,10 +38,11 @@ _LENGTH_GROUPS = 4
 class ListOpsConfig(RecipeConfig):
     """One model, trained on expressions and tested on others of the same kind. Defaults are those of Long Range Arena."""
 
-    start: Annotated[
-        Literal["scratch", "cold", "swap"],
-        "scratch draws all weights anew; cold drops the checkpoint's table, swap keeps warm.",
-    ] = "scratch"
+    QUESTION = "Can a model work out nested expressions (ListOps)?"
+    FIGURES = {"accuracy": "of held-out expressions", "majority": "what guessing the commonest answer gets"}
+    FORBIDDEN_STARTS = {"fit": "a fit reads text, and ListOps has none"}
+
+    start: str = "scratch"
     max_steps: int = 5000
     batch_size: int = 32
     min_length: Annotated[int, "Expressions have more symbols than this."] = 500
@@ -54,13 +57,9 @@ class ListOpsConfig(RecipeConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("train_examples", "examples", *(size for size in _SIZES if getattr(self, size) is not None)):
-            if getattr(self, name) < 1:
-                raise PosswapError(f"{name}={getattr(self, name)} must be at least 1")
+        self.at_least_one("train_examples", "examples", *_SIZES)
         if self.start != "scratch" and any(getattr(self, size) is not None for size in _SIZES):
             raise PosswapError(f"{', '.join(_SIZES)} are for --start scratch: a checkpoint has its own")
-        if self.start == "fit":
-            raise PosswapError("start='fit' reads text, and ListOps has none: take scratch, cold or swap")
 
 
 def run(config: ListOpsConfig, folder: Path, resume: bool) -> dict:

@@ -19,12 +19,16 @@ from typing import Annotated
 
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.classification import ClassificationConfig, classify, trained_positions
-from hf_posswap.experiments.recipe import ORIGINAL, main
+from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.recipe import main
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ClassificationConfig):
     """Documents, and how much of them a swapped model reads."""
+
+    QUESTION = "Does reading more of a document help?"
+    FIGURES = {"accuracy_long": "of the documents that the original cannot read as a whole; it is cut at what it can read"}
 
     max_length: Annotated[int, "Tokens that a swapped model reads of a document: 1024, 2048, 4096."] = 1024
     eval_batch_size: Annotated[int, "Documents a process reads at once when it measures."] = 8

@@ -28,17 +28,26 @@ from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.text import embedded_documents
 from hf_posswap.errors import PosswapError, SequenceTooLongError
-from hf_posswap.experiments.recipe import RecipeConfig, cost, load_family, load_model, load_tokenizer, main
+from hf_posswap.experiments.models import cost, load_family, load_model, load_tokenizer
+from hf_posswap.experiments.options import RecipeConfig
+from hf_posswap.experiments.recipe import main
 from hf_posswap.measure.passkey import PasskeyExamples, PasskeyTexts, depth_texts, point_at_keys, recall_keys
 from hf_posswap.plots import plot_heat_maps
 from hf_posswap.training import pad, train
+from hf_posswap.training.run_log import announce
 
 
 @dataclass(frozen=True, kw_only=True)
 class PasskeyConfig(RecipeConfig):
     """One model, trained on short texts with a key, and tested at all lengths and depths."""
 
-    model: Annotated[str, "A model folder or Hub id; minilm and stdlib-gpt2 are built in."] = "stdlib-gpt2"
+    QUESTION = "Does it find a key that is hidden in a long text?"
+    FIGURES = {
+        "accuracy": "share of keys said in full, in texts of N tokens, over all depths",
+        "candidates": "share of texts in which the key is likelier than nine others",
+    }
+
+    model: str = "stdlib-gpt2"
     max_steps: int = 300
     train: Annotated[bool, "Train on generated texts first. Without: what the checkpoint can do as it is."] = True
     train_lengths: Annotated[tuple[int, ...], "Tokens of training texts; each text draws one of them."] = (256,)
@@ -58,9 +67,7 @@ class PasskeyConfig(RecipeConfig):
                 raise PosswapError(f"{name} must not be empty")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise PosswapError(f"depths={self.depths} must be from 0 (the start of the filler) to 1 (its end)")
-        for name in ("examples", "tokens_a_batch"):
-            if getattr(self, name) < 1:
-                raise PosswapError(f"{name}={getattr(self, name)} must be at least 1")
+        self.at_least_one("examples", "tokens_a_batch")
 
 
 def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
@@ -93,6 +100,7 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
     if config.train:
         examples = PasskeyExamples(texts, config.train_lengths, config.max_steps * config.batch_size, seed=config.seed)
         model, done = train(model, examples, config, collate=pad, output=folder, resume=resume)
+    announce("measuring")
     started = time.perf_counter()
     panels = heat_maps(model, tested, config, ask=recall_keys if causal else lambda *given: [point_at_keys(*given)])
     if PartialState().is_main_process:

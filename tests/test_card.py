@@ -15,7 +15,7 @@ from transformers import GPT2DoubleHeadsModel
 import hf_posswap as posswap
 from hf_posswap import cli
 from hf_posswap.checkpoint import on_hub
-from hf_posswap.experiments.recipe import RecipeConfig
+from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.provenance import weight_hashes
 from hf_posswap.sharing.card import BEGIN, END, _body
 from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, read_results

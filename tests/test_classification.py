@@ -15,9 +15,11 @@ from transformers import AutoModelForSequenceClassification, BertModel, GPT2LMHe
 
 from hf_posswap.data.tables import Rows
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments import classification
+from hf_posswap.experiments import classification, curve
 from hf_posswap.experiments.classification import encode, predict
-from hf_posswap.experiments.recipe import load_model, load_tokenizer, read_config
+from hf_posswap.experiments.models import load_model, load_tokenizer
+from hf_posswap.experiments.options import read_config
+from hf_posswap.experiments.recipe import main
 from hf_posswap.provenance import weight_hashes
 from hf_posswap.training.batching import pad
 
@@ -246,25 +248,25 @@ def test_configurations(recipe, name, module):
     assert config.scheme == "rotary" and config.model == "minilm" and config.max_steps >= 80
 
 
-def _run(folder, output, *options, processes=1):
-    recipe = ["recipes/downstream_classification.py", "--output", str(output)]
-    for name, value in _files(folder).items():
-        recipe += [f"--{name.replace('_', '-')}", str(value)]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "--"] if processes > 1 else []
+def test_two_processes(recipe, folder, monkeypatch):
+    """Two processes take the steps that one takes, count each of the 101 samples once, and keep the same model."""
+    options = "--no-dropout --eval-steps 3 --learning-rate 1e-3 --scheme rotary --start fit --save-model".split()
+    for name, value in (_files(folder) | {"max_steps": 6}).items():
+        options += [f"--{name.replace('_', '-')}", str(value)]
+    module = recipe("downstream_classification")
+    monkeypatch.setattr(sys, "argv", ["here", *options, "--output", str(folder / "out1")])
+    with pytest.raises(SystemExit) as stopped:
+        main(module.Config, module.run)
+    assert not stopped.value.code
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--", module.__file__]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *(launch if processes > 1 else ()), *recipe, *options],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False,
+        [sys.executable, *launch, *options, "--output", str(folder / "out2")],
+        env=environment, capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads((output / "result.json").read_text())
-
-
-def test_two_processes(folder):
-    """Two processes take the steps that one takes, count each of the 101 samples once, and keep the same model."""
-    options = "--no-dropout", "--max-steps", "6", "--eval-steps", "3", "--learning-rate", "1e-3", "--scheme", "rotary"
-    options += ("--save-model",)
-    one, two = (_run(folder, folder / f"out{processes}", *options, processes=processes) for processes in (1, 2))
+    assert done.stderr.count("measuring") == 1  # the main process says what it does
+    one, two = (json.loads((folder / f"out{processes}" / "result.json").read_text()) for processes in (1, 2))
     assert two["cost"]["processes"] == 2 and one["cost"]["processes"] == 1
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-4)
     assert two["figures"] == pytest.approx(one["figures"], abs=1e-4)
@@ -297,7 +299,7 @@ def test_resuming(recipe, folder):
     config = module.Config(**_files(folder, max_steps=6, eval_steps=2, checkpoint_every=4))
     whole = module.run(config, folder / "whole", False)
     with pytest.MonkeyPatch.context() as patch:
-        seen, write = [], classification.write_json
+        seen, write = [], curve.write_json
 
         def stop(path, content):
             write(path, content)
@@ -305,7 +307,7 @@ def test_resuming(recipe, folder):
             if len(seen) == 2:
                 raise KeyboardInterrupt
 
-        patch.setattr(classification, "write_json", stop)
+        patch.setattr(curve, "write_json", stop)
         with pytest.raises(KeyboardInterrupt):
             module.run(module.Config(**_files(folder, max_steps=6, eval_steps=2, checkpoint_every=3)), folder / "cut", False)
     cut = module.run(module.Config(**_files(folder, max_steps=6, eval_steps=2, checkpoint_every=3)), folder / "cut", True)

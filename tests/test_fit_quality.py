@@ -1,8 +1,7 @@
-"""The recipe that measures fits: its rows, its table, its refusals; on tiny models."""
+"""The recipe that measures fits: its figures, its texts, its refusals; on tiny models. And the tables of committed results."""
 
+import importlib
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,19 +10,14 @@ from transformers import BertModel
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.fit_table import fit_table
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "fit_quality.py"
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def recipe(monkeypatch):
-    """The recipe's `main`, as `python recipes/fit_quality.py` would run it."""
-    monkeypatch.setattr(sys, "argv", ["fit_quality.py", "--output", "here"])
-    return runpy.run_path(str(RECIPE))["main"]
-
-
-@pytest.fixture
-def options(make_model, bert_tokenizer, tmp_path):
-    """A small run: a tiny BERT, a text, pairs of sentences."""
+def fit_quality(monkeypatch, make_model, bert_tokenizer, tmp_path):
+    """The function that runs the recipe on a tiny BERT, a text and pairs of sentences, with some options."""
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    module = importlib.import_module("fit_quality")
     make_model("bert", head=BertModel).save_pretrained(tmp_path / "bert")
     bert_tokenizer.save_pretrained(tmp_path / "bert")
     words = "the cat sat on the mat . a dog ran under the log and it was happy then".split()
@@ -31,52 +25,53 @@ def options(make_model, bert_tokenizer, tmp_path):
     (tmp_path / "text.txt").write_text("\n".join(lines))
     pairs = "\n".join(f"{lines[i]},{lines[i + 1]},{i % 5}" for i in range(20))
     (tmp_path / "pairs.csv").write_text(f"sentence1,sentence2,label\n{pairs}\n")
-    return {
-        "output": tmp_path / "out", "model": str(tmp_path / "bert"), "data": str(tmp_path / "text.txt"), "evaluation": None,
-        "pairs": tmp_path / "pairs.csv", "scheme": ["relative:clip=4"], "text": ["given", "shuffled", "random"],
-        "reconstruct": [0, 2], "tokens": 2000, "evaluation_tokens": 256, "seed": [0, 1], "resume": False,
+    given = {
+        "model": str(tmp_path / "bert"), "train_file": str(tmp_path / "text.txt"), "pairs": str(tmp_path / "pairs.csv"),
+        "scheme": "relative:clip=4", "fit_tokens": 2000, "fit_steps": 2, "evaluation_tokens": 256,
     }  # fmt: skip
+    return lambda **options: module.run(module.Config(**{**given, **options}), tmp_path / "out", False)
 
 
-def test_rows_and_table(recipe, options):
-    """One row for each scheme, text and number of steps, with every seed; the table shows them; a resume runs nothing again."""
-    recipe(**options)
-    file = options["output"] / "results.json"
-    results = json.loads(file.read_text())
-    assert len(results["rows"]) == 6 and results["command"] == "python recipes/fit_quality.py --output here"
-    assert set(results["original"]) == {"cosine_8", "cosine_32", "spearman"}
-    assert results["original"]["cosine_32"] == pytest.approx(1, abs=1e-5)
-    for row in results["rows"]:
-        assert [run["seed"] for run in row["fitted"]] == [0, 1]
-        assert row["fitted"][0]["cosine_32"] != row["fitted"][1]["cosine_32"]  # the seed does something
-        assert len(row["fitted"][0]["layers"]) == 2
-    closed, fitted = (row["fitted"][0] for row in results["rows"] if row["text"] == "given")
-    assert fitted["cosine_32"] != closed["cosine_32"]
-    table = fit_table(results)
-    assert table.count("cold swap") == 1 and "closed form on random text" in table and "fit on shuffled text" in table
-    assert (options["output"] / "results.md").read_text() == table + "\n"
-    before = file.stat().st_mtime_ns
-    recipe(**{**options, "resume": True})
-    assert file.stat().st_mtime_ns == before
+def test_figures(fit_quality):
+    """The original is unhurt; seed, text, start and steps each matter; a fit says what it read and what each layer won."""
+    original = fit_quality(scheme="original")
+    assert set(original["figures"]) == {"cosine_8", "cosine_32", "spearman"}
+    assert original["figures"]["cosine_32"] == pytest.approx(1, abs=1e-5) and original["details"]["layers"] == []
+    changes = (
+        {},
+        {"seed": 1},
+        {"text": "shuffled"},
+        {"text": "random"},
+        {"start": "swap"},
+        {"start": "cold"},
+        {"fit_steps": 0},
+    )
+    found = [fit_quality(**change) for change in changes]
+    assert len({one["figures"]["cosine_32"] for one in found}) == len(changes)
+    assert all(one["figures"]["cosine_32"] < 1 for one in found)
+    assert len(found[0]["details"]["layers"]) == 2 and found[0]["cost"]["tokens"] > 0 and "tokens" not in found[4]["cost"]
 
 
 @pytest.mark.parametrize(
-    ("change", "says"), [({"text": ["novel"]}, "'novel' is not one of"), ({"pairs": "text.txt"}, "sentence1")]
+    ("change", "says"),
+    [
+        ({"pairs": "text.csv"}, "sentence1"),
+        ({"text": "written"}, "needs a causal model"),
+        ({"start": "scratch"}, "known are cold, swap, fit"),
+        ({"validation_file": "text.txt"}, "to train on and to measure on"),
+    ],
 )
-def test_refusals(recipe, options, tmp_path, change, says):
-    """Unknown texts and files without the columns are refused before anything is written."""
-    if "pairs" in change:
-        change = {"pairs": tmp_path / change["pairs"]}
+def test_refusals(fit_quality, tmp_path, change, says):
+    """Also the same text to fit on and to measure on: what was fitted on is no measure."""
+    (tmp_path / "text.csv").write_text("text\nx\n")
+    files = {name: str(tmp_path / value) for name, value in change.items() if name in ("pairs", "validation_file")}
     with pytest.raises(PosswapError, match=says):
-        recipe(**{**options, **change})
-    assert not (options["output"] / "results.json").exists()
+        fit_quality(**{**change, **files})
 
 
-def test_another_run_is_not_mixed_in(recipe, options):
-    """Results in the folder are kept: another --output, --resume with the same options, or an error."""
-    options = {**options, "text": ["given"], "reconstruct": [0], "seed": [0]}
-    recipe(**options)
-    with pytest.raises(PosswapError, match="--resume"):
-        recipe(**options)
-    with pytest.raises(PosswapError, match="other options"):
-        recipe(**{**options, "resume": True, "tokens": 3000})
+def test_committed_results_have_a_table():
+    """The tables of the README come from results that an earlier form of the recipe wrote."""
+    for file in sorted((ROOT / "recipes" / "results" / "fit").glob("*/results.json")):
+        results = json.loads(file.read_text())
+        table = fit_table(results)
+        assert table.count("cold swap") == len({row["scheme"] for row in results["rows"]}) and "| original |" in table

@@ -1,11 +1,6 @@
-"""The healing recipe: rows and their files, resuming, tokens to a mark, and two processes."""
+"""The healing recipe: what it measures on the way, tokens to a mark, and text that teaches."""
 
 import importlib
-import json
-import os
-import subprocess
-import sys
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -26,8 +21,8 @@ def recipe(monkeypatch):
 
 
 @pytest.fixture
-def folders(make_model, bert_tokenizer, gpt2_tokenizer, tmp_path):
-    """A folder with two tiny models and a text."""
+def heal(recipe, make_model, bert_tokenizer, gpt2_tokenizer, tmp_path):
+    """The function that runs the recipe on a tiny GPT-2, or BERT, and a small text, with some options."""
     for name, model, tokenizer in (
         ("bert", make_model("bert", head=BertModel), bert_tokenizer),
         ("gpt2", make_model("gpt2", vocab_size=99, bos_token_id=1, eos_token_id=1), gpt2_tokenizer),
@@ -37,86 +32,60 @@ def folders(make_model, bert_tokenizer, gpt2_tokenizer, tmp_path):
     words = "the cat dog sat ran on under mat log and then it was happy sad".split()
     chosen = torch.randint(len(words), (6000,), generator=torch.Generator().manual_seed(2))
     (tmp_path / "text.txt").write_text(" ".join(words[i] for i in chosen))
-    return tmp_path
+    runs = []
 
+    def run(model="gpt2", **options):
+        small = {
+            "scheme": "rotary",
+            "max_steps": 2,
+            "batch_size": 4,
+            "fit_tokens": 1024,
+            "evaluation_tokens": 256,
+            "report_to": (),
+        }
+        given = {"model": str(tmp_path / model), "train_file": str(tmp_path / "text.txt")}
+        runs.append(recipe.Config(**given, **{**small, **options}))
+        return recipe.run(runs[-1], tmp_path / f"out{len(runs)}", False)
 
-@pytest.fixture
-def config(recipe, folders):
-    """Two steps on the tiny GPT-2; tests replace what they are about."""
-    return recipe.HealConfig(
-        model=str(folders / "gpt2"), schemes=("rotary",), starts=("cold",), data=str(folders / "text.txt"), max_steps=2,
-        batch_size=4, fit_tokens=1024, evaluation_tokens=256,
-    )  # fmt: skip
+    return run
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_healing_end_to_end(recipe, config, folders, tmp_path, name):
-    """Every start of every scheme has a row with its curve, tokens are counted, damage falls, and all files are written."""
-    config = replace(
-        config, model=str(folders / name), schemes=("rotary", "relative:clip=4"), starts=tuple(recipe.STARTS), max_steps=20
-    )
-    output = tmp_path / "out"
-    results = recipe.heal(config, output, progress=False)
-    assert json.loads((output / "results.json").read_text()) == json.loads(json.dumps(results))
-    assert all((output / file).stat().st_size > 0 for file in ("results.md", "recovery.png"))
-    assert [(row["scheme"], row["start"], row["seed"]) for row in results["rows"]] == config.rows()
-    assert results["command"].startswith("python recipes/heal.py")
-    for row in results["rows"]:
-        steps = [point["tokens"] // (4 * results["block_size"]) for point in row["curve"]]
-        assert steps == [0, *recipe.measured_steps(20)] and row["tokens"] == 20 * 4 * results["block_size"]
-        if row["start"] != "fit":  # which at its start is nearly where so short a run ends
-            assert row["curve"][-1]["damage"] < row["curve"][0]["damage"]
-        assert ("perplexity" in row["curve"][0]) == ("perplexity" in results["original"]) == (name == "gpt2")
-        assert set(row["tokens_to_recover"]) == {"90", "95", "99"} and "tokens_to_cold_end" in row
-        assert ("fit" in row) == (row["start"] == "fit")
-        if row["start"] == "cold":
-            assert row["curve"][0]["damage"] == pytest.approx(row["reference"]["damage"], rel=1e-4)
-
-
-def test_resume_runs_what_is_missing(recipe, config, tmp_path):
-    """Finished rows are not run again, lost ones are, and another configuration or a folder in use is refused."""
-    config, output = replace(config, seeds=(0, 1)), tmp_path / "out"
-    results = recipe.heal(config, output, progress=False)
-    before = {path: path.stat().st_mtime_ns for path in (output / "rows").iterdir()}
-    (output / "rows" / "1.json").unlink()
-    again = recipe.heal(config, output, resume=True, progress=False)
-    after = {path: path.stat().st_mtime_ns for path in (output / "rows").iterdir()}
-    assert {path.name for path in before if before[path] != after[path]} == {"1.json"}
-    assert [row["curve"] for row in again["rows"]] == [row["curve"] for row in results["rows"]]
-    with pytest.raises(PosswapError, match="--resume"):
-        recipe.heal(config, output, progress=False)
-    with pytest.raises(PosswapError, match="another configuration"):
-        recipe.heal(replace(config, max_steps=3), output, resume=True, progress=False)
+def test_healing_end_to_end(recipe, heal, name):
+    """Every start has a curve, tokens are counted, damage falls, and the mark is the cold swap's cost for all of them."""
+    marks = set()
+    for scheme, start in (("rotary", "cold"), ("rotary", "swap"), ("relative:clip=4", "fit"), ("original", "swap")):
+        result = heal(name, scheme=scheme, start=start, max_steps=20)
+        curve, details, figures = result["details"]["curve"], result["details"], result["figures"]
+        assert [point["step"] for point in curve] == [0, *recipe.measured_steps(20)]
+        assert curve[-1]["tokens"] == result["cost"]["tokens"] == 20 * 4 * details["block_size"]
+        assert figures["damage"] == figures[f"damage_{curve[-1]['tokens']}"] and figures["damage_0"] == curve[0]["damage"]
+        assert ("perplexity" in figures) == ("ratio" in figures) == (name == "gpt2")
+        if scheme == "rotary":
+            assert figures["damage"] < figures["damage_0"]
+            marks.add(details["cold_damage"])
+        if start == "cold":
+            assert figures["damage_0"] == pytest.approx(details["cold_damage"], rel=1e-4)
+        if scheme == "original":
+            assert details["cold_damage"] is None and figures["damage_0"] == pytest.approx(0, abs=1e-6)
+            assert not any(figure.startswith("to_") for figure in figures)
+    assert len(marks) == 1
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"starts": ("warm",)}, "known are cold"),
-        ({"schemes": ("rotray",)}, "did you mean"),
-        ({"max_steps": 0}, "at least 1"),
-        ({"seeds": ()}, "at least one"),
+        ({"start": "scratch"}, "drawn anew.*known are cold, swap, fit"),
+        ({"scheme": "rotray"}, "did you mean"),
+        ({"max_steps": 0}, "1 or more"),
         ({"block_size": 33}, "from 3 to 32"),
+        ({"batch_size": 1000}, "fewer than one batch"),
     ],
 )
-def test_bad_options(recipe, config, tmp_path, changes, says):
+def test_bad_options(heal, changes, says):
     """What cannot be run is refused with what can."""
     with pytest.raises(PosswapError, match=says):
-        recipe.heal(replace(config, **changes), tmp_path / "out", progress=False)
-
-
-def test_command_line(recipe, config, tmp_path, monkeypatch, capsys):
-    """Options reach the run, and an error is one paragraph."""
-    options = ["--model", config.model, "--scheme", "none", "--start", "swap", "--seed", "3", "--max-steps", "1"]
-    options += ["--batch-size", "4", "--data", config.data, "--evaluation-tokens", "256", "--output", str(tmp_path / "out")]
-    for code in (0, 2):
-        monkeypatch.setattr("sys.argv", ["heal.py", *options])
-        with pytest.raises(SystemExit) as stop:
-            recipe.main()
-        assert stop.value.code == code
-    assert "heal: " in capsys.readouterr().err
-    (row,) = json.loads((tmp_path / "out" / "results.json").read_text())["rows"]
-    assert (row["scheme"], row["start"], row["seed"], len(row["curve"])) == ("none", "swap", 3, 2)
+        heal(**changes)
 
 
 def test_tokens_to_reach(recipe):
@@ -129,20 +98,6 @@ def test_tokens_to_reach(recipe):
     assert recipe.tokens_to_reach(curve, 10**-0.5) == 50
     healed = [{"tokens": 0, "damage": 1.0}, {"tokens": 10, "damage": -1e-9}]
     assert 0 < recipe.tokens_to_reach(healed, 0.1) < 10
-
-
-def test_marks_are_those_of_the_cold_swap(recipe):
-    """All starts are held against the cold swap's cost, and against the end of the cold run of their own seed."""
-
-    def row(start, seed, first, last):
-        curve = [{"tokens": 0, "damage": first}, {"tokens": 100, "damage": last}]
-        return {"scheme": "rotary", "start": start, "seed": seed, "reference": {"damage": 1.0}, "curve": curve}
-
-    cold, warm, other = recipe.with_tokens([row("cold", 0, 1.0, 0.04), row("swap", 0, 0.09, 0.009), row("swap", 1, 0.5, 0.2)])
-    assert cold["tokens_to_recover"]["99"] is None and cold["tokens_to_cold_end"] == 100
-    assert warm["tokens_to_recover"]["90"] == 0 and 0 < warm["tokens_to_recover"]["95"] < warm["tokens_to_recover"]["99"]
-    assert 0 < warm["tokens_to_cold_end"] < 100
-    assert other["tokens_to_recover"] == {"90": None, "95": None, "99": None} and "tokens_to_cold_end" not in other
 
 
 def test_distillation_loss(make_model, make_swapped, tokens):
@@ -158,38 +113,15 @@ def test_distillation_loss(make_model, make_swapped, tokens):
     assert distillation_loss(model)(other, {"input_ids": tokens}).item() == pytest.approx(expected, rel=1e-4)
 
 
-def test_two_processes_write_what_one_writes(recipe, config, folders, tmp_path):
-    """Under torchrun only the main process writes; rows have the same keys and start from the same damage."""
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    config = replace(config, model=str(folders / "bert"), schemes=("relative:clip=4",), starts=("fit", "swap"))
-    alone = recipe.heal(config, tmp_path / "alone", progress=False)
-    options = []
-    for name, value in asdict(config).items():
-        option = {"schemes": "scheme", "starts": "start", "seeds": "seed"}.get(name, name).replace("_", "-")
-        for one in value if isinstance(value, tuple) else (value,):
-            options += [] if one is None else [f"--{option}", str(one)]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--"]
-    command = [*launch, str(RECIPES / "heal.py"), *options, "--output", str(tmp_path / "two")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    together = json.loads((tmp_path / "two" / "results.json").read_text())
-    for ours, theirs in zip(together["rows"], alone["rows"], strict=True):
-        assert ours.keys() == theirs.keys() and (ours["processes"], theirs["processes"]) == (2, 1)
-        for one, other in zip(ours["curve"], theirs["curve"], strict=True):
-            assert one == pytest.approx(other, rel=0.02)
-
-
-def test_text_teaches_and_the_original_is_the_control(recipe, config, tmp_path):
+def test_text_teaches_and_the_original_is_the_control(heal):
     """With its own next tokens in the loss, text tunes any model to itself: the original too, which is a row of its own."""
-    config = replace(config, schemes=("original", "rotary"), starts=("fit",), max_steps=30, learning_rate=1e-2)
-    ends = {}
-    for weight in (0.0, 0.5):
-        results = recipe.heal(replace(config, text_weight=weight), tmp_path / str(weight), progress=False)
-        assert [(row["scheme"], row["start"]) for row in results["rows"]] == [("original", ""), ("rotary", "fit")]
-        ends[weight] = [row["curve"][-1]["perplexity"] / results["original"]["perplexity"] for row in results["rows"]]
-    assert all(end < 0.9 * without for end, without in zip(ends[0.5], ends[0.0], strict=True))
-    table = (tmp_path / "0.5" / "results.md").read_text()
-    assert "next tokens with a weight of 0.5" in table and "| original |  |" in table
+    ends = []
+    for scheme, start in (("original", "swap"), ("rotary", "fit")):
+        options = {"scheme": scheme, "start": start, "max_steps": 30, "learning_rate": 1e-2}
+        without, taught = (heal(text_weight=weight, **options)["figures"] for weight in (0.0, 0.5))
+        ends.append(taught["ratio"] / without["ratio"])
+        assert "ratio_0" in taught and "damage_0" in without and "ratio_0" not in without
+    assert all(end < 0.9 for end in ends)
 
 
 def test_text_weight_is_the_cross_entropy(make_model):
@@ -206,11 +138,10 @@ def test_text_weight_is_the_cross_entropy(make_model):
         distillation_loss(make_model("bert"), text_weight=0.5)
 
 
-def test_fit_options_count(recipe, config, tmp_path):
+def test_fit_options_count(heal):
     """Steps and rate of the fit reach it."""
-    config = replace(config, starts=("fit",), max_steps=1, learning_rate=1e-9)
     starts = []
-    for number, options in enumerate(({"fit_steps": 1}, {"fit_steps": 20}, {"fit_steps": 20, "fit_learning_rate": 1e-5})):
-        results = recipe.heal(replace(config, **options), tmp_path / str(number), progress=False)
-        starts.append(results["rows"][0]["curve"][0]["damage"])
+    for options in ({"fit_steps": 1}, {"fit_steps": 20}, {"fit_steps": 20, "fit_learning_rate": 1e-5}):
+        found = heal(start="fit", max_steps=1, learning_rate=1e-9, **options)
+        starts.append(found["figures"]["damage_0"])
     assert starts[1] < 0.9 * starts[0] and starts[1] < 0.9 * starts[2]

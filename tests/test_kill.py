@@ -50,7 +50,7 @@ def newest(output):
 child, _ = fork(folder / "whole")
 assert os.waitpid(child, 0)[1] == 0
 draw, lost = random.Random(0), []
-for _ in range(8):
+for _ in range(5):
     begun = newest(folder / "cut")
     child, steps_taken = fork(folder / "cut", resume=begun > 0)
     seen = sum(len(os.read(steps_taken, 1)) for _ in range(draw.randint(1, 3)))

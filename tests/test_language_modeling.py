@@ -15,7 +15,8 @@ from transformers import AutoModelForMaskedLM, BertForMaskedLM, BertModel
 import hf_posswap as posswap
 from hf_posswap.data.text import read_documents, shorter_blocks, spread, token_blocks
 from hf_posswap.errors import DataError
-from hf_posswap.experiments.recipe import main, read_config
+from hf_posswap.experiments.options import read_config
+from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import MaskedBlocks, TextConfig, documents, mask_tokens, masked_lm_loss, train_head
 from hf_posswap.measure.damage import perplexity
 from hf_posswap.measure.losses import loss_by_position, mean_loss, sliding_window_losses, token_losses

@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from hf_posswap.errors import DataError, PosswapError
-from hf_posswap.experiments.recipe import load_model, read_config
+from hf_posswap.experiments.models import load_model
+from hf_posswap.experiments.options import read_config
 from hf_posswap.measure.listops import OPERATORS, SYMBOLS, TOKEN_IDS, ListOpsExamples, depth, evaluate
 from hf_posswap.measure.listops import listops_expressions as draw
 from hf_posswap.training import pad

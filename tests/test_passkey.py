@@ -13,7 +13,7 @@ from transformers import BertForQuestionAnswering, BertTokenizer, PreTrainedToke
 
 from hf_posswap.data.text import split_of
 from hf_posswap.errors import DataError, PosswapError
-from hf_posswap.experiments.recipe import read_config
+from hf_posswap.experiments.options import read_config
 from hf_posswap.measure.passkey import (
     CANDIDATES,
     FILLER,

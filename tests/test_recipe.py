@@ -1,10 +1,9 @@
 """The skeleton of recipes: options from a dataclass, YAML under the command line, one result file, no folder spoilt."""
 
+import importlib
 import json
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -13,11 +12,11 @@ from transformers import AutoModelForSequenceClassification
 
 import hf_posswap as posswap
 from hf_posswap.experiments.classification import ClassificationConfig
-from hf_posswap.experiments.recipe import RecipeConfig, cost, load_model, load_tokenizer, read_config
+from hf_posswap.experiments.models import cost, load_model, load_tokenizer
+from hf_posswap.experiments.options import RecipeConfig, read_config
 from hf_posswap.experiments.text_tasks import TextConfig
 from hf_posswap.provenance import lock
 
-ROOT = Path(__file__).parent.parent
 RECIPE = '''
 """How deep?
 
@@ -33,12 +32,22 @@ from hf_posswap.experiments.recipe import RecipeConfig, main
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RecipeConfig):
+    QUESTION = "How deep?"
+    FIGURES = {"depth": "where it was"}
+    FORBIDDEN_STARTS = {"fit": "there is no text"}
+
+    learning_rate: float = 1e-3
     depth: Annotated[int, "Where the key is."] = 3
     lengths: Annotated[tuple[int, ...], "Of the texts."] = (128, 256)
 
 
+answer = None
+
+
 def run(config, folder, resume):
-    return {"figures": {"depth": config.depth, "longest": max(config.lengths)}, "cost": {}}
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer or {"figures": {"depth": config.depth, "longest": max(config.lengths)}, "cost": {}}
 
 
 if __name__ == "__main__":
@@ -58,13 +67,24 @@ def _file(tmp_path, text):
     return path
 
 
-def _recipe(tmp_path, *options):
-    script = tmp_path / "depth.py"
-    script.write_text(RECIPE)
-    done = subprocess.run(
-        [sys.executable, str(script), *options], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture
+def start(tmp_path, monkeypatch, capsys):
+    """The function that starts a small recipe with some options; it returns the exit status and what was said."""
+    (tmp_path / "depth.py").write_text(RECIPE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "depth", raising=False)
+    module = importlib.import_module("depth")
+
+    def run(*options, answer=None):
+        monkeypatch.setattr(sys, "argv", ["depth.py", *map(str, options)])
+        if answer is not None:
+            monkeypatch.setattr(module, "answer", answer)
+        with pytest.raises(SystemExit) as stopped:
+            module.main(module.Config, module.run)
+        said = capsys.readouterr()
+        return stopped.value.code or 0, said.out + said.err
+
+    return run
 
 
 def test_command_line_over_file_over_defaults(tmp_path):
@@ -95,11 +115,15 @@ def test_local_files_take_the_place_of_a_hub_data_set(tmp_path):
         ("depth: five", "depth must be int, not 'five'"),
         ("depth: true", "depth must be int, not True"),
         ("lengths: 4", "lengths must be"),
-        ("start: warm", "start must be .*cold.*not 'warm'"),
+        ("start: warm", "start='warm'.*known are cold, swap"),
         ("dropout: 1", "dropout must be bool"),
         ("[1, 2]", "must hold `option: value` lines, not list"),
         ("scheme: rotery", "rotery"),
-        ("fit_steps: 0", "fit_steps=0 must be at least 1"),
+        ("fit_tokens: 0", "fit_tokens=0 must be at least 1"),
+        ("seed: -1", "seed=-1 must be from 0"),
+        ("learning_rate: -1", "learning_rate=-1.0 must be a number of 0 or more"),
+        ("weight_decay: .nan", "weight_decay=nan must be"),
+        ("learning_rate: .inf", "learning_rate=inf must be"),
     ],
 )
 def test_bad_files(tmp_path, text, says):
@@ -114,30 +138,68 @@ def test_bad_start():
         Config(start="warm")
 
 
-def test_a_run_from_the_command_line(tmp_path):
+def test_a_run_from_the_command_line(start, tmp_path):
     """Options, help, result file; a finished folder is not overwritten, another configuration is not resumed."""
-    code, out = _recipe(tmp_path, "--help")
-    assert code == 0 and "Where the key is. [default: 3]" in " ".join(out.split()) and "--learning-rate" in out
+    code, out = start("--help")
+    assert code == 0 and "Where the key is. [default: 3]" in " ".join(out.split())
+    assert "Its peak. [default: 0.001]" in " ".join(out.split())  # another default has the help of its parent
     assert "    python recipes/depth.py\n      python recipes/depth.py --depth 4\n" in out  # examples stay lines
     output = tmp_path / "out"
-    code, out = _recipe(tmp_path, "--depth", "4", "--lengths", "7", "--lengths", "8", "--output", str(output))
+    code, out = start("--depth", "4", "--lengths", "7", "--lengths", "8", "--output", output)
     assert code == 0, out
     result = json.loads((output / "result.json").read_text())
     assert result["figures"] == {"depth": 4, "longest": 8} and result["recipe"] == "depth"
-    assert result["config"] == json.loads(json.dumps(asdict(Config(depth=4, lengths=(7, 8)))))
-    assert "depth.py --depth 4 --lengths 7" in result["command"] and result["versions"]["torch"]
-    code, out = _recipe(tmp_path, "--output", str(output))
+    assert result["config"] == json.loads(json.dumps(asdict(Config(depth=4, lengths=(7, 8), learning_rate=1e-3))))
+    assert " --depth 4 --lengths 7" in result["command"] and result["versions"]["torch"]
+    assert (result["question"], result["meaning"]) == ("How deep?", {"depth": "where it was"})
+    code, out = start("--output", output)
     assert code == 2 and "not empty" in out and "Traceback" not in out
-    code, out = _recipe(tmp_path, "--output", str(output), "--resume")
+    code, out = start("--output", output, "--resume")
     assert code == 2 and "another configuration" in " ".join(out.split())
 
 
-def test_a_folder_in_use(tmp_path):
+def test_figures_that_are_no_numbers(start, tmp_path):
+    """A run that ends in NaN has failed, and leaves no result; nor does a model of NaN with good figures, which guesses."""
+    model = torch.nn.Linear(2, 2)
+    model.bias.data[1] = torch.nan
+    for number, (answer, says) in enumerate(
+        (
+            ({"figures": {"loss": float("nan")}}, "ended in loss nan"),
+            ({"figures": {"loss": float("inf")}}, "ended in loss inf"),
+            ({"figures": {"accuracy": 0.5}, "model": model}, "ended in bias that is not finite"),
+        )
+    ):
+        code, out = start("--output", tmp_path / str(number), answer={"cost": {}, **answer})
+        assert code == 2 and says in " ".join(out.split())
+        assert not (tmp_path / str(number) / "result.json").exists()
+
+
+def test_ctrl_c(start, tmp_path):
+    """Before training, too, it is one line and the exit status of shells."""
+    code, out = start("--output", tmp_path / "out", answer=KeyboardInterrupt())
+    assert code == 130 and "--resume goes on" in " ".join(out.split()) and "Traceback" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--seed", "-1"], "seed=-1 must be from 0"),
+        (["--learning-rate", "-1"], "learning_rate=-1.0 must be"),
+        (["--start", "fit"], "there is no text; known are cold, swap, scratch"),
+    ],
+)
+def test_one_line_errors(start, tmp_path, options, says):
+    """What a user got wrong is one line and exit status 2, and nothing is written."""
+    code, out = start("--output", tmp_path / "out", *options)
+    assert code == 2 and says in " ".join(out.split()) and "Traceback" not in out and not (tmp_path / "out").exists()
+
+
+def test_a_folder_in_use(start, tmp_path):
     """Two runs cannot write into one folder; the lock of a process that is gone does not count."""
     with lock(tmp_path / "out"):
-        code, out = _recipe(tmp_path, "--output", str(tmp_path / "out"))
+        code, out = start("--output", tmp_path / "out")
         assert code == 2 and "in use by another run" in " ".join(out.split())
-    code, out = _recipe(tmp_path, "--output", str(tmp_path / "out"))
+    code, out = start("--output", tmp_path / "out")
     assert code == 0, out
 
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+import runpy
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -13,17 +15,20 @@ from scipy import stats
 
 import hf_posswap as posswap
 from hf_posswap import cli
-from hf_posswap.commands.compare import _begin, _jobs
+from hf_posswap.commands import compare as commands_compare
+from hf_posswap.commands.compare import _begin, _jobs, run_all
+from hf_posswap.errors import Interrupted
 from hf_posswap.experiments.comparison import (
     background,
     check_budgets,
     load_runs,
     markdown,
     paired_table,
-    plot,
-    write_comparison,
+    verdict,
 )
-from hf_posswap.experiments.recipe import RecipeConfig
+from hf_posswap.experiments.options import RecipeConfig
+from hf_posswap.experiments.page import plot, write_comparison
+from hf_posswap.experiments.swap_cost import SwapCostConfig
 
 ROOT = Path(__file__).parent.parent
 
@@ -189,18 +194,40 @@ def test_page(tmp_path):
     assert json.loads(written[0].read_text())["runs"][0]["figures"]["accuracy"] == 0.5
 
 
-RECIPE = '''"""Count."""
-from dataclasses import dataclass
-from hf_posswap.experiments.recipe import RecipeConfig, main
+RECIPE = """
+import json, sys
+from pathlib import Path
 
-def run(config, folder, resume):
-    if config.scheme == "original" and not resume:
-        raise OSError("no luck")
-    return {"figures": {"score": config.max_steps + config.seed}, "cost": {}}
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+output = Path(given["--output"])
+if given["--scheme"] == "original" and "--resume" not in sys.argv:
+    output.mkdir(parents=True)
+    raise SystemExit("no luck")
+config = {name.removeprefix("--").replace("-", "_"): value for name, value in given.items() if name != "--output"}
+config = {**json.loads(CONFIG), **config, "seed": int(given["--seed"])}
+result = {"recipe": "count", "command": " ".join(sys.argv), "commit": None, "versions": {"torch": "2"}, "cost": {},
+          "hardware": {"cpu": "a cpu", "threads": 1, "accelerator": None}, "config": config,
+          "figures": {"score": int(given["--max-steps"]) + config["seed"]}}
+output.mkdir(parents=True, exist_ok=True)
+with (output / "count").open("a") as times:
+    times.write("once ")
+(output / "result.json").write_text(json.dumps(result))
+"""
 
-if __name__ == "__main__":
-    main(RecipeConfig, run)
-'''
+
+@pytest.fixture
+def compare(tmp_path, monkeypatch, capsys):
+    """The function that starts recipes/compare.py next to a recipe that only counts, and needs no time to import."""
+    (tmp_path / "count.py").write_text(RECIPE.replace("CONFIG", repr(json.dumps(asdict(RecipeConfig())))))
+    (tmp_path / "compare.py").write_text((ROOT / "recipes" / "compare.py").read_text())
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            runpy.run_path(str(tmp_path / "compare.py"), run_name="__main__")
+        return stopped.value.code or 0, " ".join(capsys.readouterr().err.split())
+
+    return run
 
 
 def test_a_row_far_off_does_not_hide_the_others(tmp_path):
@@ -213,23 +240,35 @@ def test_a_row_far_off_does_not_hide_the_others(tmp_path):
         assert plot(runs, "perplexity").axes[0].get_yscale() == scale
 
 
-def test_running_a_recipe(tmp_path):
+def test_running_a_recipe(compare, tmp_path):
     """Every scheme, start and seed once, the original with one start; a failed run stops, and the same command goes on."""
-    (tmp_path / "count.py").write_text(RECIPE)
-    (tmp_path / "compare.py").write_text((ROOT / "recipes" / "compare.py").read_text())
-
-    def compare(*seeds):
-        command = [sys.executable, str(tmp_path / "compare.py"), "count", "--scheme", "original", "--scheme", "none"]
-        command += ["--start", "cold", *(x for seed in seeds for x in ("--seed", seed)), "--output", str(tmp_path / "out")]
-        return subprocess.run([*command, "--", "--max-steps", "5"], cwd=ROOT, capture_output=True, text=True, timeout=600)
-
-    done = compare("9")
-    says = " ".join(done.stderr.split())
-    assert done.returncode == 2 and "original, swap, seed 9 failed" in says and "no luck" in says
-    done = compare("9")
-    assert done.returncode == 0, done.stderr
+    arguments = ["count", "--scheme", "none", "--scheme", "original", "--start", "cold", "--seed", "9"]
+    arguments += ["--output", str(tmp_path / "out"), "--", "--max-steps", "5"]
+    code, says = compare(*arguments)
+    assert code == 2 and "original, swap, seed 9 failed" in says and "compare: none, cold, seed 9, run 1 of 2" in says
+    code, says = compare(*arguments)
+    assert code == 0, says
     table = (tmp_path / "out" / "comparison.md").read_text()
     assert "| original | 14.0 |" in table and "| none, cold | 14.0 |" in table
+    assert [path.read_text() for path in (tmp_path / "out").rglob("count")] == ["once "] * 2  # what is finished is kept
+
+
+def test_ctrl_c_stops_the_run(monkeypatch, tmp_path):
+    """The run gets SIGTERM, on which the training loop saves, and the comparison ends in one line with 130."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    wait, waited = process.wait, []
+
+    def interrupted():
+        waited.append(1)
+        if len(waited) == 1:
+            raise KeyboardInterrupt
+        return wait()
+
+    process.wait = interrupted
+    monkeypatch.setattr(subprocess, "Popen", lambda *given, **options: process)
+    with pytest.raises(Interrupted, match="the same command does the rest"):
+        run_all(["any"], [("none", "swap", 0)], tmp_path)
+    assert process.returncode == -signal.SIGTERM
 
 
 THEIRS = """
@@ -244,25 +283,25 @@ class Theirs(NoPositions):
 """
 
 
-def test_schemes_of_others(tmp_path):
+def test_schemes_of_others(compare, tmp_path):
     """A scheme that a user's file registers is a row like any other; without the file its name is an error before any run."""
-    (tmp_path / "count.py").write_text(RECIPE)
     (tmp_path / "their_scheme.py").write_text(THEIRS)
-    compare = [sys.executable, str(ROOT / "recipes" / "compare.py"), "count.py", "--scheme", "theirs", "--scheme", "none"]
-    compare += ["--seed", "4", "--output", "out"]
-    done = subprocess.run(compare, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "unknown scheme 'theirs'" in done.stderr and not (tmp_path / "out").exists()
-    done = subprocess.run(
-        [*compare, "--schemes-from", "their_scheme.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    runs = json.loads((tmp_path / "out" / "comparison.json").read_text())["runs"]
-    check_budgets([*runs, {**runs[0], "config": {**runs[0]["config"], "scheme": "rotary", "schemes_from": None}}])
-    other = [{**run, "config": {**run["config"], "seed": 5, "schemes_from": "another.py"}} for run in runs]
-    with pytest.raises(posswap.PosswapError, match=r"have schemes_from another\.py and their_scheme\.py"):
-        check_budgets([*runs, *other])  # the same name, and maybe another scheme
-    assert {run["config"]["scheme"] for run in runs} == {"theirs", "none"}
-    assert {run["config"]["schemes_from"] for run in runs} == {"their_scheme.py"}
+    file, output = str(tmp_path / "their_scheme.py"), tmp_path / "out"
+    arguments = ["count", "--scheme", "theirs", "--scheme", "none", "--seed", "4", "--output", str(output)]
+    code, says = compare(*arguments, "--", "--max-steps", "5")
+    assert code == 2 and "unknown scheme 'theirs'" in says and not output.exists()
+    try:
+        code, says = compare(*arguments, "--schemes-from", file, "--", "--max-steps", "5")
+        assert code == 0, says
+        runs = json.loads((output / "comparison.json").read_text())["runs"]
+        check_budgets([*runs, {**runs[0], "config": {**runs[0]["config"], "scheme": "rotary", "schemes_from": None}}])
+        other = [{**run, "config": {**run["config"], "seed": 5, "schemes_from": "another.py"}} for run in runs]
+        with pytest.raises(posswap.PosswapError, match=r"have schemes_from .*another\.py"):
+            check_budgets([*runs, *other])  # the same name, and maybe another scheme
+        assert {run["config"]["scheme"] for run in runs} == {"theirs", "none"}
+        assert {run["config"]["schemes_from"] for run in runs} == {file}  # the recipe is told, too
+    finally:
+        posswap.SCHEMES.pop("theirs", None)
 
 
 def test_a_folder_is_of_one_question(tmp_path):
@@ -289,6 +328,7 @@ def test_the_order_of_runs():
         (["--scheme", "original", "--scheme", "rotray"], "did you mean 'rotary'"),
         (["--collect", "here", "--", "--model", "minilm"], "not both"),
         (["--start", "warm"], "known are cold, swap, fit, scratch"),
+        (["recipes/passkey.py", "--quick"], "leave out the recipe, or --quick"),
     ],
 )
 def test_bad_comparisons(arguments, says, tmp_path, monkeypatch, capsys):
@@ -301,20 +341,56 @@ def test_bad_comparisons(arguments, says, tmp_path, monkeypatch, capsys):
 
 
 def test_the_default_recipe(tmp_path, monkeypatch, capsys):
-    """Without a recipe `hf-posswap compare` runs what a swap costs, as a module; options after -- go to it."""
+    """Without a recipe `hf-posswap compare` runs what a swap costs, as a module; options after -- go to it; quick is small."""
     asked = []
 
-    def run(command, **_):
+    def run(command):
         asked.append(command)
-        _run(Path(command[command.index("--output") + 1]), {"kl": 0.5}, scheme=command[command.index("--scheme") + 1])
-        return subprocess.CompletedProcess(command, 0)
+        options = dict(zip(command[3::2], command[4::2], strict=False))
+        _run(Path(options["--output"]), {"kl": 0.5}, scheme=options["--scheme"], start=options["--start"])
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", run)
-    arguments = ["--scheme", "original", "--scheme", "none", "--seed", "0", "--output", str(tmp_path), "--", "--model", "gpt2"]
-    monkeypatch.setattr(sys, "argv", ["hf-posswap", "compare", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert not stopped.value.code, capsys.readouterr().err
-    assert [command[:5] for command in asked] == [
-        [sys.executable, "-m", "hf_posswap.experiments.swap_cost", "--model", "gpt2"]
-    ] * 2
+    monkeypatch.setattr(commands_compare, "_run", run)
+    chosen = ["--scheme", "original", "--scheme", "none", "--seed", "0"]
+    for name, arguments in (("all", chosen), ("quick", ["--quick"])):
+        arguments = ["compare", *arguments, "--output", str(tmp_path / name), "--", "--model", "gpt2"]
+        monkeypatch.setattr(sys, "argv", ["hf-posswap", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        assert not stopped.value.code, capsys.readouterr().err
+    assert all(command[:3] == [sys.executable, "-m", "hf_posswap.experiments.swap_cost"] for command in asked)
+    assert [command[3:5] for command in asked[:2]] == [["--model", "gpt2"]] * 2
+    quick = [dict(zip(command[3::2], command[4::2], strict=False)) for command in asked[2:]]
+    assert [(one["--scheme"], one["--start"], one["--seed"]) for one in quick] == [
+        ("original", "swap", "0"), ("relative", "fit", "0"), ("rotary", "fit", "0")
+    ]  # fmt: skip
+    assert all(int(one["--max-steps"]) < SwapCostConfig.max_steps and one["--model"] == "gpt2" for one in quick)
+
+
+def test_verdict(tmp_path):
+    """The best row by the sense of the figure's name, and the rows that surely differ; nothing sure of one seed."""
+    values = {"original": [0.5, 0.7, 0.9], "rotary": [0.512, 0.714, 0.913], "none": [0.6, 0.5, 0.95]}
+    for scheme, found in values.items():
+        for seed, value in enumerate(found):
+            _run(tmp_path / f"{scheme}-{seed}", {"accuracy": value, "loss": value, "spread": value}, scheme=scheme, seed=seed)
+    runs = load_runs([tmp_path])
+    said = verdict(runs)
+    assert said.startswith("**Best: the highest accuracy is 0.713, rotary, swap.** Surely different")
+    assert said.endswith("rotary, swap (+0.013).")
+    assert verdict(runs, figures=["loss"]).startswith("**Best: the lowest loss is 0.6833, none, swap.**")
+    assert verdict(runs, figures=["spread"]).startswith("**The highest spread is")  # nobody says which is better
+    one = [run for run in runs if run["config"]["seed"] == 0]
+    assert verdict(one).endswith("One seed: no difference from the original is sure.")
+    assert "No original" in verdict([run for run in one if run["config"]["scheme"] == "none"])
+    write_comparison(runs, tmp_path / "written")
+    assert (tmp_path / "written" / "comparison.md").read_text().startswith(said)
+    page = (tmp_path / "written" / "comparison.html").read_text()
+    assert page.index("<strong>Best: the highest accuracy") < page.index("<table>")
+
+
+def test_curves_from_nothing(tmp_path):
+    """Figures after 0, 10, 100 tokens are drawn on an axis that has the 0."""
+    for seed in (0, 1):
+        _run(tmp_path / str(seed), {f"damage_{n}": 1 / (n + 1 + seed) for n in (0, 10, 100)}, seed=seed)
+    axes = plot(load_runs([tmp_path]), "damage").axes[0]
+    assert axes.get_xscale() == "symlog" and axes.get_xlim()[0] <= 0

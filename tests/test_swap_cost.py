@@ -69,7 +69,7 @@ def test_seeds_matter(options, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"start": "scratch"}, "take the start cold, swap or fit"),
+        ({"start": "scratch"}, "what a checkpoint loses; known are cold, swap, fit"),
         ({"word_order_sentences": 2}, "word_order_sentences=2"),
         ({"scheme": "rotray"}, "did you mean 'rotary'"),
     ],

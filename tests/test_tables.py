@@ -9,7 +9,7 @@ import datasets
 import pytest
 
 from hf_posswap import PosswapError
-from hf_posswap.data.tables import Rows, TableConfig, hold_out, read_hub, read_task
+from hf_posswap.data.tables import TableConfig, hold_out, read_hub, read_task
 
 ROWS = [{"text": f"text number {n}", "label": n % 3} for n in range(30)]
 
@@ -120,10 +120,9 @@ def test_what_is_drawn(tmp_path):
     assert (len(task.train), len(task.validation)) == (20, 5) and not set(task.train.texts) & set(task.validation.texts)
     numbers = [int(text.split()[0]) for text in task.train.texts]
     assert numbers == sorted(numbers) and task.train.labels == [n % 2 for n in numbers]
-    rows = Rows([str(n) for n in range(50)], None, list(range(50)))
-    train, held = hold_out(rows, seed=3)
-    assert sorted(train.labels + held.labels) == rows.labels and len(held) == 5
-    assert rows.sample(99, seed=0) is rows
+    parts = hold_out(50, seed=3)
+    assert sorted(parts["train"] + parts["validation"]) == list(range(50)) and len(parts["validation"]) == 5
+    assert parts != hold_out(50, seed=4) and len(read_task(TableConfig(train_file=file, max_train_samples=99)).train) == 90
     state = random.getstate()
     read()
     assert random.getstate() == state
@@ -156,6 +155,12 @@ GOOD = "text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(20))
         ("text,label\n" + "x,1.5\n" * 20, {}, "is the same in all rows of the train part"),
         ("text,label\nx,1\ny,0\n", {}, "2 rows are too few to hold a tenth out"),
         ("text,label\n" + "".join(f"x,word{n}\n" for n in range(20)), {}, "20 different labels in 20 rows"),
+        (GOOD + "secret,-1\n", {}, "row 21 of the train part of t.csv has the label -1, .*drop such rows"),
+        (
+            GOOD + GOOD[11:] + "x,1000000000000\n",
+            {},
+            "row 41 of the train part of t.csv has the label 1000000000000, which is no class",
+        ),
         ("text,label\nx,one\ny,two\n", {"task": "regression"}, "the text 'one': a regression needs numbers"),
     ],
 )
@@ -169,9 +174,9 @@ def test_bad_tables(tmp_path, content, options, says):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("text,label\nx,0\nx,7\n", "row 2 of the validation part of t.csv has the label '7', .*known are 0, 1"),
+        ("text,label\nx,0\nx,7\n", "row 2 of the validation part of v.csv has the label '7', .*known are 0, 1"),
         ("text,label\nx,yes\n", "the label 'yes'.*out of range"),
-        ("text,class\nx,1\n", r"the validation part of t.csv has no column 'label'; it has \['text', 'class'\]"),
+        ("text,class\nx,1\n", r"the validation part of v.csv has no column 'label'; it has \['text', 'class'\]"),
         ("text,label\n", "has no rows"),
     ],
 )

@@ -1,5 +1,6 @@
 """Run a recipe for several schemes, starts and seeds under one budget, or collect finished runs, and set them side by side.
 
+    hf-posswap compare --quick --output runs/quick                     # minutes: two schemes after a short fit, one seed
     hf-posswap compare --output runs/cost                              # what a swap costs: hf_posswap/experiments/swap_cost.py
     hf-posswap compare recipes/passkey.py --scheme original --scheme rotary --start cold --start fit --seed 0 \\
         --output runs/keys -- --config recipes/configs/passkey.yaml
@@ -13,7 +14,9 @@ are kept: the same command again does the rest. Writes comparison.json, .md, .ht
 """
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -23,15 +26,19 @@ import typer
 from rich.console import Console
 from tqdm import tqdm
 
-from hf_posswap.errors import PosswapError
-from hf_posswap.experiments.comparison import load_runs, write_comparison
-from hf_posswap.experiments.recipe import ORIGINAL, STARTS
+from hf_posswap.errors import Interrupted, PosswapError
+from hf_posswap.experiments.comparison import ORIGINAL, load_runs
+from hf_posswap.experiments.options import STARTS
+from hf_posswap.experiments.page import write_comparison
 from hf_posswap.provenance import write_json
 from hf_posswap.schemes import parse_scheme
 from hf_posswap.schemes.importing import import_schemes
 from hf_posswap.terminal import print_markdown
+from hf_posswap.training.run_log import announce
 
 SCHEMES = (ORIGINAL, "sinusoidal", "relative", "rotary", "none")
+QUICK_SCHEMES = (ORIGINAL, "relative", "rotary")
+QUICK = shlex.split("--max-steps 8 --fit-tokens 8192 --evaluation-tokens 4096 --word-order-sentences 120")
 DEFAULT_RECIPE = "hf_posswap.experiments.swap_cost"  # a module of the package, so that it is there without the recipes
 
 
@@ -48,6 +55,7 @@ def compare(
     ] = None,
     vary: Annotated[list[str] | None, typer.Option(help="An option that may differ, in --collect. Repeatable.")] = None,
     figure: Annotated[list[str] | None, typer.Option(help="Figures of the table. Repeatable. Default: all.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="The default recipe in minutes: rotary, relative; start fit.")] = False,
     launcher: Annotated[str, typer.Option(help="What starts a run.", show_default="this Python")] = sys.executable,
 ):
     """Compare position schemes in one recipe: equal budgets, means with spread, one page to share.
@@ -56,6 +64,7 @@ def compare(
     What stands after -- goes to every run.
 
     \b
+        hf-posswap compare --quick --output runs/quick
         hf-posswap compare --output runs/cost
         hf-posswap compare recipes/passkey.py --scheme original --scheme rotary --start fit --output runs/keys \\
             -- --config recipes/configs/passkey.yaml
@@ -65,6 +74,11 @@ def compare(
         recipe, options = None, [recipe, *(options or [])]
     if collect and (recipe or options or schemes_from):
         raise PosswapError("give a recipe to run (and --schemes-from), or --collect folders of finished runs, not both")
+    if quick and (recipe or collect):
+        raise PosswapError("--quick is the default recipe with a small budget: leave out the recipe, or --quick")
+    if quick:  # what is said besides wins
+        options, scheme = [*QUICK, *(options or [])], scheme or QUICK_SCHEMES
+        start, seed = start or ["fit"], seed or [0]
     if not collect:
         if schemes_from:
             import_schemes(schemes_from)
@@ -81,16 +95,38 @@ def compare(
 
 def run_all(command: list[str], jobs: list[tuple[str, str, int]], output: Path) -> None:
     """Run a recipe's command for each (scheme, start, seed) that has no result below `output` yet."""
-    for scheme, start, seed in (bar := tqdm(jobs, desc="compare", unit="run")):
+    bar = tqdm(jobs, desc="compare", unit="run", disable=None)
+    for number, (scheme, start, seed) in enumerate(bar, 1):
         bar.set_postfix_str(f"{scheme}, {start}, seed {seed}")
         name = "-".join("".join(c if c.isalnum() else "-" for c in part) for part in (scheme, start, str(seed)))
         folder = output / "runs" / name
         if (folder / "result.json").exists():
             continue
         chosen = ["--scheme", scheme, "--start", start, "--seed", str(seed), "--output", str(folder)]
-        done = subprocess.run([*command, *chosen, *(["--resume"] if folder.exists() else [])], check=False)
-        if done.returncode:
+        announce(f"compare: {scheme}, {start}, seed {seed}, run {number} of {len(jobs)}")
+        status = _run([*command, *chosen, *(["--resume"] if folder.exists() else [])])
+        if status == 130:
+            raise Interrupted(f"stopped; what is finished is kept in {output}: the same command does the rest")
+        if status:
             raise PosswapError(f"the run of {scheme}, {start}, seed {seed} failed; what is finished is kept in {output}")
+
+
+def _run(command: list[str]) -> int:
+    """Run a command in a session of its own, and return its exit status; 130 where this one was asked to stop.
+
+    Its launcher would answer Ctrl-C with a traceback. On SIGTERM the training loop saves a checkpoint; all else just ends.
+    """
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+        return 130
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _jobs(schemes: list[str], starts: list[str], seeds: list[int]) -> list[tuple[str, str, int]]:

@@ -6,7 +6,7 @@ numbered in sorted order of the training set, and everything that is wrong with 
 
 import math
 import random
-from collections.abc import Sequence
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -70,24 +70,6 @@ class Rows:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def take(self, places: Sequence[int]) -> "Rows":
-        """Return some of the rows."""
-        return Rows(
-            [self.texts[i] for i in places],
-            None if self.pairs is None else [self.pairs[i] for i in places],
-            [self.labels[i] for i in places],
-        )
-
-    def sample(self, count: int | None, seed: int) -> "Rows":
-        """Return so many rows, drawn with a seed and in their old order; all of them if there are no more.
-
-        >>> Rows(list("abcde"), None, [0, 1, 0, 1, 0]).sample(3, seed=0).texts
-        ['a', 'd', 'e']
-        """
-        if count is None or count >= len(self):
-            return self
-        return self.take(sorted(random.Random(seed).sample(range(len(self)), count)))
-
 
 @dataclass(frozen=True)
 class Task:
@@ -118,38 +100,47 @@ def read_task(config: TableConfig) -> Task:
         raise DataError("give a Hub data set (dataset) or a local file (train_file), one of them")
     tables = _hub_tables(config) if config.dataset else _local_tables(config)
     source = config.dataset or Path(config.train_file).name
+    files = {} if config.dataset else {"train": source, "validation": config.validation_file, "test": config.test_file}
     text, pair, label = _choose_columns(tables["train"], config, source)
-    texts, values = {}, {}
+    where = {split: f"the {split} part of {Path(files[split]).name if files else source}" for split in tables}
     for split, table in tables.items():
-        where = f"the {split} part of {source}"
         if len(table) == 0:
-            raise DataError(f"{where} has no rows")
-        texts[split] = [read_texts(table, name, where) for name in (text, pair) if name]
-        values[split] = _label_column(table, label, where)
+            raise DataError(f"{where[split]} has no rows")
+        for name in (text, pair):
+            if name:
+                read_texts(table, name, where[split])  # or why they cannot be read
+    values = {split: _label_column(table, label, where[split]) for split, table in tables.items()}
     feature = tables["train"].features[label]
     if config.task == "regression" or config.task == "auto" and _is_float(feature):
-        names, labels = (), {split: _numbers(values[split], label, f"the {split} part of {source}") for split in values}
+        names, labels = (), {split: _numbers(values[split], label, where[split]) for split in values}
     else:
-        names, labels = _number_labels(values, getattr(feature, "names", None), label, source)
-    rows = {split: Rows(*(texts[split] + [None])[:2], labels[split]) for split in tables}
-    if "validation" not in rows:
-        rows["train"], rows["validation"] = hold_out(rows["train"], config.data_seed)
-    rows = {
-        split: part.sample(config.max_train_samples if split == "train" else config.max_eval_samples, config.data_seed)
-        for split, part in rows.items()
-    }
-    for split, part in rows.items():
-        if len(set(part.labels)) < 2 and (not names or split == "train"):
-            raise DataError(f"column {label!r} is the same in all rows of the {split} part of {source}: nothing to tell apart")
+        names, labels = _number_labels(values, getattr(feature, "names", None), label, where)
+    places = {split: list(range(len(table))) for split, table in tables.items()}
+    if "validation" not in tables:
+        places |= hold_out(len(tables["train"]), config.data_seed)
+    rows = {}
+    for split, found in places.items():
+        whole = "train" if split not in tables else split
+        wanted = config.max_train_samples if split == "train" else config.max_eval_samples
+        if wanted is not None and wanted < len(found):
+            found = sorted(random.Random(config.data_seed).sample(found, wanted))
+        table = tables[whole].select(found)
+        rows[split] = Rows(table[text][:], pair and table[pair][:], [labels[whole][place] for place in found])
+        if len(set(rows[split].labels)) < 2 and (not names or split == "train"):
+            raise DataError(f"column {label!r} is the same in all rows of {where[whole]}: nothing to tell apart")
     return Task(source, rows["train"], rows["validation"], rows.get("test"), names)
 
 
-def hold_out(rows: Rows, seed: int) -> tuple[Rows, Rows]:
-    """Return (nine tenths, a tenth) of the rows, drawn with a seed."""
-    if len(rows) < 10:
-        raise DataError(f"{len(rows)} rows are too few to hold a tenth out: give validation rows")
-    held = set(random.Random(seed).sample(range(len(rows)), len(rows) // 10))
-    return rows.take([i for i in range(len(rows)) if i not in held]), rows.take(sorted(held))
+def hold_out(count: int, seed: int) -> dict[str, list[int]]:
+    """Return the places of the rows to train on, nine tenths of so many, and of those to measure on, drawn with a seed.
+
+    >>> hold_out(20, seed=0)["validation"]
+    [12, 13]
+    """
+    if count < 10:
+        raise DataError(f"{count} rows are too few to hold a tenth out: give validation rows")
+    held = set(random.Random(seed).sample(range(count), count // 10))
+    return {"train": [place for place in range(count) if place not in held], "validation": sorted(held)}
 
 
 def table_kind(path: Path) -> str | None:
@@ -294,20 +285,39 @@ def _numbers(values: list, column: str, where: str) -> list[float]:
     return [float(value) for value in values]
 
 
+def _check_numbers(labels: list, where: str) -> None:
+    """Raise for a whole number that is no class: GLUE's -1 for a label that is kept secret, or one that strayed in.
+
+    Classes that are -1 and 1 are taken, and so are gaps, as long as more than one row of many has the label.
+    """
+    counts = Counter(labels)
+    if not all(isinstance(label, int) for label in counts):
+        return
+    strange = [-1] if {-1, 0} <= counts.keys() else []
+    if len(labels) >= 10 * len(counts):
+        strange += [n for n, count in counts.items() if count == 1 and not {n - 1, n + 1} & counts.keys()]
+    for label in strange:
+        raise DataError(
+            f"row {labels.index(label) + 1} of {where} has the label {label}, which is no class like the others "
+            "(-1 often stands for a secret one): drop such rows, or write classes as words"
+        )
+
+
 def _number_labels(
-    values: dict[str, list], names: list[str] | None, column: str, source: str
+    values: dict[str, list], names: list[str] | None, column: str, where: dict[str, str]
 ) -> tuple[tuple[str, ...], dict[str, list[int]]]:
     """Number the labels: a Hub data set's own numbers, or else the sorted labels of the training rows."""
     train = values["train"]
     if names:
         known = {number: number for number in range(len(names))}
     else:
+        _check_numbers(train, where["train"])
         kinds = {isinstance(value, str) for value in train}
         different = sorted({str(value) for value in train}) if len(kinds) > 1 else sorted(set(train))
         if len(different) > max(10, len(train) // 2):
             raise DataError(
-                f"column {column!r} of {source} holds {len(different)} different labels in {len(train)} rows: give another "
-                "label_column, or task=regression for numbers"
+                f"column {column!r} of {where['train']} holds {len(different)} different labels in {len(train)} rows: give "
+                "another label_column, or task=regression for numbers"
             )
         # By their text: 1 in a csv and "1" in a json file are one label.
         names, known = [str(value) for value in different], {str(value): number for number, value in enumerate(different)}
@@ -317,7 +327,7 @@ def _number_labels(
             if value not in known:
                 hint = " (-1 stands for a label that is kept secret)" if value == -1 else ""
                 raise DataError(
-                    f"row {number} of the {split} part of {source} has the label {value!r}{hint}, which is out of range: "
+                    f"row {number} of {where[split]} has the label {value!r}{hint}, which is out of range: "
                     f"known are {', '.join(map(str, list(known)[:20]))}"
                 )
     return tuple(names), {split: [known[value] for value in labels] for split, labels in values.items()}

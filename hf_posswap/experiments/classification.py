@@ -3,7 +3,6 @@
 Shapes: B texts of a batch, L tokens of the longest of them, C labels (1 in a regression).
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -17,10 +16,13 @@ from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.tables import Rows, TableConfig, Task, read_task
 from hf_posswap.data.text import embedded_documents, stdlib_prose
 from hf_posswap.errors import DataError, PosswapError
-from hf_posswap.experiments.recipe import RecipeConfig, cost, load_family, load_model, load_tokenizer
+from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.curve import Curve
+from hf_posswap.experiments.models import cost, load_family, load_model, load_tokenizer
+from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.measure.word_order import word_order_examples
-from hf_posswap.provenance import write_json
 from hf_posswap.training import TrainingRun, evaluate_batches, pad, train
+from hf_posswap.training.run_log import announce
 
 WORD_ORDER = {"train": 4000, "validation": 1000}  # examples of the embedded task, where max_*_samples do not say
 
@@ -62,6 +64,8 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     """
     from hf_posswap.measure.metrics import metric_names  # imports `evaluate`, which takes seconds
 
+    with PartialState().main_process_first():  # which fills the cache that the others read
+        task = read_labelled(config)
     tokenizer, trained = load_tokenizer(config.model), trained_positions(config)
     held = config.max_positions or trained  # what the scheme will hold
     longest = config.max_length or held
@@ -69,8 +73,6 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
         raise PosswapError(
             f"max_length={longest}, but the model will read {held} tokens: raise max_positions, or cut at {held}"
         )
-    with PartialState().main_process_first():  # which fills the cache that the others read
-        task = read_labelled(config)
     metrics = metric_names(len(task.label_names))
     if config.metric:
         if config.metric not in metrics:
@@ -82,16 +84,18 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     parts = {"train": task.train, "validation": task.validation} | ({"test": task.test} if task.test else {})
     encoded = {split: encode(rows, tokenizer, longest, split) for split, rows in parts.items()}
 
-    fitted_on = []
+    fitted = config.start == "fit" and config.scheme != ORIGINAL
     options = {"num_labels": 1, "problem_type": "regression"}
     if not task.is_regression:
         names = dict(enumerate(task.label_names))
         options = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
         options["problem_type"] = "single_label_classification"
+    enough = sum(encoded["train"].lengths) >= max(config.fit_tokens, 2 * min(trained, config.max_positions or trained))
+    fit_on = task.train if enough else None
     model = load_model(
         config,
         AutoModelForSequenceClassification,
-        fit_batches=lambda: _fit_batches(config, task, encoded["train"], tokenizer, trained, fitted_on),
+        fit_batches=lambda: _fit_batches(config, fit_on, tokenizer, trained),
         tokenizer=tokenizer,
         **options,
     )
@@ -100,12 +104,12 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     def measure(model: PreTrainedModel, split: str) -> dict[str, float]:
         return _figures(model, encoded[split].rows, metrics, pad_token_id, config.eval_batch_size)
 
+    curve = Curve(folder)
+
     def look(model: PreTrainedModel, run: TrainingRun) -> None:
         step = len(run.losses)
         if step % config.eval_steps == 0 and step < config.max_steps:
-            point = {"step": step, "tokens": run.tokens, "seconds": run.seconds, **measure(model, "validation")}
-            if PartialState().is_main_process:
-                write_json(folder / "rows" / f"{step:08d}.json", point)
+            curve.add(step, {"tokens": run.tokens, "seconds": run.seconds, **measure(model, "validation")})
 
     model, run = train(
         model,
@@ -116,6 +120,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
         output=folder,
         resume=resume,
     )
+    announce("measuring")
     figures = measure(model, "validation")
     point = {"step": len(run.losses), "tokens": run.tokens, "seconds": run.seconds, **figures}
     if task.test:
@@ -125,13 +130,12 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
         if long:
             few = _figures(model, long, metrics, pad_token_id, config.eval_batch_size)
             figures |= {f"{name}_long": value for name, value in few.items()}
-    rows = [json.loads(file.read_text()) for file in sorted((folder / "rows").glob("*.json"))]
     return {
         "figures": figures,
         "metric": metrics[0],
         "cost": cost(model, run),
         "model": model,
-        "curve": [row for row in rows if row["step"] < point["step"]] + [point],
+        "curve": [one for one in curve.points() if one["step"] < point["step"]] + [point],
         "losses": run.losses,
         "data": {
             "source": task.source,
@@ -139,7 +143,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
             "max_length": longest,
             "splits": {split: _sizes(part, split_at) for split, part in encoded.items()},
         },
-        "fitted_on": fitted_on[0] if fitted_on else None,
+        "fitted_on": ("the training texts" if enough else "the embedded text") if fitted else None,
     }
 
 
@@ -233,15 +237,11 @@ def _figures(model: PreTrainedModel, rows: list[dict], metrics: tuple[str, ...],
     return {**compute_metrics(metrics, guesses.tolist(), labels.tolist()), "loss": loss.item()}
 
 
-def _fit_batches(
-    config: ClassificationConfig, task: Task, train_rows: Encoded, tokenizer, trained: int, fitted_on: list[str]
-) -> list[torch.Tensor]:
-    """Return the text that a swap is fitted on: the training texts, or the embedded text if they are too few."""
+def _fit_batches(config: ClassificationConfig, rows: Rows | None, tokenizer, trained: int) -> list[torch.Tensor]:
+    """Return the text that a swap is fitted on: that of the training rows, or, where they are too few, the embedded text."""
     _, causal = load_family(config.model)
     longest = min(trained, config.max_positions or trained)
-    enough = sum(train_rows.lengths) >= max(config.fit_tokens, 2 * longest)
-    fitted_on.append("the training texts" if enough else "the embedded text")
-    texts = [*task.train.texts, *(task.train.pairs or [])] if enough else embedded_documents("train", causal=causal)
+    texts = embedded_documents("train", causal=causal) if rows is None else [*rows.texts, *(rows.pairs or [])]
     return text_batches(texts, tokenizer, longest, tokens=config.fit_tokens, causal=causal)
 
 

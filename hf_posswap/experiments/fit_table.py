@@ -1,4 +1,4 @@
-"""Results of recipes/fit_quality.py as Markdown tables, and the line that says what stands behind a table."""
+"""The committed results of fits as Markdown tables, and the line that says what stands behind a table."""
 
 from statistics import mean, stdev
 

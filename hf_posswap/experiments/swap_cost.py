@@ -23,12 +23,15 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.text import shorter_blocks, spread, stdlib_prose, token_blocks
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments.recipe import ORIGINAL, cost, load_model, load_original, load_tokenizer, main
+from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.models import cost, load_model, load_original, load_tokenizer
+from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import TextConfig, check_enough, documents, trained_length
 from hf_posswap.fitting.distillation import distillation_loss
 from hf_posswap.measure.damage import kl_divergence, perplexity, pooled_cosine, pooled_states
 from hf_posswap.measure.word_order import word_order_examples, word_order_preference, word_order_probe
 from hf_posswap.training import train
+from hf_posswap.training.run_log import announce
 
 TUNING_LENGTH = 128  # of an encoder, whose sentences are shorter than that; a causal model is tuned at its trained length
 
@@ -37,21 +40,28 @@ TUNING_LENGTH = 128  # of an encoder, whose sentences are shorter than that; a c
 class SwapCostConfig(TextConfig):
     """One swap, small enough to try all schemes in minutes on a CPU."""
 
-    max_steps: Annotated[int, "Tuning steps."] = 16
-    batch_size: Annotated[int, "Sequences a step."] = 8
-    learning_rate: Annotated[float, "Its peak."] = 2e-4
-    # So few steps that tables would stay next to zero.
-    table_learning_rate_factor: Annotated[float, "Position tables of attention learn so much faster."] = 100.0
-    dropout: Annotated[bool, "Tune with the dropout that the model's config names."] = False
-    fit_tokens: Annotated[int, "Tokens of training text that the start `fit` reads."] = 16_384
-    fit_steps: Annotated[int, "Steps of that fit for each layer."] = 10
-    evaluation_tokens: Annotated[int, "Held-out tokens of each figure."] = 8192
+    QUESTION = "What does a swap cost, and what do a fit and a short tuning win back?"
+    FIGURES = {
+        "cosine": "of mean-pooled states with the original's on held-out blocks of N tokens, 1 is unhurt",
+        "perplexity": "on held-out blocks of N tokens",
+        "kl": "of predictions from the original's, 0 is unhurt",
+        "word_order": "how often two swapped neighbours in a sentence are noticed, 0.5 is chance",
+        "tuned": "the same after the training steps",
+    }
+    FORBIDDEN_STARTS = {"scratch": "the cost of a swap is what a checkpoint loses"}
+
+    max_steps: int = 16
+    batch_size: int = 8
+    learning_rate: float = 2e-4
+    table_learning_rate_factor: float = 100.0  # so few steps that tables would stay next to zero
+    dropout: bool = False
+    fit_tokens: int = 16_384
+    fit_steps: int = 10
+    evaluation_tokens: int = 8192
     word_order_sentences: Annotated[int, "Half of them intact; half as many again are held out."] = 480
 
     def __post_init__(self):
         super().__post_init__()
-        if self.start == "scratch":
-            raise PosswapError("the cost of a swap is what a checkpoint loses: take the start cold, swap or fit")
         if self.word_order_sentences < 4:
             raise PosswapError(f"word_order_sentences={self.word_order_sentences} must be at least 4")
 
@@ -89,6 +99,7 @@ def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
     states = None if causal else {n: pooled_states(original, cut) for n, cut in cuts.items()}
 
     def measure(model: PreTrainedModel, stage: str) -> dict[str, float]:
+        announce("measuring")
         if causal:
             figures = {f"perplexity_{n}": perplexity(model, cut) for n, cut in cuts.items()}
             figures["kl"] = kl_divergence(model, original, cuts[trained])

@@ -7,6 +7,7 @@ same for every scheme and seed.
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 import torch
@@ -16,7 +17,8 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedModel, PreTr
 
 from hf_posswap.data.text import Split, embedded_documents, read_documents
 from hf_posswap.errors import DataError, PosswapError
-from hf_posswap.experiments.recipe import RecipeConfig, load_family
+from hf_posswap.experiments.models import load_family
+from hf_posswap.experiments.options import RecipeConfig, SwapOptions
 from hf_posswap.measure.losses import lm_head
 from hf_posswap.training import TrainingConfig, TrainingRun, train
 
@@ -24,7 +26,7 @@ FIXED_SEED = 0  # of what must not differ between the runs of a comparison: mask
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextConfig(RecipeConfig):
+class TextOptions:
     """Which text, by the names that transformers' examples use; nothing: the standard library's, which needs no download."""
 
     dataset: Annotated[str | None, "A Hub dataset. Default: the embedded text."] = None
@@ -41,17 +43,24 @@ class TextConfig(RecipeConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        files = [Path(name).resolve() for name in (self.train_file, self.validation_file) if name]
+        if len(set(files)) < len(files):
+            raise PosswapError(f"{self.train_file} is given to train on and to measure on: leave out --validation-file")
         if self.dataset and self.train_file:
             raise PosswapError("give --dataset or --train-file, not both")
         for name, needed in (("dataset_config", "dataset"), ("validation_file", "train_file")):
             if getattr(self, name) and not getattr(self, needed):
                 options = (f"--{one.replace('_', '-')}" for one in (name, needed))
                 raise PosswapError("{} says more about {}: give that, too".format(*options))
-        if self.evaluation_tokens < 1:
-            raise PosswapError(f"evaluation_tokens={self.evaluation_tokens} must be at least 1")
+        self.at_least_one("evaluation_tokens")
 
 
-def documents(config: TextConfig, split: Split, *, causal: bool) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class TextConfig(TextOptions, RecipeConfig):
+    """A recipe that trains on text."""
+
+
+def documents(config: TextOptions, split: Split, *, causal: bool) -> list[str]:
     """Return the text of one split: the user's, or the embedded one."""
     if config.dataset:
         name = f"{config.dataset}:{config.dataset_config}" if config.dataset_config else config.dataset
@@ -64,7 +73,7 @@ def documents(config: TextConfig, split: Split, *, causal: bool) -> list[str]:
     return embedded_documents(split, causal=causal)
 
 
-def trained_length(config: RecipeConfig) -> tuple[int, bool]:
+def trained_length(config: SwapOptions) -> tuple[int, bool]:
     """Return how many tokens the checkpoint reads, and whether it is causal."""
     family, causal = load_family(config.model)
     return family.max_position_embeddings, causal

@@ -54,7 +54,7 @@ class PasskeyText:
 class PasskeyTexts:
     """Draws texts for one tokenizer and one kind of model.
 
-    >>> from hf_posswap.experiments.recipe import load_tokenizer
+    >>> from hf_posswap.experiments.models import load_tokenizer
     >>> tokenizer = load_tokenizer("stdlib-gpt2")
     >>> text = PasskeyTexts(tokenizer, "train", causal=True).draw(52, 0.5, random.Random(0))
     >>> len(text.input_ids), tokenizer.decode(text.key)

@@ -17,7 +17,8 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_posswap.assets import EMBEDDED_MODELS
 from hf_posswap.errors import CheckpointError, PosswapError
-from hf_posswap.experiments.comparison import background, markdown, plots, row_label
+from hf_posswap.experiments.comparison import background, markdown, row_label
+from hf_posswap.experiments.page import plots
 from hf_posswap.provenance import write_json
 from hf_posswap.schemes import scheme_from_dict
 from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, data_of, gather, own_rows

@@ -33,6 +33,12 @@ NOT_BUDGET = frozenset(
 )
 
 
+def check_seed(seed: int) -> None:
+    """Raise for a seed that NumPy or torch would not take."""
+    if not 0 <= seed < 2**32:
+        raise PosswapError(f"seed={seed} must be from 0 to {2**32 - 1}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """How long, how fast and by what means. Names are those of transformers' TrainingArguments where it has the same thing.
@@ -71,6 +77,10 @@ class TrainingConfig:
             raise PosswapError(
                 f"max_steps, batch_size, gradient_accumulation_steps and checkpoints_kept must be 1 or more: {self}"
             )
+        check_seed(self.seed)
+        for name in ("learning_rate", "table_learning_rate_factor", "warmup_ratio", "weight_decay", "max_grad_norm"):
+            if not 0 <= getattr(self, name) < math.inf:  # NaN neither
+                raise PosswapError(f"{name}={getattr(self, name)} must be a number of 0 or more")
         if self.batch_size % self.gradient_accumulation_steps:
             raise PosswapError(
                 f"batch_size {self.batch_size} does not divide into {self.gradient_accumulation_steps} "

@@ -139,7 +139,8 @@ class _Loop:
         )
         model.train(config.dropout)
         with bar, StopRequest(active=self.output is not None) as stop:
-            log = RunLog(accelerator, run, bar, stop, every_step=self.after_step is not None)
+            every_step, description = self.after_step is not None, self.description if self.progress else None
+            log = RunLog(accelerator, run, bar, stop, every_step=every_step, description=description)
             for batches in _in_groups(loader, parts):
                 log.add(*self._step(accelerator, model, optimizer, scheduler, batches, shifted))
                 last = log.steps == config.max_steps

@@ -5,12 +5,13 @@ GPU wait. Steps slower than that are read one by one. A checkpoint is only ever 
 """
 
 import math
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from tqdm import tqdm
 
 from hf_posswap.errors import PosswapError
@@ -22,11 +23,29 @@ _MOST_STEPS_BETWEEN_READINGS = 50
 _STEPS_WITHOUT_GRADIENT = 10
 
 
+def announce(text: str) -> None:
+    """Say in a line what a long run does, where no bar is drawn: into a file or a pipe, on the main process."""
+    if PartialState().is_main_process and not sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
 class RunLog:
     """Collects each step's numbers in `run`; `stopping` says that a process was asked to stop, on all of them alike."""
 
-    def __init__(self, accelerator: Accelerator, run: TrainingRun, bar: tqdm, stop: StopRequest, *, every_step: bool):
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        run: TrainingRun,
+        bar: tqdm,
+        stop: StopRequest,
+        *,
+        every_step: bool,
+        description: str | None,
+    ):
         self.accelerator, self.run, self.bar, self.stop, self.every_step = accelerator, run, bar, stop, every_step
+        self.description = description  # None: nothing is said
+        if description and run.losses:
+            announce(f"{description}: resumed after step {len(run.losses)} of {run.config.max_steps}")
         self.stopping = False
         self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]] = []
         self._interval = 1
@@ -86,6 +105,9 @@ class RunLog:
         self.accelerator.log({"tokens_per_second": self.run.tokens_per_second, "tokens": self.run.tokens}, step=step)
         self.bar.set_postfix(loss=f"{loss:.3f}", tokens_s=f"{self.run.tokens_per_second:.0f}", refresh=False)
         self.bar.update(count)
+        done, of = len(self.run.losses), self.run.config.max_steps
+        if self.description and done * 10 // of > (done - count) * 10 // of:  # ten lines, if steps are not read more seldom
+            announce(f"{self.description}: step {done} of {of}, loss {loss:.4g}")
 
     def _check(self, step: int, loss: float, norm: float) -> None:
         config = self.run.config

@@ -1,0 +1,120 @@
+"""The models of recipes: a checkpoint by its name on the command line, its tokenizer, and the positions that a run asks for."""
+
+import resource
+import sys
+from collections.abc import Callable
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import set_seed
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.assets import model_source
+from hf_posswap.errors import PosswapError, UnsupportedModelError
+from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.options import SwapOptions
+from hf_posswap.fitting.fit import fit
+from hf_posswap.schemes import parse_scheme
+from hf_posswap.surgery import geometry_of
+from hf_posswap.swapping import swap
+from hf_posswap.training import TrainingRun
+from hf_posswap.training.launching import share_weights
+from hf_posswap.training.run_log import announce
+
+
+def load_family(name: str, **options) -> tuple[PreTrainedConfig, bool]:
+    """Return the configuration of an unswapped checkpoint, by its name on the command line, and whether it is causal."""
+    config = AutoConfig.from_pretrained(model_source(name), **options)
+    if config.model_type not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{name} is a {config.model_type!r} model; give an unswapped checkpoint of: {', '.join(sorted(ARCHITECTURES))}"
+        )
+    return config, ARCHITECTURES[config.model_type].is_causal(config)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a checkpoint; one without a padding token pads with its end of text."""
+    source = model_source(name)
+    family, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    if not 10 < len(tokenizer) <= family.vocab_size:  # for a folder without one, transformers makes one up
+        raise PosswapError(
+            f"{name}: the tokenizer has {len(tokenizer)} tokens and the model {family.vocab_size}: they do not belong together"
+        )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_original(name: str) -> PreTrainedModel:
+    """Load an unswapped checkpoint as the cost of a swap is measured on it: a causal model with its head, an encoder bare."""
+    _, causal = load_family(name)
+    return (AutoModelForCausalLM if causal else AutoModel).from_pretrained(model_source(name)).eval()
+
+
+def load_model(
+    config: SwapOptions, auto_class: type, *, max_positions: int | None = None, fit_batches: Callable[[], list] | None = None,
+    fit_learning_rate: float = 1e-3, tokenizer: PreTrainedTokenizerBase | None = None,
+    prepare: Callable[[PreTrainedModel, set[str]], None] | None = None, progress: bool = True, **options,
+) -> PreTrainedModel:  # fmt: skip
+    """Load the checkpoint into a class of transformers' Auto family, and give it the positions that the run asks for.
+
+    Seeded, so that a head the checkpoint lacks starts the same for every scheme. `max_positions` is what the recipe needs
+    where the user said nothing; `fit_batches()` gives the text for the start `fit` (`text_batches`). The main process alone
+    fits; the other ones get its weights. `prepare(model, missing)` is called on the original before it is
+    swapped, with the names of weights that the checkpoint lacks: to train a new head that all schemes start from.
+    """
+    announce(f"loading {config.model}: {config.scheme}, start {config.start}, seed {config.seed}")
+    set_seed(config.seed)
+    source, (family, _) = model_source(config.model), load_family(config.model, **options)
+    if tokenizer is not None and family.pad_token_id is None:
+        family.pad_token_id = tokenizer.pad_token_id
+    trained = family.max_position_embeddings
+    # A recipe that needs fewer than the checkpoint has is content with those.
+    longest = config.max_positions or max(max_positions or 0, trained)
+    if config.scheme != ORIGINAL:  # before anything is loaded or trained
+        parse_scheme(config.scheme).check(geometry_of(family, longest, trained))
+    elif longest > trained:
+        raise PosswapError(
+            f"the original reads {trained} tokens, not {longest}: ask for learned:extend=tile or learned:extend=interpolate, "
+            "or for fewer"
+        )
+    if config.start == "scratch":
+        model = auto_class.from_config(family)
+    else:
+        model, loading = auto_class.from_pretrained(source, config=family, output_loading_info=True)
+        if prepare is not None:
+            prepare(model, set(loading["missing_keys"]))
+    if config.scheme != ORIGINAL:
+        swap(model, config.scheme, max_positions=longest, warm_start=config.start in ("swap", "fit"))
+        if config.start == "fit":
+            if fit_batches is None:
+                raise PosswapError("this recipe has no text to fit on: take another --start")
+            model.to(PartialState().device)
+            announce("fitting")
+            if PartialState().is_main_process:
+                steps, rate = config.fit_steps, fit_learning_rate
+                fit(model, fit_batches(), reconstruct=steps, learning_rate=rate, seed=config.seed, progress=progress)
+            share_weights(model)
+    return model.to(PartialState().device).eval()
+
+
+def cost(model: PreTrainedModel, run: TrainingRun | None = None) -> dict:
+    """Return what a run cost: parameters, tokens, tokens a second, and the peak of memory on this process's device."""
+    device = PartialState().device
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    spent = {"parameters": model.num_parameters(), "peak_memory_bytes": peak, "processes": PartialState().num_processes}
+    if run is not None:
+        spent |= {"tokens": run.tokens, "seconds": run.seconds, "tokens_per_second": run.tokens_per_second}
+    return spent

@@ -1,0 +1,127 @@
+"""A comparison as a page to share: a verdict, tables, pictures, and the configuration of every run in one file of HTML."""
+
+import base64
+import html
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import TYPE_CHECKING
+
+from markdown_it import MarkdownIt
+
+from hf_posswap.experiments.comparison import (
+    background,
+    check_budgets,
+    figure_names,
+    is_length,
+    label_of,
+    markdown,
+    paired_table,
+    rows_of,
+    verdict,
+)
+from hf_posswap.provenance import write_json
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> list[Path]:
+    """Check the budgets; write comparison.json, comparison.md, PNG pictures and one self-contained comparison.html."""
+    check_budgets(runs, vary)
+    table = markdown(runs, vary=vary, figures=figures)
+    pictures = plots(runs, vary, figures)
+    paired = paired_table(runs, vary=vary, figures=figures)
+    if paired and len({run["config"]["seed"] for run in runs}) > 1:
+        paired += "\n\nDifferences are taken seed by seed; bold ones are unlike zero by a t-test (p < 0.05, each by itself)."
+    concluded = verdict(runs, vary=vary, figures=figures)
+    text = "\n\n".join(part for part in (concluded, table, paired, background(runs)) if part) + "\n"
+    output.mkdir(parents=True, exist_ok=True)
+    written = [output / "comparison.json", output / "comparison.md", output / "comparison.html"]
+    write_json(written[0], {"format": 1, "vary": list(vary), "runs": runs})
+    written[1].write_text(text)
+    written[2].write_text(_page(runs, text, pictures))
+    for name, figure in pictures.items():
+        written.append(output / f"{name}.png")
+        figure.savefig(written[-1], dpi=150)
+    return written
+
+
+def _page(runs: list[dict], text: str, pictures: "dict[str, Figure]") -> str:
+    parts = [MarkdownIt("commonmark", {"html": False}).enable("table").render(text)]
+    for name, figure in pictures.items():
+        memory = io.BytesIO()
+        figure.savefig(memory, format="png", dpi=150)
+        data = base64.b64encode(memory.getvalue()).decode()
+        parts.append(f'<figure><img alt="{html.escape(name)}" src="data:image/png;base64,{data}"></figure>')
+    for run in runs:
+        config = html.escape(json.dumps(run["config"], indent=2))
+        parts.append(f"<details><summary><code>{html.escape(run['command'])}</code></summary><pre>{config}</pre></details>")
+    style = (
+        "body{font:15px system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222}"
+        "table{border-collapse:collapse}td,th{padding:.3rem .7rem;border-bottom:1px solid #ddd}"
+        "img{max-width:100%}summary{overflow-wrap:anywhere;margin:.3rem 0}"
+    )
+    title = html.escape(": ".join(filter(None, (runs[0]["recipe"], runs[0]["config"].get("model")))))
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{style}</style></head>'
+        f"<body><h1>{title}</h1>{''.join(parts)}</body></html>\n"
+    )
+
+
+def plot(runs: list[dict], name: str, vary: Sequence[str] = ()) -> "Figure":
+    """Draw one figure: a line over lengths where runs have `name_128`, `name_256`, ..., else a bar a row; dots are seeds."""
+    from matplotlib.figure import Figure  # takes a second, the first time more
+
+    from hf_posswap.plots import COLOURS, MARKERS
+
+    rows = rows_of(runs, vary)
+    lengths = sorted({int(n.removeprefix(f"{name}_")) for run in runs for n in run["figures"] if is_length(n, name)})
+    figure = Figure(figsize=(8.0, 4.0), layout="constrained")
+    axes = figure.subplots()
+    if len(lengths) > 1:
+        for index, (row, members) in enumerate(rows.items()):
+            found = {n: [r["figures"][f"{name}_{n}"] for r in members if f"{name}_{n}" in r["figures"]] for n in lengths}
+            found = {n: values for n, values in found.items() if values}
+            spread = [stdev(values) if len(values) > 1 else 0.0 for values in found.values()]
+            axes.errorbar(
+                list(found),
+                [mean(values) for values in found.values()],
+                yerr=spread if any(spread) else None,
+                color=COLOURS[index % len(COLOURS)],
+                marker=MARKERS[index % len(MARKERS)],
+                linestyle=("-", "--", ":")[index // len(COLOURS) % 3],
+                capsize=2,
+                label=label_of(row),
+            )
+        drawn = [run["figures"][f"{name}_{n}"] for run in runs for n in lengths if f"{name}_{n}" in run["figures"]]
+        if min(drawn) > 0 and max(drawn) > 20 * min(drawn):  # one row far off would press all others into one line
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+        if lengths[0]:
+            axes.set_xscale("log", base=2)
+        else:  # 0 tokens are on the axis, too
+            axes.set_xscale("symlog", base=2, linthresh=lengths[1])
+        axes.set_xticks(lengths, [str(n) for n in lengths])
+        axes.set_xlabel("tokens")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
+    else:
+        for index, members in enumerate(rows.values()):
+            values = [run["figures"][name] for run in members if name in run["figures"]]
+            if not values:
+                continue
+            axes.barh(index, mean(values), color="#56B4E9", height=0.6)
+            axes.plot(values, [index] * len(values), "o", color="#0072B2", markersize=4)
+        axes.set_yticks(range(len(rows)), [label_of(row) for row in rows])
+        axes.invert_yaxis()
+    axes.set_ylabel(name.replace("_", " ")) if len(lengths) > 1 else axes.set_xlabel(name.replace("_", " "))
+    return figure
+
+
+def plots(runs: list[dict], vary: Sequence[str] = (), figures: Sequence[str] = ()) -> "dict[str, Figure]":
+    """Draw what a comparison shows: a picture for each family of figures over lengths, else the main one, which comes first."""
+    names = figure_names(runs, figures)
+    families = [n for n in dict.fromkeys(n.rpartition("_")[0] for n in names) if sum(is_length(m, n) for m in names) > 1]
+    return {name: plot(runs, name, vary) for name in families or names[:1]}
