@@ -6,7 +6,6 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
 from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
@@ -72,52 +71,23 @@ def _page(runs: list[dict], text: str, pictures: "dict[str, Figure]") -> str:
 
 
 def plot(runs: list[dict], name: str, vary: Sequence[str] = ()) -> "Figure":
-    """Draw one figure: a line over lengths where runs have `name_128`, `name_256`, ..., else a bar a row; dots are seeds."""
-    from matplotlib.figure import Figure  # takes a second, the first time more
+    """Draw one figure: a line over lengths where runs have `name_128`, `name_256`, ..., else a bar a row; with all seeds."""
+    from hf_posswap.plots import plot_bars, plot_loss_by_length, plot_recovery
 
-    from hf_posswap.plots import COLOURS, MARKERS
-
-    rows = rows_of(runs, vary)
+    rows = {label_of(row): members for row, members in rows_of(runs, vary).items()}
     lengths = sorted({int(n.removeprefix(f"{name}_")) for run in runs for n in run["figures"] if is_length(n, name)})
-    figure = Figure(figsize=(8.0, 4.0), layout="constrained")
-    axes = figure.subplots()
-    if len(lengths) > 1:
-        for index, (row, members) in enumerate(rows.items()):
-            found = {n: [r["figures"][f"{name}_{n}"] for r in members if f"{name}_{n}" in r["figures"]] for n in lengths}
-            found = {n: values for n, values in found.items() if values}
-            spread = [stdev(values) if len(values) > 1 else 0.0 for values in found.values()]
-            axes.errorbar(
-                list(found),
-                [mean(values) for values in found.values()],
-                yerr=spread if any(spread) else None,
-                color=COLOURS[index % len(COLOURS)],
-                marker=MARKERS[index % len(MARKERS)],
-                linestyle=("-", "--", ":")[index // len(COLOURS) % 3],
-                capsize=2,
-                label=label_of(row),
-            )
-        drawn = [run["figures"][f"{name}_{n}"] for run in runs for n in lengths if f"{name}_{n}" in run["figures"]]
-        if min(drawn) > 0 and max(drawn) > 20 * min(drawn):  # one row far off would press all others into one line
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
-        if lengths[0]:
-            axes.set_xscale("log", base=2)
-        else:  # 0 tokens are on the axis, too
-            axes.set_xscale("symlog", base=2, linthresh=lengths[1])
-        axes.set_xticks(lengths, [str(n) for n in lengths])
-        axes.set_xlabel("tokens")
-        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
-    else:
-        for index, members in enumerate(rows.values()):
-            values = [run["figures"][name] for run in members if name in run["figures"]]
-            if not values:
-                continue
-            axes.barh(index, mean(values), color="#56B4E9", height=0.6)
-            axes.plot(values, [index] * len(values), "o", color="#0072B2", markersize=4)
-        axes.set_yticks(range(len(rows)), [label_of(row) for row in rows])
-        axes.invert_yaxis()
-    axes.set_ylabel(name.replace("_", " ")) if len(lengths) > 1 else axes.set_xlabel(name.replace("_", " "))
-    return figure
+    label = name.replace("_", " ")
+    if len(lengths) < 2:
+        found = {row: [run["figures"][name] for run in members if name in run["figures"]] for row, members in rows.items()}
+        return plot_bars({row: values for row, values in found.items() if values}, label=label)
+    lines = {
+        row: {n: [run["figures"][f"{name}_{n}"] for run in members if f"{name}_{n}" in run["figures"]] for n in lengths}
+        for row, members in rows.items()
+    }
+    lines = {row: {n: values for n, values in points.items() if values} for row, points in lines.items()}
+    if lengths[0] == 0:  # what was measured while training
+        return plot_recovery(lines, label=label)
+    return plot_loss_by_length(lines, None, "", label=label)
 
 
 def plots(runs: list[dict], vary: Sequence[str] = (), figures: Sequence[str] = ()) -> "dict[str, Figure]":
