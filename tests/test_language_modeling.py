@@ -393,6 +393,24 @@ def test_length_extrapolation(gpt2, text, tmp_path, monkeypatch):
     assert first[0] == pytest.approx(first[1], abs=1e-5)
 
 
+def test_read_on(gpt2, text, tmp_path, monkeypatch):
+    """Losses by position, the original's behind its window; a span reaches the model, and its cache does not grow."""
+    given = {name: value for name, value in TINY.items() if name in ("evaluation_tokens", "fit_tokens", "fit_steps")}
+    options = {"model": gpt2, "train_file": text, **given, "factor": 4, "fit_factor": 2, "fit_tokens": 4096}
+    results = {
+        name: _run("read_on", tmp_path, monkeypatch, **options, output=tmp_path / name, **more)
+        for name, more in {
+            "original": {},
+            "whole": {"scheme": "rotary", "start": "fit"},
+            "near": {"scheme": "rotary", "start": "fit", "span": 8, "first": 2, "generate": 60},
+        }.items()
+    }
+    assert all(list(result["figures"]) == ["loss_32", "loss_64", "loss_128"] for result in results.values())
+    assert results["whole"]["figures"] != results["near"]["figures"]
+    generation = results["near"]["details"]["generation"]
+    assert generation["tokens"] == 60 and generation["keys in the cache"] == 8 + 2 - 1
+
+
 @pytest.mark.parametrize("scheme", ["learned:extend=tile", "learned:extend=interpolate", "sinusoidal", "relative", "none"])
 def test_every_scheme_extrapolates(gpt2, text, tmp_path, monkeypatch, scheme):
     """Without a fine-tune, too."""

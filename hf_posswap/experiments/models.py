@@ -94,7 +94,8 @@ def load_model(
         if prepare is not None:
             prepare(model, set(loading["missing_keys"]))
     if config.scheme != ORIGINAL:
-        swap(model, config.scheme, max_positions=longest, warm_start=config.start in ("swap", "fit"))
+        warm = config.start in ("swap", "fit")
+        swap(model, config.scheme, max_positions=longest, warm_start=warm, span=config.span, first=config.first)
         if config.start == "fit":
             if fit_batches is None:
                 raise PosswapError("this recipe has no text to fit on: take another --start")

@@ -62,6 +62,8 @@ class SwapOptions(RunOptions):
 
     model: Annotated[str, "A model folder or Hub id; minilm and stdlib-gpt2 are built in."] = "minilm"
     max_positions: Annotated[int | None, "The longest input of the swapped model. Default: what the recipe needs."] = None
+    span: Annotated[int | None, "How far attention looks in the swapped model. Default: everywhere."] = None
+    first: Annotated[int, "With --span, how many tokens at the beginning all others see."] = 4
     fit_tokens: Annotated[int, "Tokens of training text that the start `fit` reads."] = 65_536
     fit_steps: Annotated[int, "Steps of that fit for each layer; 0: the closed form alone."] = 100
     save_model: Annotated[bool, "Keep the model and its tokenizer, in the folder `model` of --output."] = False

@@ -1,0 +1,109 @@
+"""How far can it read now? A causal model with new positions on text many times as long as it was trained for, without labels.
+
+    python recipes/read_on.py --scheme relative --start fit              # a long fit: blocks of four times the trained length
+    python recipes/read_on.py --scheme rotary --start fit --span 192     # attention to the last 192 tokens and the first 4
+    python recipes/read_on.py --scheme original                          # the bar: a window that slides over the same text
+    python recipes/read_on.py --scheme rotary --start fit --span 192 --generate 20000      # and what a new token costs
+
+The swapped model reads whole blocks of 16 times the trained length. The original reads the same blocks through a window of the
+trained length that slides by a quarter of it, so it reads each token several times. Each figure is the loss of the tokens
+between two distances from the block's beginning: what counts is whether it stays where it is as the text goes on.
+
+Figures: loss_N, nats a token of the held-out tokens at positions from N / 2 (the first: from 0) up to N.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from hf_posswap.data.calibration import text_batches
+from hf_posswap.data.text import spread, token_blocks
+from hf_posswap.errors import PosswapError, UnsupportedModelError
+from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.models import cost, load_model, load_tokenizer
+from hf_posswap.experiments.options import SwapOptions
+from hf_posswap.experiments.recipe import main
+from hf_posswap.experiments.text_tasks import TextOptions, documents, trained_length
+from hf_posswap.measure.losses import mean_loss, sliding_window_losses, token_losses
+from hf_posswap.training.run_log import announce
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TextOptions, SwapOptions):
+    """One run: how long the text of the fit is, and how far to look."""
+
+    QUESTION = "How far can it read now?"
+    FIGURES = {"loss": "nats a token of held-out tokens up to N places from a block's beginning"}
+    FORBIDDEN_STARTS = {"scratch": "a model from scratch has no trained length"}
+
+    model: str = "stdlib-gpt2"
+    factor: Annotated[int, "The blocks that are read, in multiples of the trained length; a power of two."] = 16
+    fit_factor: Annotated[int, "The longest blocks of the start `fit`, likewise; 1: what the original reads."] = 4
+    generate: Annotated[int, "Also generate this many tokens, and time the first and the last thousand; 0: do not."] = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least_one("fit_factor")
+        if self.factor < 1 or self.factor & (self.factor - 1):
+            raise PosswapError(f"factor={self.factor} must be a power of two: 1, 2, 4, ...")
+
+
+def run(config: Config, folder: Path, resume: bool) -> dict:
+    """Swap, fit on long text, read on."""
+    trained, causal = trained_length(config)
+    if not causal:
+        raise UnsupportedModelError(f"{config.model} is an encoder: this recipe takes causal models")
+    swapped, longest = config.scheme != ORIGINAL, trained * max(config.factor, config.fit_factor)
+    tokenizer = load_tokenizer(config.model)
+    training, held_out = (documents(config, split, causal=True) for split in ("train", "validation"))
+    blocks = spread(token_blocks(held_out, tokenizer, trained * config.factor), config.evaluation_tokens)
+    fit_length = trained * config.fit_factor
+    model = load_model(
+        config,
+        AutoModelForCausalLM,
+        max_positions=max(longest, config.generate) if swapped else None,
+        fit_batches=lambda: text_batches(
+            training, tokenizer, fit_length, tokens=config.fit_tokens, causal=True, window=trained, seed=config.seed
+        ),
+        tokenizer=tokenizer,
+    )
+    announce("measuring")
+    stride = max(1, trained // 4)
+    losses = token_losses(model, blocks) if swapped else sliding_window_losses(model, blocks, trained, stride=stride)
+    ends = [trained * 2**power for power in range(config.factor.bit_length())]
+    figures = {f"loss_{end}": mean_loss(losses[:, start:end]) for start, end in zip([0, *ends], ends, strict=False)}
+    details = {"trained_length": trained, "evaluation_tokens": blocks.numel()}
+    if config.generate:
+        announce(f"generating {config.generate} tokens")
+        details["generation"] = generation(model, blocks[:1, : min(64, trained)], config.generate, trained)
+    return {"figures": figures, "cost": cost(model), "model": model, "details": details}
+
+
+@torch.no_grad()
+def generation(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, window: int) -> dict[str, float]:
+    """Return milliseconds a token over the first and the last thousand, cached keys, and what a window read anew costs."""
+    model = model.eval()
+    cache, seconds, token = DynamicCache(config=model.config), [], prompt.to(model.device)
+    mine = model.config.max_position_embeddings
+    for _ in range(min(tokens, mine - prompt.shape[1])):
+        started = time.perf_counter()
+        token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        seconds.append(time.perf_counter() - started)
+    again = []
+    for _ in range(20):
+        started = time.perf_counter()
+        model(prompt.repeat(1, window // prompt.shape[1]).to(model.device), use_cache=False)
+        again.append(time.perf_counter() - started)
+    milliseconds = {"first": seconds[1:1001], "last": seconds[-1000:], "window read for each token": again}
+    return {name: 1000 * sorted(times)[len(times) // 2] for name, times in milliseconds.items()} | {
+        "tokens": len(seconds),
+        "keys in the cache": cache.layers[0].keys.shape[-2],
+    }
+
+
+if __name__ == "__main__":
+    main(Config, run)
