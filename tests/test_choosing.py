@@ -20,8 +20,8 @@ def test_chooses_the_least_damage(make_model, monkeypatch):
     tried = {}
 
     class Report:
-        def __init__(self, total):
-            self.after = type("Damage", (), {"total": total})
+        def __init__(self, score):
+            self.score = score
 
     def planted(trial, text, **options):
         scheme = posswap.describe(trial).new
@@ -43,7 +43,7 @@ def test_many_small_batches_are_cut_too(make_model, monkeypatch):
 
     def planted(trial, text, **options):
         seen.append(sum(batch["input_ids"].numel() for batch in text))
-        return type("Report", (), {"after": type("Damage", (), {"total": 1.0})})
+        return type("Report", (), {"score": 1.0})
 
     monkeypatch.setattr(choosing, "fit", planted)
     posswap.choose(make_model("gpt2"), "rotary:fraction=auto", list(_text(4_000).split(1)), progress=False)
