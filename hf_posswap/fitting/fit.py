@@ -68,8 +68,8 @@ class FitReport:
 
     @property
     def score(self) -> float:
-        """What fits are compared by; smaller is better."""
-        return _score(self.after, self.reading and self.reading.after)
+        """How far from the original the model is, to compare fits on one text; smaller is better."""
+        return self.after.total if self.window is None else self.layers[-1].after
 
     def __str__(self) -> str:
         found = Table(box=None, pad_edge=False)
@@ -210,10 +210,12 @@ def fit(
                 f"no batch is longer than window={window}, so it would do nothing: give longer batches, or leave window out"
             )
         window = (window or reads) if longest > (window or reads) else None
-        judges = [_Judge(target, teacher, architecture, part, window) for part in ([select, report] if report else [select])]
-        if judges[0].before.total < 1e-7 and window is None:  # the original's own table: there is nothing to fit
-            layers, after = (), [(judge.before, judge.read_before) for judge in judges]
-        else:
+        told = report or select
+        long = LongText(teacher, architecture, told, window) if window else None
+        before, read = _damage(target, teacher, told, window), long and long.read(target)
+        start = before.total if told is select or window else _damage(target, teacher, select, window).total
+        after, read_after, layers = before, read, ()
+        if window or start > 1e-7:  # else it is the original's own table: there is nothing to fit
             with rewriting_attention(target), tempfile.TemporaryDirectory(prefix="posswap-") as folder:
                 walk = Walk(target, teacher, architecture, fitted, select, Path(folder), seed, window)
                 count = len(walk.ours.layers)
@@ -225,25 +227,27 @@ def fit(
                         f"{target.base_model.position_scheme} positions have no closed form here, or it makes no layer better: "
                         "give reconstruct a number of steps"
                     )
-                after = [judge.judge() for judge in judges]
-                before, reached = _score(judges[0].before, judges[0].read_before), _score(*after[0])
-                if not reached < before:
+                found = _damage(target, teacher, told, window)
+                if window:
+                    start, end = walk.error_unfitted, layers[-1].after
+                else:
+                    end = found.total if told is select else _damage(target, teacher, select, window).total
+                if not end < start:
                     raise _NotBetter
+                after, read_after = found, long and long.read(target)
     except _NotBetter:
-        what = judges[0].long.measure if window else judges[0].before.measure
         warnings.warn(
-            f"the fit was undone: on text not seen, {what} went from {before:.4f} to {reached:.4f}. Either there is nothing "
-            f"left to win, or {counts[0]:,} tokens are too few: give more text, or a lower learning_rate",
+            f"the fit was undone: on text not seen, {'the last error' if window else before.measure} went from {start:.4f} to "
+            f"{end:.4f}. Either there is nothing left to win, or {counts[0]:,} tokens are too few: give more text, or a lower "
+            "learning_rate",
             stacklevel=2,
         )
-        after = [(judge.before, judge.read_before) for judge in judges]
     finally:
         for module, training in modes.items():
             module.training = training
-    told = judges[-1]
     return FitReport(
-        before=told.before,
-        after=after[-1][0],
+        before=before,
+        after=after,
         layers=layers,
         seconds=time.perf_counter() - started,
         tokens=counts[0],
@@ -255,7 +259,7 @@ def fit(
         sha256=weights_hash(target),
         part="report" if report else "select",
         window=window,
-        reading=window and Reading(told.long.measure, window, told.long.original, told.read_before, after[-1][1]),
+        reading=long and Reading(long.measure, window, long.original, read, read_after),
     )
 
 
@@ -270,22 +274,9 @@ def _parts(batches: torch.Tensor | Iterable, target: PreTrainedModel) -> list[li
     return [few_tokens(part, _TOKENS_A_BATCH) for part in parts]
 
 
-class _Judge:
-    """What a fit is judged by on one part of the text: damage within the window, and how longer text is read."""
-
-    def __init__(self, target, teacher, architecture: Architecture, batches: list[Batch], window: int | None):
-        self.target, self.teacher = target, teacher
-        self.long = None if window is None else LongText(teacher, architecture, batches, window)
-        self.short = batches if window is None else [opening(batch, window) for batch in batches]
-        self.before, self.read_before = self.judge()
-
-    def judge(self) -> tuple[Damage, dict[str, float] | None]:
-        return damage(self.target, self.teacher, self.short), self.long and self.long.read(self.target)
-
-
-def _score(found: Damage, reading: dict[str, float] | None) -> float:
-    """Return what fits are compared by: damage, or where there is long text the mean of its figures; smaller is better."""
-    return sum(reading.values()) / len(reading) if reading else found.total
+def _damage(target, teacher, batches: list[Batch], window: int | None) -> Damage:
+    """Return the damage on text that the original reads whole: of longer text its beginnings."""
+    return damage(target, teacher, batches if window is None else [opening(batch, window) for batch in batches])
 
 
 class _NotBetter(Exception):

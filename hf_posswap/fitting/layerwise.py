@@ -61,7 +61,10 @@ def opening(batch: Batch, window: int) -> Batch:
 
 
 class Walk:
-    """The walk through the layers of both models, to fit on some batches and to measure with held-out ones."""
+    """The walk through the layers of both models, to fit on some batches and to measure with held-out ones.
+
+    error_unfitted: After the walk, the error behind the last layer that the model had before it.
+    """
 
     def __init__(
         self, target, teacher, architecture: Architecture, fitted, held, folder: Path, seed: int, window: int | None = None
@@ -82,6 +85,8 @@ class Walk:
             self.batches += [] if short[i] is self.batches[i] else [short[i]]
         self.ours = States(target, architecture, self.batches, folder, "swapped")
         self.theirs = Teacher(teacher, architecture, self.batches, self.fitted, folder, window)
+        for i in self.held:
+            self.ours.write("unfitted", i, self.ours.last(i))
 
     def fit_layer(self, index: int, steps: int, learning_rate: float, bar: tqdm) -> LayerFit:
         """Fit one layer, then move all hidden states past it."""
@@ -114,6 +119,8 @@ class Walk:
             after = self._error(index, self.held)
             for i in range(len(self.batches)):
                 self.ours.write("states", i, self.ours.run(index, i))
+            if layer is self.ours.layers[-1]:
+                self.error_unfitted = _mean(self._distance(self.ours.read("unfitted", i), i) for i in self.held)
         self.theirs.move_on()
         return LayerFit(index, before, solved, kept, reconstructed, after)
 
@@ -172,7 +179,9 @@ class Walk:
 
     def _compare(self, index: int, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the squared error of our layer's output on one batch, and the spread of the original's."""
-        out = self.ours.run(index, i)
+        return self._distance(self.ours.run(index, i), i)
+
+    def _distance(self, out: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         mask = self.batches[i]["attention_mask"].to(out.device)
         # A plain layer norm: how the next layer reads them.
         got, wanted = (functional.layer_norm(s, s.shape[-1:])[mask] for s in (out, self.theirs.said(i).to(out)))
@@ -180,5 +189,9 @@ class Walk:
 
     @torch.no_grad()
     def _error(self, index: int, batches: Iterable[int]) -> float:
-        found = [self._compare(index, i) for i in batches]
-        return (sum(error.item() for error, _ in found)) / max(sum(spread.item() for _, spread in found), 1e-30)
+        return _mean(self._compare(index, i) for i in batches)
+
+
+def _mean(found: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    pairs = [(error.item(), spread.item()) for error, spread in found]
+    return sum(error for error, _ in pairs) / max(sum(spread for _, spread in pairs), 1e-30)

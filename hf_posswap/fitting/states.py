@@ -42,6 +42,21 @@ class States:
         out = layer(self.read("states", i).to(next(layer.parameters())), *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
+    @torch.no_grad()
+    def last(self, i: int) -> torch.Tensor:
+        """Return what the last layer makes of one batch, all layers as they are now."""
+        seen = []
+
+        def see(layer, args, output):
+            seen.append(output[0] if isinstance(output, tuple) else output)
+
+        hook = self.layers[-1].register_forward_hook(see)
+        try:
+            self._forward(i)
+        finally:
+            hook.remove()
+        return seen[0]
+
     def observe(self, index: int, i: int) -> Observation:
         """Return the inside of a layer's self-attention on one batch."""
         seen = []
@@ -78,16 +93,19 @@ class States:
             seen.append((hidden_states.detach(), args[1:], kwargs))
             raise _Reached
 
-        device = self.base.get_input_embeddings().weight.device
         hook = self.layers[0].register_forward_pre_hook(stop, with_kwargs=True)
         try:
             with torch.no_grad():
-                self.base(**{key: value.to(device) for key, value in self.batches[i].items()}, use_cache=False)
+                self._forward(i)
         except _Reached:
             pass
         finally:
             hook.remove()
         return seen[0]
+
+    def _forward(self, i: int) -> None:
+        device = self.base.get_input_embeddings().weight.device
+        self.base(**{key: value.to(device) for key, value in self.batches[i].items()}, use_cache=False)
 
     # -- on disk ---------------------------------------------------------------------------------------------------
 
