@@ -168,9 +168,10 @@ def fit(
     come from `text_batches`. Of other batches every tenth sequence is held out for both.
 
     Raises:
-        PosswapError: The model is not swapped, was trained since, or its original is gone; batches do not belong to it or are
-            too few. The model is as it was before the call, also after an interrupt. A fit that makes it no better is
-            undone, with a warning, and the report's `after` is its `before`.
+        PosswapError: The model is not swapped, was trained since, or its original is gone; batches do not belong to it, are
+            too few or too long for it; the window is more than the original reads, or no batch is longer than it. The model
+            is as it was before the call, also after an interrupt. A fit that makes it no better is undone, with a warning,
+            and the report's `after` is its `before`.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from hf_posswap import swap
