@@ -163,8 +163,8 @@ def split_tokens(documents: list[list[int]], least: int) -> tuple[list[list[int]
     into contiguous stretches. So no stretch of text is in two parts, whatever is cut from them later. The same text is
     always split alike. No part is shorter than `least` tokens.
 
-    >>> split_tokens([[1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12]], 2)
-    ([[3, 4, 5, 6], [7, 8, 9, 10]], [[1, 2]], [[11, 12]])
+    >>> [sum(map(len, part)) for part in split_tokens([list(range(60)), list(range(60, 100))], 8)]
+    [80, 10, 10]
     """
     total = sum(map(len, documents))
     if total < 3 * least:

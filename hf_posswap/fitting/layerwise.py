@@ -63,7 +63,7 @@ def opening(batch: Batch, window: int) -> Batch:
 class Walk:
     """The walk through the layers of both models, to fit on some batches and to measure with held-out ones.
 
-    error_unfitted: After the walk, the error behind the last layer that the model had before it.
+    error_unfitted: After the walk, the error behind the last layer that the model had before it; 0 without windows.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Walk:
         self.architecture = architecture
         self.generator = torch.Generator().manual_seed(seed)
         longest = max(batch["input_ids"].shape[1] for batch in self.batches)
+        self.unfitted = [] if window is None else self.held
         window = longest if window is None else window
         short = [opening(batch, window) for batch in fitted]
         # Evenly over the batches, and so over lengths.
@@ -85,7 +86,8 @@ class Walk:
             self.batches += [] if short[i] is self.batches[i] else [short[i]]
         self.ours = States(target, architecture, self.batches, folder, "swapped")
         self.theirs = Teacher(teacher, architecture, self.batches, self.fitted, folder, window)
-        for i in self.held:
+        self.error_unfitted = 0.0
+        for i in self.unfitted:
             self.ours.write("unfitted", i, self.ours.last(i))
 
     def fit_layer(self, index: int, steps: int, learning_rate: float, bar: tqdm) -> LayerFit:
@@ -120,7 +122,7 @@ class Walk:
             for i in range(len(self.batches)):
                 self.ours.write("states", i, self.ours.run(index, i))
             if layer is self.ours.layers[-1]:
-                self.error_unfitted = _mean(self._distance(self.ours.read("unfitted", i), i) for i in self.held)
+                self.error_unfitted = _mean(self._distance(self.ours.read("unfitted", i), i) for i in self.unfitted)
         self.theirs.move_on()
         return LayerFit(index, before, solved, kept, reconstructed, after)
 
