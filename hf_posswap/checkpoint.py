@@ -26,7 +26,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from hf_posswap.architectures import ARCHITECTURES, Architecture
+from hf_posswap.architectures import ARCHITECTURES, Architecture, longest_input
 from hf_posswap.assets import EMBEDDED_MODELS, embedded_model, is_installed
 from hf_posswap.attention import add_positioned_class
 from hf_posswap.errors import CheckpointError, PosswapError
@@ -105,16 +105,16 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
             "upgrade with pip install -U hf_posswap"
         )
     trained_positions = entry["trained_positions"]
-    max_positions = entry.get("made_for_positions", config.max_position_embeddings)
-    if max_positions != config.max_position_embeddings:
+    longest = longest_input(config)
+    if entry.get("made_for_positions", longest) != longest:
         raise CheckpointError(
-            f"{entry.get('name')} was made for {max_positions} positions, and what it has learned means nothing for "
-            f"{config.max_position_embeddings}: load it without max_position_embeddings, or swap the original model"
+            f"{entry.get('name')} was made for {entry['made_for_positions']} positions, and what it has learned means nothing for "
+            f"{longest}: load it without max_position_embeddings, or swap the original model"
         )
-    if trained_positions < 1 or config.max_position_embeddings < 1:
+    if trained_positions < 1 or longest < 1:
         raise CheckpointError(
-            f"config.json has trained_positions={trained_positions} and max positions {config.max_position_embeddings}: both "
-            "must be 1 or more; the file was changed by hand, save the swapped model again"
+            f"config.json has trained_positions={trained_positions} and max positions {longest}: both must be 1 or more; the "
+            "file was changed by hand, save the swapped model again"
         )
     try:
         return scheme_in(entry), trained_positions

@@ -23,6 +23,7 @@ import torch
 from accelerate import PartialState
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from hf_posswap.architectures import longest_input
 from hf_posswap.errors import PosswapError, SequenceTooLongError
 from hf_posswap.experiments.models import cost, load_model
 from hf_posswap.experiments.options import RecipeConfig
@@ -66,10 +67,10 @@ def run(config: ListOpsConfig, folder: Path, resume: bool) -> dict:
     """Train on expressions, and test on others."""
     positions = config.max_length + 1  # one symbol fewer than max_length, and [CLS] and [SEP]
     model = load_model(config, AutoModelForSequenceClassification, max_positions=positions, **_options(config, positions))
-    if model.config.max_position_embeddings < positions:
+    if longest_input(model.config) < positions:
         raise SequenceTooLongError(
             f"expressions of {config.max_length - 1} symbols take {positions} positions, and the model has "
-            f"{model.config.max_position_embeddings}"
+            f"{longest_input(model.config)}"
         )
     shape = {name: getattr(config, name) for name in ("min_length", "max_length", "max_depth", "max_args")}
     expressions = listops_expressions(config.train_examples + config.examples, **shape, seed=config.seed)

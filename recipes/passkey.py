@@ -25,6 +25,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
 
+from hf_posswap.architectures import longest_input
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.text import embedded_documents
 from hf_posswap.errors import PosswapError, SequenceTooLongError
@@ -85,17 +86,15 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
         raise PosswapError(f"length={lengths[0]} is too short: keys and question take {tested.shortest} tokens")
 
     def fit_batches() -> list:
-        longest = checkpoint.max_position_embeddings
+        longest = longest_input(checkpoint)
         return text_batches(
             embedded_documents("train", causal=causal), tokenizer, longest, tokens=config.fit_tokens, causal=causal
         )
 
     auto_class = AutoModelForCausalLM if causal else AutoModelForQuestionAnswering
     model = load_model(config, auto_class, max_positions=lengths[-1], fit_batches=fit_batches, tokenizer=tokenizer)
-    if lengths[-1] > model.config.max_position_embeddings:
-        raise SequenceTooLongError(
-            f"texts of {lengths[-1]} tokens do not fit into max_positions={model.config.max_position_embeddings}"
-        )
+    if lengths[-1] > longest_input(model.config):
+        raise SequenceTooLongError(f"texts of {lengths[-1]} tokens do not fit into max_positions={longest_input(model.config)}")
     done = None
     if config.train:
         examples = PasskeyExamples(texts, config.train_lengths, config.max_steps * config.batch_size, seed=config.seed)

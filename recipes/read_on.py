@@ -20,6 +20,7 @@ from typing import Annotated
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from hf_posswap.architectures import longest_input
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.text import spread, token_blocks
 from hf_posswap.errors import PosswapError, UnsupportedModelError
@@ -88,7 +89,7 @@ def generation(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, window
     """Return milliseconds a token over the first and the last thousand, cached keys, and what a window read anew costs."""
     model = model.eval()
     cache, seconds, token = DynamicCache(config=model.config), [], prompt.to(model.device)
-    mine = model.config.max_position_embeddings
+    mine = longest_input(model.config)
     for _ in range(min(tokens, mine - prompt.shape[1])):
         started = time.perf_counter()
         token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_posswap as posswap
 from hf_posswap import cli
+from hf_posswap.data.calibration import TextBatches
 from hf_posswap.fitting import choosing
 
 
@@ -20,8 +21,8 @@ def test_chooses_the_least_damage(make_model, monkeypatch):
     tried = {}
 
     class Report:
-        def __init__(self, total):
-            self.after = type("Damage", (), {"total": total})
+        def __init__(self, score):
+            self.score = score
 
     def planted(trial, text, **options):
         scheme = posswap.describe(trial).new
@@ -43,11 +44,27 @@ def test_many_small_batches_are_cut_too(make_model, monkeypatch):
 
     def planted(trial, text, **options):
         seen.append(sum(batch["input_ids"].numel() for batch in text))
-        return type("Report", (), {"after": type("Damage", (), {"total": 1.0})})
+        return type("Report", (), {"score": 1.0})
 
     monkeypatch.setattr(choosing, "fit", planted)
     posswap.choose(make_model("gpt2"), "rotary:fraction=auto", list(_text(4_000).split(1)), progress=False)
     assert len(seen) == 3 and all(tokens == pytest.approx(choosing._TOKENS_A_TRIAL, rel=0.25) for tokens in seen)
+
+
+def test_text_to_report_on_is_not_looked_at(make_model, monkeypatch):
+    """Trials fit on the text to fit on and are compared on the text to select by; long text goes through the window."""
+    seen = []
+
+    def planted(trial, text, **options):
+        seen.append(
+            (options["window"], [[len(batch["input_ids"]) for batch in part] for part in (text, text.select, text.report)])
+        )
+        return type("Report", (), {"score": 1.0})
+
+    monkeypatch.setattr(choosing, "fit", planted)
+    text = TextBatches([_text(100, 64), _text(10)], [_text(10, 64)], [_text(10, 64)])
+    posswap.choose(make_model("gpt2"), "rotary:fraction=auto", text, max_positions=64, window=16, progress=False)
+    assert seen == [(16, [[100, 10], [10], []])] * 3
 
 
 def test_real_fits_decide(make_model):

@@ -17,7 +17,7 @@ from transformers import (
 import hf_posswap as posswap
 from hf_posswap import cli
 from hf_posswap.commands.opening import open_model
-from hf_posswap.data.calibration import check_batches, split_batches, written_text
+from hf_posswap.data.calibration import check_batches, few_tokens, split_batches, written_text
 from hf_posswap.fitting import fit as fitting
 from hf_posswap.fitting import layerwise
 from hf_posswap.fitting.fit import fit
@@ -229,7 +229,7 @@ def test_what_stands_under_padding_does_not_matter(make_model, family, scheme, m
 def test_a_tenth_is_held_out(make_model, rows):
     """However sequences come in batches, every tenth of a length is held out, and none is lost."""
     parts = [*text().split(rows), text(3, 9), text(1, 5)]
-    fitted, held = split_batches(check_batches(parts, make_model("bert"), 32), tokens_a_batch=100)
+    fitted, held = (few_tokens(part, 100) for part in split_batches(check_batches(parts, make_model("bert"), 32)))
     ids = [[row.tolist() for one in part for row in one["input_ids"]] for part in (fitted, held)]
     assert sorted(ids[0] + ids[1]) == sorted(row.tolist() for part in parts for row in part)
     assert [row for row in ids[1] if len(row) == 20] == text()[9::10].tolist()
@@ -265,8 +265,8 @@ def test_memory(make_model, monkeypatch, tmp_path):
         return done
 
     def watched_compare(self, *args):
-        assert sum(any(p.grad is not None for p in layer.parameters()) for layer in self.layers[0]) <= 1
-        assert all(parameter.grad is None for parameter in self.models[1].h.parameters())
+        assert sum(any(p.grad is not None for p in layer.parameters()) for layer in self.ours.layers) <= 1
+        assert all(parameter.grad is None for parameter in self.theirs.states.base.h.parameters())
         return compare(self, *args)
 
     monkeypatch.setattr(layerwise.Walk, "fit_layer", watched)

@@ -244,7 +244,7 @@ BAD_TEXT = {
     "floats": (lambda: text().float(), "must be integers"),
     "one row": (lambda: text()[0], "shape"),
     "no tokens": (lambda: text()[:, :0], "shape"),
-    "too long": (lambda: text(20, 33), "positions for 32.*cut the batches"),
+    "too long": (lambda: text(20, 33), "positions for 32.*cut the batches, or swap with max_positions=33"),
     "empty": (list, "no batches"),
     "string": (lambda: "the cat sat", "token ids"),
     "strings": (lambda: ["the cat sat"], "tensors"),

@@ -196,7 +196,7 @@ def test_real_blocks_in_every_dtype(dtype, shape, causal):
         slots = torch.arange(keys - queries, keys)[None]
         places = slow.prepare(slots + 0, slots, None, torch.arange(keys)[None], mask[:, None, None])
         seen = mask[:, None, None] & (torch.arange(keys)[None] <= slots.T) if causal else mask[:, None, None]
-        distances = places.distances(clip, keys)
+        distances = places.distances(keys).clamp(-clip, clip) + clip
         return posswap.schemes.relative.attend_by_index(
             query, key, value, key_table, value_table, distances, seen, 16**-0.5, 0.0
         )[0]

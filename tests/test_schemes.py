@@ -83,7 +83,7 @@ def test_relative_equals_double_loop(situation, share_heads, values):
     elif situation == "custom positions":
         position_ids = torch.stack([torch.randperm(9), 2 * torch.arange(9)])
         key_positions = position_ids
-    shared = module.prepare(position_ids, slots, None, None, mask)
+    shared = module.prepare(position_ids, slots, None, key_positions, mask)
     output, probabilities = module.attend(
         query, key, value, mask, shared, scaling=0.5, dropout=0.0, causal=causal, return_probabilities=True
     )

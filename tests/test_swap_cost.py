@@ -29,8 +29,8 @@ def options(make_model, bert_tokenizer, gpt2_tokenizer, tmp_path):
     lines = [" ".join(words[i % 5 :] + words[: i % 5]) + f" w{i} the end." for i in range(400)]
     (tmp_path / "text.txt").write_text("\n".join(lines))
     return {
-        "train_file": str(tmp_path / "text.txt"), "max_steps": 2, "batch_size": 4, "evaluation_tokens": 256, "fit_steps": 2,
-        "fit_tokens": 512, "word_order_sentences": 40, "report_to": (),
+        "train_file": str(tmp_path / "text.txt"), "max_steps": 2, "batch_size": 4, "evaluation_tokens": 256, "fit_steps": 20,
+        "fit_tokens": 4096, "word_order_sentences": 40, "report_to": (),
     }  # fmt: skip
 
 

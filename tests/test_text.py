@@ -4,8 +4,9 @@ import csv
 import json
 
 import pytest
+import torch
 
-from hf_posswap import PosswapError
+from hf_posswap import PosswapError, text_batches
 from hf_posswap.data.text import read_documents, split_of, stdlib_documents, stdlib_prose, token_blocks
 
 
@@ -81,3 +82,69 @@ def test_too_little_text_for_one_block(bert_tokenizer):
     """Fewer tokens than a block holds are an error, not an empty tensor."""
     with pytest.raises(PosswapError, match="fewer than one block"):
         token_blocks(["the cat"], bert_tokenizer, 128)
+
+
+class Numbers:
+    """A tokenizer of numbers: each word is its own token, so that a shared stretch of text is a shared number."""
+
+    eos_token_id = None
+
+    def __init__(self, cls: int | None):
+        self.cls_token_id, self.sep_token_id = cls, cls
+
+    def __call__(self, documents, **options):
+        return {"input_ids": [[int(word) for word in document.split()] for document in documents]}
+
+
+def numbers(*sizes: int) -> list[str]:
+    """Documents of so many words, no word twice."""
+    words = iter(range(1, sum(sizes) + 1))
+    return [" ".join(str(next(words)) for _ in range(size)) for size in sizes]
+
+
+TEXTS = {"one document": (40_000,), "a few": (15_000, 200, 9_000, 16_000), "many": (100,) * 400, "little": (400,)}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_parts_share_no_text(name, causal):
+    """No token of the text is in two parts, at whatever lengths; each part has all lengths; only the draw has a seed."""
+    documents, tokenizer = numbers(*TEXTS[name]), Numbers(None if causal else 0)
+    made = [text_batches(documents, tokenizer, 128, tokens=4_000, causal=causal, window=32, seed=seed) for seed in (0, 1)]
+    parts = [made[0], made[0].select, made[0].report]
+    words = [{word for blocks in part for word in blocks.flatten().tolist()} - {0} for part in parts]
+    assert not (words[0] & words[1] or words[0] & words[2] or words[1] & words[2])
+    lengths = [32, 128] if causal else [16, 32, 128]
+    assert all([blocks.shape[1] for blocks in part] == lengths for part in parts)
+    tokens = [sum(blocks.numel() for blocks in part) for part in parts]
+    if name != "little":
+        assert tokens == pytest.approx([3_200, 400, 400], rel=0.4)
+        assert not torch.equal(made[0][0], made[1][0])
+    for ours, theirs in ((made[0].select, made[1].select), (made[0].report, made[1].report)):
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+
+
+def test_parts_of_real_text():
+    """Of the standard library's sources, which repeat themselves a little, hardly a line is in two parts."""
+    documents = list(stdlib_documents("train").values())[:200]
+    tokens = {}
+
+    class Words(Numbers):
+        def __call__(self, documents, **options):
+            return {"input_ids": [[tokens.setdefault(word, len(tokens)) for word in text.split()] for text in documents]}
+
+    batches = text_batches(documents, Words(None), 256, tokens=10**6, causal=True)
+    grams = [
+        {tuple(gram) for blocks in part for row in blocks.tolist() for gram in zip(*(row[k:] for k in range(8)), strict=False)}
+        for part in (batches, batches.select, batches.report)
+    ]
+    assert min(map(len, grams)) > 5_000
+    assert len(grams[2] & grams[0]) < 0.05 * len(grams[2]) and len(grams[1] & grams[0]) < 0.05 * len(grams[1])
+
+
+def test_too_little_text_for_parts():
+    """Three blocks of the longest are the least; the error says how much that is."""
+    made = text_batches(numbers(384), Numbers(None), 128, causal=True)
+    assert [part[0].shape for part in (made, made.select, made.report)] == [(1, 128)] * 3
+    with pytest.raises(PosswapError, match="383 tokens are too few.*give 384, or shorter blocks"):
+        text_batches(numbers(383), Numbers(None), 128, causal=True)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from transformers import PreTrainedModel
 
-from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.architectures import family_of, longest_input
 from hf_posswap.commands.new_folder import new_folder
 from hf_posswap.commands.opening import TRUST_HELP, open_model, open_tokenizer
 from hf_posswap.data.calibration import text_batches, written_text
@@ -30,6 +30,8 @@ def swap_command(
     scheme: Annotated[str, typer.Option(help=_SCHEME_HELP)],
     output: Annotated[Path, typer.Option(help="A new folder for the swapped model and its tokenizer.")],
     max_positions: Annotated[int | None, typer.Option(help="The longest input; the checkpoint's own by default.")] = None,
+    span: Annotated[int | None, typer.Option(help="Attend only to keys at a distance below this. Default: to all.")] = None,
+    first: Annotated[int, typer.Option(help="With --span, how many tokens at the beginning all others see.")] = 4,
     cold: Annotated[bool, typer.Option("--cold", help="Drop the old table without a warm start.")] = False,
     fit: Annotated[
         str | None,
@@ -49,8 +51,9 @@ def swap_command(
 ):
     """Swap a checkpoint's positions, fit the new ones if asked to, and save the result.
 
-    Swapped are BERT and GPT-2 models with learned positions and any head of transformers', in full precision. Not swapped:
-    quantized models, other families (RoBERTa, OPT, ...), and models that are rotary or relative already.
+    Swapped are BERT, RoBERTa, XLM-RoBERTa, CamemBERT and GPT-2 models with learned positions and any head of transformers', in
+    full precision. Not swapped: quantized models, other families (OPT, ELECTRA, ...), and models that are rotary or relative
+    already.
     """
     for name, value in (("--fit-tokens", fit_tokens), ("--reconstruct", reconstruct), ("--text-column", text_column)):
         if fit is None and value is not None:
@@ -61,13 +64,14 @@ def swap_command(
         tokenizer = open_tokenizer(model, trust_remote_code=trust_remote_code)
         batches, words = None, None
         if fit is not None:
-            batches, words = _calibration(fit, text_column or "text", loaded, tokenizer, fit_tokens or 65_536)
+            longest = max_positions or longest_input(loaded.config)
+            batches, words = _calibration(fit, text_column or "text", loaded, tokenizer, fit_tokens or 65_536, longest)
         bar = sys.stderr.isatty()
         if batches is not None and chosen.open_options():
             say(f"choosing {', '.join(chosen.open_options())} of {chosen.name} by short fits")
             chosen = choose(loaded, chosen, batches, max_positions=max_positions, progress=bar)
         say(f"swapping to {chosen}")
-        swap(loaded, chosen, max_positions=max_positions, warm_start=not cold)
+        swap(loaded, chosen, max_positions=max_positions, warm_start=not cold, span=span, first=first)
         report = None
         if batches is not None:
             steps = 100 if reconstruct is None else reconstruct
@@ -79,7 +83,7 @@ def swap_command(
         if report is not None:
             report.save(folder, command=provenance()["command"])
         if tokenizer is not None:
-            tokenizer.model_max_length = loaded.config.max_position_embeddings
+            tokenizer.model_max_length = longest_input(loaded.config)
             tokenizer.save_pretrained(folder)
     typer.echo(replace(describe(loaded), can_restore=False))  # this process ends, and the original with it
     if tokenizer is None:
@@ -87,9 +91,11 @@ def swap_command(
     typer.echo(f"saved to {output}: import hf_posswap, then AutoModel...from_pretrained({str(output)!r})")
 
 
-def _calibration(source: str, text_column: str, model: PreTrainedModel, tokenizer, tokens: int) -> tuple[list, str]:
+def _calibration(
+    source: str, text_column: str, model: PreTrainedModel, tokenizer, tokens: int, longest: int
+) -> tuple[list, str]:
     """Return token batches of the text that a fit was asked to use, and which text that is."""
-    causal = ARCHITECTURES[model.config.model_type.removeprefix("posswap-")].is_causal(model.config)
+    causal = family_of(model.config).is_causal(model.config)
     if source == "auto" and causal and model.get_output_embeddings() is not None:
         say(f"letting the model write {tokens:,} tokens to fit on")
         return [written_text(model, tokens=tokens)], "written by the model"
@@ -99,5 +105,6 @@ def _calibration(source: str, text_column: str, model: PreTrainedModel, tokenize
         documents, words = ["\n".join(stdlib_prose("train"))], "prose from the Python standard library"
     else:
         documents, words = read_documents(source, text_column=text_column), Path(source).name
-    batches = text_batches(documents, tokenizer, model.config.max_position_embeddings, tokens=tokens, causal=causal)
+    reads = longest_input(model.config)  # the original; longer text it reads through a window
+    batches = text_batches(documents, tokenizer, longest, tokens=tokens, causal=causal, window=reads)
     return batches, words

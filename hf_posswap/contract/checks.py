@@ -286,7 +286,7 @@ def deepcopy(subject: Subject) -> None:
     same(twin(text()).logits, expected, "outputs of the copy", tolerance=0)
     move(list(twin.parameters()), 0.3)
     different(twin(text()).logits, expected, "the copy, changed, and the model")
-    restore(twin)
+    restore(twin, keep_training=True)
     same(model(text()).logits, expected, "the model after its copy was changed and restored", tolerance=0)
 
 

@@ -1,4 +1,8 @@
-"""Token batches that a swap is fitted on: the user's, cut from text at several lengths, or written by the model itself."""
+"""Token batches that a swap is fitted on: the user's, cut from text at several lengths, or written by the model itself.
+
+A fit looks at three kinds of text: what it fits on, what tells whether a step helped (select), and what its report is
+measured on, which decided nothing (report). `text_batches` splits text into these parts before it cuts it into lengths.
+"""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -6,12 +10,24 @@ from collections.abc import Iterable
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posswap.data.text import token_blocks
+from hf_posswap.architectures import longest_input
+from hf_posswap.data.text import cut_blocks, split_tokens, spread, token_lists, wraps
 from hf_posswap.errors import DataError
 
 Batch = dict[str, torch.Tensor]  # input_ids, attention_mask, and what else a user gave; all (B, L)
 
 _KEYS = ("input_ids", "attention_mask", "token_type_ids")
+
+
+class TextBatches(list):
+    """Batches to fit on, as a list; `select` and `report` are lists of batches of other text, for what a fit is judged by.
+
+    `report` may be empty: then a fit reports what it selects by, and says so.
+    """
+
+    def __init__(self, fit: Iterable = (), select: Iterable = (), report: Iterable = ()):
+        super().__init__(fit)
+        self.select, self.report = list(select), list(report)
 
 
 def text_batches(
@@ -21,30 +37,55 @@ def text_batches(
     *,
     tokens: int = 65_536,
     causal: bool = False,
+    window: int | None = None,
     seed: int = 0,
-) -> list[torch.Tensor]:
-    """Cut documents into blocks of several lengths, and draw some: (N, L) token ids for each length.
+) -> TextBatches:
+    """Split documents into parts to fit, select and report, cut these into blocks of several lengths, and draw some.
 
-    An encoder gets a third of the tokens at `max_length`, a third at a quarter and a third at a sixteenth of it: what is
-    fitted at one length alone fails at another. A causal model sees all shorter lengths in one block of the longest.
+    An encoder gets equal numbers of tokens at `max_length`, a quarter, a sixteenth of it, and so on while that is 16 tokens or
+    more: what is fitted at one length alone fails at another. A causal model sees all shorter lengths in one block of the
+    longest.
+
+    Args:
+        documents: The text. Its parts share no stretch of it.
+        tokenizer: Of the model.
+        max_length: Of the longest blocks, in tokens; up to the longest input of the swapped model.
+        tokens: How many in all: eight tenths to fit on, a tenth to select by, a tenth to report on.
+        causal: Whether it is for a causal model.
+        window: What the original reads at once, where that is less than `max_length`: blocks of that length are among them,
+            and a causal model gets the lengths between, too.
+        seed: Of the draw to fit on; the other parts are the same for every seed.
+
+    Returns:
+        `TextBatches`: (N, L) token ids for each length, for `posswap.fit`.
+
+    Raises:
+        PosswapError: The text is too short for a block of the longest length in each part.
     """
     generator = torch.Generator().manual_seed(seed)
-    lengths = [max_length] if causal else mixed_lengths(max_length)
-    batches = []
-    for length in lengths:
-        blocks = token_blocks(documents, tokenizer, length)
-        count = max(1, tokens // len(lengths) // length)
-        batches.append(blocks[torch.randperm(len(blocks), generator=generator)[:count]])
-    return batches
+    lengths = {max_length} if causal else set(mixed_lengths(max_length))
+    if window is not None and window < max_length:
+        lengths |= {window} | ({max_length // 4**k for k in range(1, 9) if max_length // 4**k > window} if causal else set())
+    least = max_length - 2 if wraps(tokenizer) else max_length
+    parts = []
+    for kind, part in enumerate(split_tokens(token_lists(documents, tokenizer), least)):
+        wanted = tokens * (1 if kind else 8) // 10 // len(lengths)
+        parts.append([])
+        for length in sorted(lengths):
+            blocks = cut_blocks(part, tokenizer, length)
+            drawn = torch.randperm(len(blocks), generator=generator)[: max(1, wanted // length)]
+            parts[-1].append(spread(blocks, wanted) if kind else blocks[drawn])
+    return TextBatches(*parts)
 
 
 def mixed_lengths(longest: int) -> list[int]:
-    """Return the lengths that an encoder is fitted at: a sixteenth, a quarter and the whole of the longest.
+    """Return the lengths that an encoder is fitted at: the longest, and by quarters down to 16 or so.
 
-    >>> mixed_lengths(512), mixed_lengths(32)
-    ([32, 128, 512], [16, 32])
+    >>> mixed_lengths(512), mixed_lengths(32), mixed_lengths(4096)
+    ([32, 128, 512], [16, 32], [16, 64, 256, 1024, 4096])
     """
-    return sorted({max(min(16, longest), longest // part) for part in (1, 4, 16)})
+    parts = [part for part in (4**k for k in range(9)) if part <= 16 or longest // part >= 16]
+    return sorted({max(min(16, longest), longest // part) for part in parts})
 
 
 @torch.no_grad()
@@ -53,7 +94,7 @@ def written_text(model: PreTrainedModel, *, tokens: int = 65_536, seed: int = 0,
 
     Plain sampling at temperature 1, from the end-of-text token or, where there is none, from a random one.
     """
-    length = length or model.config.max_position_embeddings
+    length = length or longest_input(model.config)
     rows = max(1, tokens // length)
     generator = torch.Generator().manual_seed(seed)
     start = model.config.bos_token_id if model.config.bos_token_id is not None else model.config.eos_token_id
@@ -87,7 +128,7 @@ def random_tokens(
 ) -> list[torch.Tensor]:
     """Draw tokens uniformly from the vocabulary, in the lengths of `text_batches` for an encoder."""
     generator = torch.Generator().manual_seed(seed)
-    lengths = mixed_lengths(length or model.config.max_position_embeddings)
+    lengths = mixed_lengths(length or longest_input(model.config))
     shapes = [(max(1, tokens // len(lengths) // each), each) for each in lengths]
     return [torch.randint(model.config.vocab_size, shape, generator=generator) for shape in shapes]
 
@@ -119,8 +160,8 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
             )
         if ids.shape[1] > longest:
             raise DataError(
-                f"a batch is {ids.shape[1]} tokens long and the original has positions for {longest}: it cannot say what to do "
-                "beyond; cut the batches"
+                f"a batch is {ids.shape[1]} tokens long and this model has positions for {longest}: cut the batches, or swap "
+                f"with max_positions={ids.shape[1]}"
             )
         kinds = batch.get("token_type_ids", torch.zeros_like(ids))
         # GPT-2 has no table of kinds: it looks them up among the tokens.
@@ -139,22 +180,29 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
     return checked
 
 
-def split_batches(batches: list[Batch], *, tokens_a_batch: int) -> tuple[list[Batch], list[Batch]]:
-    """Cut batches into small ones of one length each, and set every tenth sequence aside: (to fit on, held out)."""
+def split_batches(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """Set every tenth sequence of each length aside: (to fit on, held out)."""
     fitted, held = [], []
     total, seen = Counter(), Counter()  # sequences of each length, however they come in batches
     for batch in batches:
         total[batch["input_ids"].shape[1]] += len(batch["input_ids"])
     for batch in batches:
         count, length = batch["input_ids"].shape
-        rows = torch.arange(count)
         # At least one of each length, if there are two.
-        last = (rows + seen[length]) % 10 == min(9, total[length] - 1 if total[length] > 1 else 9)
+        last = (torch.arange(count) + seen[length]) % 10 == min(9, total[length] - 1 if total[length] > 1 else 9)
         seen[length] += count
-        for part, chosen in ((held, rows[last]), (fitted, rows[~last])):
-            for few in chosen.split(max(1, tokens_a_batch // batch["input_ids"].shape[1])):
-                if len(few):
-                    part.append({key: value[few] for key, value in batch.items()})
+        for part, chosen in ((held, last), (fitted, ~last)):
+            if chosen.any():
+                part.append({key: value[chosen] for key, value in batch.items()})
     if not held and len(fitted) > 1:
         held = [fitted.pop()]
     return fitted, held
+
+
+def few_tokens(batches: list[Batch], tokens: int) -> list[Batch]:
+    """Cut batches into some of about so many tokens, of at least one sequence."""
+    return [
+        {key: value[rows] for key, value in batch.items()}
+        for batch in batches
+        for rows in torch.arange(len(batch["input_ids"])).split(max(1, tokens // batch["input_ids"].shape[1]))
+    ]

@@ -134,13 +134,20 @@ def token_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, lengt
     Tokenizers with [CLS] and [SEP] get them around every block, as BERT was trained; others get the end-of-text token
     between documents.
     """
-    wrap = _wraps(tokenizer)
-    stream: list[int] = []
+    return cut_blocks(token_lists(documents, tokenizer), tokenizer, length)
+
+
+def token_lists(documents: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the token ids of each document; the end-of-text token ends it where blocks get no [CLS] and [SEP]."""
+    end = [] if wraps(tokenizer) or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     # verbose=False: the whole point is to cut, so the warning about sequences beyond the model's length is noise.
-    for ids in tokenizer(list(documents), add_special_tokens=False, verbose=False)["input_ids"]:
-        stream += ids
-        if not wrap and tokenizer.eos_token_id is not None:
-            stream.append(tokenizer.eos_token_id)
+    return [ids + end for ids in tokenizer(list(documents), add_special_tokens=False, verbose=False)["input_ids"]]
+
+
+def cut_blocks(tokens: list[list[int]], tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:
+    """Join lists of tokens and cut them into blocks, as `token_blocks` does with documents."""
+    stream = [token for ids in tokens for token in ids]
+    wrap = wraps(tokenizer)
     body = length - 2 if wrap else length
     count = len(stream) // body
     if count == 0:
@@ -149,12 +156,42 @@ def token_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, lengt
     return _wrap(blocks, tokenizer) if wrap else blocks
 
 
+def split_tokens(documents: list[list[int]], least: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Deal tokenized documents out into three parts, to fit on, to select by and to report: about 8 : 1 : 1.
+
+    Documents stay whole, unless they are longer than a twentieth of all the text or stand where a part is full: those are cut
+    into contiguous stretches. So no stretch of text is in two parts, whatever is cut from them later. The same text is
+    always split alike. No part is shorter than `least` tokens.
+
+    >>> [sum(map(len, part)) for part in split_tokens([list(range(60)), list(range(60, 100))], 8)]
+    [80, 10, 10]
+    """
+    total = sum(map(len, documents))
+    if total < 3 * least:
+        raise DataError(
+            f"{total:,} tokens are too few for parts to fit, select and report: give {3 * least:,}, or shorter blocks"
+        )
+    share = max(total // 10, least)
+    size = max(1, share // 2)
+    pieces = [ids[start : start + size] for ids in documents for start in range(0, len(ids), size)]
+    dealt: list[list[tuple[int, list[int]]]] = [[], [], []]
+    room = [total - 2 * share, share, share]
+    for number in torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0)).tolist():
+        piece = pieces[number]
+        for part in (2, 1, 0):
+            some, piece = piece[: room[part]], piece[room[part] :]
+            room[part] -= len(some)
+            if some:
+                dealt[part].append((number, some))
+    return tuple([ids for _, ids in sorted(part)] for part in dealt)
+
+
 def shorter_blocks(blocks: torch.Tensor, tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:
     """Cut each row of `token_blocks` into rows of another length: the same tokens with less around them.
 
     What is left of a row at its end is dropped: where one length divides the other, and nothing is put around, that is none.
     """
-    edge = 1 if _wraps(tokenizer) else 0
+    edge = 1 if wraps(tokenizer) else 0
     bodies = blocks[:, edge : blocks.shape[1] - edge].unfold(1, length - 2 * edge, length - 2 * edge).flatten(0, 1)
     return _wrap(bodies, tokenizer) if edge else bodies
 
@@ -165,7 +202,8 @@ def spread(blocks: torch.Tensor, tokens: int) -> torch.Tensor:
     return blocks[torch.linspace(0, len(blocks) - 1, count).long()]
 
 
-def _wraps(tokenizer: PreTrainedTokenizerBase) -> bool:
+def wraps(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether blocks of this tokenizer get a token at either end."""
     return tokenizer.cls_token_id is not None and tokenizer.sep_token_id is not None
 
 

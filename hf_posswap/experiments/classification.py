@@ -12,6 +12,7 @@ from accelerate import PartialState
 from torch.nn import functional
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posswap.architectures import longest_input
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.tables import Rows, TableConfig, Task, read_task
 from hf_posswap.data.text import embedded_documents, stdlib_prose
@@ -149,7 +150,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
 
 def trained_positions(config: RecipeConfig) -> int:
     """Return how many tokens the checkpoint reads before it is swapped."""
-    return load_family(config.model)[0].max_position_embeddings
+    return longest_input(load_family(config.model)[0])
 
 
 def read_labelled(config: TableConfig) -> Task:

@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.architectures import ARCHITECTURES, longest_input
 from hf_posswap.assets import model_source
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.experiments.comparison import ORIGINAL
@@ -77,7 +77,7 @@ def load_model(
     source, (family, _) = model_source(config.model), load_family(config.model, **options)
     if tokenizer is not None and family.pad_token_id is None:
         family.pad_token_id = tokenizer.pad_token_id
-    trained = family.max_position_embeddings
+    trained = longest_input(family)
     # A recipe that needs fewer than the checkpoint has is content with those.
     longest = config.max_positions or max(max_positions or 0, trained)
     if config.scheme != ORIGINAL:  # before anything is loaded or trained

@@ -34,6 +34,7 @@ from rich.table import Table
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from hf_posswap.architectures import longest_input
 from hf_posswap.errors import CheckpointError, Interrupted, PosswapError
 from hf_posswap.experiments.models import cost, load_model, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig, RunOptions, SwapOptions, command_line, read_config
@@ -107,7 +108,7 @@ def _finite(value: torch.Tensor) -> bool:
 
 def _save_model(model: PreTrainedModel, source: str, folder: Path) -> None:
     tokenizer = load_tokenizer(source)
-    tokenizer.model_max_length = model.config.max_position_embeddings
+    tokenizer.model_max_length = longest_input(model.config)
     save_trained(model, folder)
     if PartialState().is_main_process:
         tokenizer.save_pretrained(folder)

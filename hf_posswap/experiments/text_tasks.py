@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 from transformers import DataCollatorForLanguageModeling, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posswap.architectures import longest_input
 from hf_posswap.data.text import Split, embedded_documents, read_documents
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments.models import load_family
@@ -76,7 +77,7 @@ def documents(config: TextOptions, split: Split, *, causal: bool) -> list[str]:
 def trained_length(config: SwapOptions) -> tuple[int, bool]:
     """Return how many tokens the checkpoint reads, and whether it is causal."""
     family, causal = load_family(config.model)
-    return family.max_position_embeddings, causal
+    return longest_input(family), causal
 
 
 def check_enough(blocks: torch.Tensor, config: TrainingConfig) -> None:

@@ -9,7 +9,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_posswap.data.calibration import check_batches
+from hf_posswap.architectures import longest_input
+from hf_posswap.data.calibration import Batch, TextBatches, check_batches
 from hf_posswap.errors import PosswapError
 from hf_posswap.fitting.fit import fit
 from hf_posswap.schemes import Scheme, parse_scheme
@@ -27,6 +28,7 @@ def choose(
     reconstruct: int = 10,
     seed: int = 0,
     progress: bool = True,
+    window: int | None = None,
 ) -> Scheme:
     """Return the scheme with every "auto" replaced by the value that hurts this model least; the model itself stays as it is.
 
@@ -42,6 +44,9 @@ def choose(
         reconstruct: Steps for each layer and candidate.
         seed: As for `posswap.fit`.
         progress: Show a bar.
+        window: As for `posswap.fit`.
+
+    Text to report on, if the batches have any (`text_batches`), is not looked at.
 
     Raises:
         PosswapError: Nothing is "auto", or a candidate cannot be swapped to or fitted; the message says why.
@@ -57,12 +62,13 @@ def choose(
     if not scheme.open_options():
         options = ", ".join(scheme.choices) or "none of this scheme's"
         raise PosswapError(f"{scheme} has no option that is 'auto'; options that may be are: {options}")
-    checked = check_batches(batches, model, model.config.max_position_embeddings)
-    # The first rows of each batch, so that all lengths stay.
-    share = min(1.0, _TOKENS_A_TRIAL / sum(batch["input_ids"].numel() for batch in checked))
-    text = [{key: value[: max(2, round(len(value) * share))] for key, value in batch.items()} for batch in checked]
-    # Batches of a row or two cannot be cut: then every so many of them.
-    text = text[:: max(1, sum(batch["input_ids"].numel() for batch in text) // _TOKENS_A_TRIAL)]
+    longest = max_positions or longest_input(model.config)
+    if isinstance(batches, TextBatches):
+        text = TextBatches(
+            *(_thin(check_batches(part, model, longest), share) for part, share in ((batches, 0.9), (batches.select, 0.1)))
+        )
+    else:
+        text = _thin(check_batches(batches, model, longest), 1.0)
     settled = replace(scheme, **{name: scheme.choices[name][0] for name in scheme.open_options()})
     trials = [(name, value) for name in scheme.open_options() for value in scheme.choices[name]]
     damages: dict[str, float] = {}  # by the scheme as a string: one with scalings has no hash
@@ -74,9 +80,19 @@ def choose(
                 trial = swap(copy.deepcopy(model), candidate, max_positions=max_positions)
                 with warnings.catch_warnings():  # a candidate that a short fit does not help counts as it is
                     warnings.filterwarnings("ignore", message="the fit was undone")
-                    damages[str(candidate)] = fit(trial, text, reconstruct=reconstruct, seed=seed, progress=False).after.total
+                    report = fit(trial, text, reconstruct=reconstruct, seed=seed, progress=False, window=window)
+                damages[str(candidate)] = report.score
             bar.update()
             bar.set_postfix({name: getattr(candidate, name), "damage": f"{damages[str(candidate)]:.4f}"})
         settled = min(candidates, key=lambda candidate: damages[str(candidate)])
     bar.close()
     return settled
+
+
+def _thin(batches: list[Batch], part: float) -> list[Batch]:
+    """Return a part of the tokens of a trial: the first rows of each batch, so that all lengths stay."""
+    wanted = part * _TOKENS_A_TRIAL
+    share = min(1.0, wanted / sum(batch["input_ids"].numel() for batch in batches))
+    few = [{key: value[: max(2, round(len(value) * share))] for key, value in batch.items()} for batch in batches]
+    # Batches of a row or two cannot be cut: then every so many of them.
+    return few[:: max(1, int(sum(batch["input_ids"].numel() for batch in few) // wanted))]

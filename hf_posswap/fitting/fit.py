@@ -18,12 +18,21 @@ from rich.table import Table
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_posswap.architectures import Architecture
+from hf_posswap.architectures import Architecture, longest_input
 from hf_posswap.checkpoint import SwappedModel
-from hf_posswap.data.calibration import check_batches, random_tokens, split_batches, written_text
+from hf_posswap.data.calibration import (
+    Batch,
+    TextBatches,
+    check_batches,
+    few_tokens,
+    random_tokens,
+    split_batches,
+    written_text,
+)
 from hf_posswap.errors import CheckpointError, DataError, PosswapError, UnsupportedModelError
-from hf_posswap.fitting.layerwise import LayerFit, Walk
+from hf_posswap.fitting.layerwise import LayerFit, Walk, opening
 from hf_posswap.measure.damage import Damage, damage
+from hf_posswap.measure.reading import LongText, Reading
 from hf_posswap.provenance import provenance, weight_hashes, without_home, write_json
 from hf_posswap.sharing.delta import saved_weights_hash, weights_hash
 from hf_posswap.surgery import is_part, undo_of
@@ -44,7 +53,10 @@ _TOKENS_A_BATCH = 2048  # of one step; memory for attention probabilities goes w
 
 @dataclass(frozen=True)
 class FitReport:
-    """What a fit did, measured on the tenth of the text that it did not see; `print` shows it as tables."""
+    """What a fit did, measured on text that it was not fitted on; `print` shows it as tables.
+
+    Damage is measured on text of at most the original's window, `reading` on longer text.
+    """
 
     before: Damage
     after: Damage
@@ -57,6 +69,14 @@ class FitReport:
     trained_positions: int  # what the original reads
     position_scheme: dict  # as the model's config has it
     sha256: str  # of the weights that it is of: `delta.weights_hash`
+    part: str = "select"  # of the text that was measured on: "report" decided nothing, "select" also told what to keep
+    window: int | None = None  # what the original read the text through; None where it read all of it whole
+    reading: Reading | None = None  # of text longer than the window, next to the original's
+
+    @property
+    def score(self) -> float:
+        """How far from the original the model is, to compare fits on one text; smaller is better."""
+        return self.after.total if self.window is None else self.layers[-1].after
 
     def __str__(self) -> str:
         found = Table(box=None, pad_edge=False)
@@ -77,7 +97,7 @@ class FitReport:
             layers.add_row(str(fit.layer), f"{fit.before:.4f}", solved, after, *(f"{value:.4f}" for value in states))
         console = Console(width=100, highlight=False, color_system=None, force_jupyter=False)
         with console.capture() as capture:
-            console.print(found, "", layers, "")
+            console.print(found, "", *([self._reading(), ""] if self.reading else []), layers, "")
             console.print(
                 f"damage: {_MEASURES[self.before.measure]}; 0 is the original. error: of a layer's output, given what the "
                 "layers before it now say; states: what has added up after it; both relative to the original's variance."
@@ -85,6 +105,7 @@ class FitReport:
             console.print(
                 f"fitted on {self.tokens:,} tokens, {self.text}, in {self.seconds:.0f} s; measured on "
                 f"{self.tokens_held_out:,} others"
+                + (", which decided nothing" if self.part == "report" else ", which also told what to keep")
             )
             if self.longest < self.trained_positions:
                 console.print(
@@ -105,6 +126,17 @@ class FitReport:
         if after < _NEAR:
             return f"{won}, and little is left: save the model, or train it as you would the original"
         return f"{won}; more text (fitted on {self.tokens:,} tokens) and more steps win more, training the whole model the rest"
+
+    def _reading(self) -> Table:
+        reading, losses = self.reading, self.reading.measure == "loss"
+        table = Table(box=None, pad_edge=False)
+        table.add_column(f"{reading.measure} at {'positions' if losses else 'length'}")
+        for title in ([f"original, window of {reading.window}"] if losses else []) + ["before", "after"]:
+            table.add_column(title, justify="right")
+        for key in reading.before:
+            kinds = (reading.original, reading.before, reading.after) if losses else (reading.before, reading.after)
+            table.add_row(key, *(f"{kind[key]:.4f}" for kind in kinds))
+        return table
 
     def save(self, folder: str | Path, *, command: str | None = None) -> None:
         """Write `FIT_FILE` next to the saved model, for its card: the report, which weights it is of, versions and hardware.
@@ -137,6 +169,7 @@ def fit(
     learning_rate: float = 1e-3,
     seed: int = 0,
     progress: bool = True,
+    window: int | None = None,
 ) -> FitReport:
     """Fit a freshly swapped model to its original on some text, in place; return what that cost and won.
 
@@ -144,20 +177,25 @@ def fit(
         model: A swapped model. Only the weights of self-attention, and its positions, change; `restore` still gives
             the original back bit for bit.
         batches: Token ids (N, L), or an iterable of such of differing lengths, or of dicts with `input_ids`,
-            `attention_mask` and `token_type_ids`. Mix lengths up to the longest input you care about. None: a causal model
-            writes text itself, an encoder gets random tokens, which real text beats.
+            `attention_mask` and `token_type_ids`. Mix lengths up to the longest input you care about, also beyond what the
+            original reads: it then reads through a window that slides by a quarter. `text_batches` makes them of text.
+            None: a causal model writes text itself, an encoder gets random tokens, which real text beats.
         reconstruct: Steps of Adam for each layer; 0 is the closed form alone, where the scheme has one.
         original_model: The original, if this process does not keep it: for a model loaded from a swapped checkpoint.
         learning_rate: Peak of the steps for weights; position tables learn 30 times as fast.
         seed: Of the order of steps, and of text that the model writes.
         progress: Show a bar.
+        window: Tokens that the original reads at once where a batch is longer. By default as many as it has positions for;
+            fewer where it was tuned on fewer (MiniLM: 128).
 
-    Every tenth sequence is held out, for the figures of the report and to tell whether a closed form helps.
+    Other text than what is fitted on tells what is kept, and other text again is what the report is measured on, if batches
+    come from `text_batches`. Of other batches every tenth sequence is held out for both.
 
     Raises:
-        PosswapError: The model is not swapped, was trained since, or its original is gone; batches do not belong to it or are
-            too few. The model is as it was before the call, also after an interrupt. A fit that makes it no better is
-            undone, with a warning, and the report's `after` is its `before`.
+        PosswapError: The model is not swapped, was trained since, or its original is gone; batches do not belong to it, are
+            too few or too long for it; the window is more than the original reads, or no batch is longer than it. The model
+            is as it was before the call, also after an interrupt. A fit that makes it no better is undone, with a warning,
+            and the report's `after` is its `before`.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from hf_posswap import swap
@@ -171,7 +209,8 @@ def fit(
     started = time.perf_counter()
     target, architecture = find_target(model, dispatched=True)
     teacher = _check(target, architecture, original_model, reconstruct, learning_rate)
-    longest = min(teacher.config.max_position_embeddings, target.config.max_position_embeddings)
+    reads = min(longest_input(teacher.config), longest_input(target.config))
+    _check_window(window, reads)
     text = "given"
     modes = {module: module.training for one in (target, teacher) for module in one.modules()}
     try:
@@ -180,54 +219,104 @@ def fit(
             causal = architecture.is_causal(target.config)
             if causal and not (teacher.can_generate() and teacher.get_output_embeddings() is not None):
                 raise DataError("this model has no language-modelling head to write its own text with: pass batches")
-            batches = (written_text if causal else random_tokens)(teacher, seed=seed, length=longest)
+            batches = (written_text if causal else random_tokens)(teacher, seed=seed, length=reads)
             text = "written by the model" if causal else "random tokens"
-        checked = check_batches(batches, teacher, longest)
-        fitted, held = split_batches(checked, tokens_a_batch=_TOKENS_A_BATCH)
-        counts = [sum(int(batch["attention_mask"].sum()) for batch in part) for part in (fitted, held)]
-        if counts[0] < 4 * target.config.hidden_size or not held:
+        fitted, select, report = _parts(batches, target)
+        counts = [sum(int(batch["attention_mask"].sum()) for batch in part) for part in (fitted, report or select)]
+        if counts[0] < 4 * target.config.hidden_size or not select:
+            least = 5 * target.config.hidden_size
             raise DataError(
-                f"{sum(counts):,} tokens in {sum(len(b['input_ids']) for b in checked)} sequences are too few to fit layers "
-                f"of size {target.config.hidden_size}: give at least {5 * target.config.hidden_size:,} in two sequences, "
-                "better ten times that"
+                f"{sum(counts):,} tokens in {sum(len(b['input_ids']) for b in (*fitted, *select))} sequences are too few to "
+                f"fit layers of size {target.config.hidden_size}: give {least:,} in two sequences, better ten times that"
             )
-        before = damage(target, teacher, held)
-        about = (*counts, text, max(batch["input_ids"].shape[1] for batch in checked), longest)
-        if before.total < 1e-7:  # the original's own table: there is nothing to fit
-            return _report(target, before, before, (), time.perf_counter() - started, *about)
-        with rewriting_attention(target), tempfile.TemporaryDirectory(prefix="posswap-") as folder:
-            walk = Walk(target, teacher, architecture, fitted, held, Path(folder), seed)
-            count = len(walk.layers[0])
-            quiet = {} if progress else {"disable": True}  # None or False would overrule TQDM_DISABLE
-            with tqdm(total=count * (reconstruct + 1), desc="fit", unit="step", **quiet) as bar:
-                layers = [walk.fit_layer(index, reconstruct, learning_rate, bar) for index in range(count)]
-            after = damage(target, teacher, held)
-            if not reconstruct and not any(fit.kept for fit in layers):
-                raise PosswapError(
-                    f"{target.base_model.position_scheme} positions have no closed form here, or it makes no layer better: "
-                    "give reconstruct a number of steps"
-                )
-            if not after.total < before.total:
-                raise _NotBetter
+        longest = max(batch["input_ids"].shape[1] for batch in (*fitted, *select, *report))
+        if window is not None and longest <= window:
+            raise DataError(
+                f"no batch is longer than window={window}, so it would do nothing: give longer batches, or leave window out"
+            )
+        window = (window or reads) if longest > (window or reads) else None
+        told = report or select
+        long = LongText(teacher, architecture, told, window) if window else None
+        before, read = _damage(target, teacher, told, window), long and long.read(target)
+        start = before.total if told is select or window else _damage(target, teacher, select, window).total
+        after, read_after, layers = before, read, ()
+        if window or start > 1e-7:  # else it is the original's own table: there is nothing to fit
+            with rewriting_attention(target), tempfile.TemporaryDirectory(prefix="posswap-") as folder:
+                walk = Walk(target, teacher, architecture, fitted, select, Path(folder), seed, window)
+                count = len(walk.ours.layers)
+                quiet = {} if progress else {"disable": True}  # None or False would overrule TQDM_DISABLE
+                with tqdm(total=count * (reconstruct + 1), desc="fit", unit="step", **quiet) as bar:
+                    layers = tuple(walk.fit_layer(index, reconstruct, learning_rate, bar) for index in range(count))
+                if not reconstruct and not any(fit.kept for fit in layers):
+                    raise PosswapError(
+                        f"{target.base_model.position_scheme} positions have no closed form here, or it makes no layer better: "
+                        "give reconstruct a number of steps"
+                    )
+                found = _damage(target, teacher, told, window)
+                if window:
+                    start, end = walk.error_unfitted, layers[-1].after
+                else:
+                    end = found.total if told is select else _damage(target, teacher, select, window).total
+                if not end < start:
+                    raise _NotBetter
+                after, read_after = found, long and long.read(target)
     except _NotBetter:
         warnings.warn(
-            f"the fit was undone: on text not seen, {after.measure} went from {before.total:.4f} to {after.total:.4f}. Either "
-            f"there is nothing left to win, or {counts[0]:,} tokens are too few: give more text, or a lower learning_rate",
+            f"the fit was undone: on text not seen, {'the last error' if window else before.measure} went from {start:.4f} to "
+            f"{end:.4f}. Either there is nothing left to win, or {counts[0]:,} tokens are too few: give more text, or a lower "
+            "learning_rate",
             stacklevel=2,
         )
-        after = before
     finally:
         for module, training in modes.items():
             module.training = training
-    return _report(target, before, after, tuple(layers), time.perf_counter() - started, *about)
+    return FitReport(
+        before=before,
+        after=after,
+        layers=layers,
+        seconds=time.perf_counter() - started,
+        tokens=counts[0],
+        tokens_held_out=counts[1],
+        text=text,
+        longest=longest,
+        trained_positions=reads,
+        position_scheme=copy.deepcopy(target.config.position_scheme),
+        sha256=weights_hash(target),
+        part="report" if report else "select",
+        window=window,
+        reading=long and Reading(long.measure, window, long.original, read, read_after),
+    )
 
 
-def _report(target: PreTrainedModel, *found) -> FitReport:
-    return FitReport(*found, copy.deepcopy(target.config.position_scheme), weights_hash(target))
+def _parts(batches: torch.Tensor | Iterable, target: PreTrainedModel) -> list[list[Batch]]:
+    """Return what to fit on, to select by and to report on, checked and in small batches; the last may be empty."""
+    longest = longest_input(target.config)
+    if isinstance(batches, TextBatches):
+        given = (batches, batches.select, batches.report)
+        parts = [check_batches(part, target, longest) if number < 2 or part else [] for number, part in enumerate(given)]
+    else:
+        parts = [*split_batches(check_batches(batches, target, longest)), []]
+    return [few_tokens(part, _TOKENS_A_BATCH) for part in parts]
+
+
+def _damage(target, teacher, batches: list[Batch], window: int | None) -> Damage:
+    """Return the damage on text that the original reads whole: of longer text its beginnings."""
+    return damage(target, teacher, batches if window is None else [opening(batch, window) for batch in batches])
 
 
 class _NotBetter(Exception):
     """Makes a fit that did not help undo itself."""
+
+
+def _check_window(window: int | None, reads: int) -> None:
+    if window is None:
+        return
+    if not isinstance(window, int) or isinstance(window, bool) or window < 4:
+        raise PosswapError(f"window={window!r} must be a number of tokens, 4 or more")
+    if window > reads:
+        raise PosswapError(
+            f"window={window} is more than the {reads} tokens that the original reads at once: give at most {reads}"
+        )
 
 
 def _check(

@@ -10,6 +10,9 @@ included, and its self-attention is fitted so that the layer's output comes near
 So no more than one layer is ever trained, and an error is corrected by the next layer that can. The approach is that of
 layer-wise reconstruction in quantization (Nagel et al. 2020, https://arxiv.org/abs/2004.10568, section 4; Li et al. 2021,
 BRECQ, https://arxiv.org/abs/2102.05426). Hidden states wait on disk: memory does not grow with the amount of text.
+
+Text that is longer than the original reads at once goes whole through the swapped model and in windows through the original
+(`teacher`). The closed form, which looks at all pairs of tokens in both models, sees the beginnings of such text alone.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,15 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 from tqdm import tqdm
 
 from hf_posswap.architectures import Architecture
-from hf_posswap.attention import Observation, observe, visible
 from hf_posswap.data.calibration import Batch
+from hf_posswap.fitting.states import States
+from hf_posswap.fitting.teacher import Teacher
 from hf_posswap.functional.closed_form import Evidence
+from hf_posswap.measure.windows import lay_windows
 
 _TOKENS_TO_SOLVE = 4096  # of the closed forms, which look at every pair of tokens
 _TABLE_FACTOR = 30.0  # position tables have the size of keys, weights are about a thirtieth of that
@@ -43,45 +47,53 @@ class LayerFit:
     after: float
 
 
-class _Reached(Exception):
-    """Ends a forward where what it was wanted for has been seen."""
-
-
 @torch.no_grad()
 def _write(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
     for name, parameter in module.named_parameters():
         parameter.copy_(values[name])
 
 
-class Walk:
-    """The walk through the layers of both models; hidden states of all batches are on disk, for the current layer only.
+def opening(batch: Batch, window: int) -> Batch:
+    """Return a batch, or the first `window` tokens of each of its sequences where these are longer."""
+    if batch["input_ids"].shape[1] <= window:
+        return batch
+    return lay_windows(batch["attention_mask"], window, window, causal=True).opening().cut(batch)
 
-    `fitted` and `held` are batches to fit on and to measure with; what has the two in an attribute has the swapped model first.
+
+class Walk:
+    """The walk through the layers of both models, to fit on some batches and to measure with held-out ones.
+
+    error_unfitted: After the walk, the error behind the last layer that the model had before it; 0 without windows.
     """
 
-    def __init__(self, target, teacher, architecture: Architecture, fitted, held, folder: Path, seed: int):
-        self.models = (target.base_model, teacher.base_model)
-        self.architecture = architecture
-        self.layers = [architecture.layers(base) for base in self.models]
-        self.attentions = [architecture.self_attentions(base) for base in self.models]
+    def __init__(
+        self, target, teacher, architecture: Architecture, fitted, held, folder: Path, seed: int, window: int | None = None
+    ):
         self.batches: list[Batch] = [*fitted, *held]
         self.fitted, self.held = range(len(fitted)), range(len(fitted), len(self.batches))
         self.folder = folder
+        self.architecture = architecture
         self.generator = torch.Generator().manual_seed(seed)
-        sizes = torch.tensor([batch["input_ids"].numel() for batch in fitted])
+        longest = max(batch["input_ids"].shape[1] for batch in self.batches)
+        self.unfitted = [] if window is None else self.held
+        window = longest if window is None else window
+        short = [opening(batch, window) for batch in fitted]
         # Evenly over the batches, and so over lengths.
-        count = max(1, int(len(fitted) * min(1.0, _TOKENS_TO_SOLVE / int(sizes.sum()))))
-        self.solved_on = sorted({int(i) for i in torch.linspace(0, len(fitted) - 1, count).round()})
-        for index in range(len(self.batches)):
-            for side in (0, 1):
-                self._write("states", side, index, self._call(side, index)[0])
+        count = max(1, int(len(short) * min(1.0, _TOKENS_TO_SOLVE / sum(batch["input_ids"].numel() for batch in short))))
+        self.solved_on = []
+        for i in sorted({int(i) for i in torch.linspace(0, len(short) - 1, count).round()}):
+            self.solved_on.append(i if short[i] is self.batches[i] else len(self.batches))
+            self.batches += [] if short[i] is self.batches[i] else [short[i]]
+        self.ours = States(target, architecture, self.batches, folder, "swapped")
+        self.theirs = Teacher(teacher, architecture, self.batches, self.fitted, folder, window)
+        self.error_unfitted = 0.0
+        for i in self.unfitted:
+            self.ours.write("unfitted", i, self.ours.last(i))
 
     def fit_layer(self, index: int, steps: int, learning_rate: float, bar: tqdm) -> LayerFit:
         """Fit one layer, then move all hidden states past it."""
-        layer, attention, reconstructed = self.layers[0][index], self.attentions[0][index], False
-        with torch.no_grad():
-            for i in range(len(self.batches)):
-                self._write("next", 1, i, self._run(1, index, i))
+        layer, attention, reconstructed = self.ours.layers[index], self.ours.attentions[index], False
+        self.theirs.advance(index)
         dtypes = [parameter.dtype for parameter in layer.parameters()]
         asked = [parameter.requires_grad for parameter in layer.parameters()]
         try:
@@ -108,8 +120,10 @@ class Walk:
         with torch.no_grad():
             after = self._error(index, self.held)
             for i in range(len(self.batches)):
-                self._write("states", 0, i, self._run(0, index, i))
-                self._path("next", 1, i).replace(self._path("states", 1, i))
+                self.ours.write("states", i, self.ours.run(index, i))
+            if layer is self.ours.layers[-1]:
+                self.error_unfitted = _mean(self._distance(self.ours.read("unfitted", i), i) for i in self.unfitted)
+        self.theirs.move_on()
         return LayerFit(index, before, solved, kept, reconstructed, after)
 
     @torch.no_grad()
@@ -131,19 +145,15 @@ class Walk:
 
     def _evidence(self, index: int) -> Iterator[Evidence]:
         for i in self.solved_on:
-            ours, theirs = (self._observe(side, index, i) for side in (0, 1))
-            allowed = self._visible(0, i, ours.query.device)
+            ours, theirs = self.ours.observe(index, i), self.theirs.states.observe(index, self.theirs.parts[i][0][0])
+            allowed = self.ours.visible(i).to(ours.query.device)
             yield Evidence(
                 ours.query, ours.key, ours.value, theirs.probabilities.to(ours.query), theirs.output.to(ours.query), allowed
             )
 
-    def _visible(self, side: int, i: int, device: torch.device) -> torch.Tensor:
-        mask = self.batches[i]["attention_mask"].to(device)
-        return visible(mask, causal=self.architecture.is_causal(self.models[side].config))
-
     def _reconstruct(self, index: int, attention: nn.Module, steps: int, learning_rate: float, bar: tqdm) -> None:
         """Adam on the layer's error, on one batch of one length a step; warm-up, then down to nothing."""
-        layer = self.layers[0][index]
+        layer = self.ours.layers[index]
         positions = getattr(attention, "positions", None)
         tables = {id(p) for p in ([] if positions is None else positions.parameters())}
         for parameter in layer.parameters():
@@ -169,78 +179,21 @@ class Walk:
             bar.update()
             bar.set_postfix(layer=index, error=f"{(error / spread).item():.4f}")
 
-    # -- one batch through one layer -------------------------------------------------------------------------------
-
     def _compare(self, index: int, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the squared error of our layer's output on one batch, and the spread of the original's."""
-        out = self._run(0, index, i)
+        return self._distance(self.ours.run(index, i), i)
+
+    def _distance(self, out: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         mask = self.batches[i]["attention_mask"].to(out.device)
         # A plain layer norm: how the next layer reads them.
-        got, wanted = (functional.layer_norm(s, s.shape[-1:])[mask] for s in (out, self._read("next", 1, i).to(out)))
+        got, wanted = (functional.layer_norm(s, s.shape[-1:])[mask] for s in (out, self.theirs.said(i).to(out)))
         return (got - wanted).pow(2).sum(), (wanted - wanted.mean(0)).pow(2).sum()
 
     @torch.no_grad()
     def _error(self, index: int, batches: Iterable[int]) -> float:
-        found = [self._compare(index, i) for i in batches]
-        return (sum(error.item() for error, _ in found)) / max(sum(spread.item() for _, spread in found), 1e-30)
+        return _mean(self._compare(index, i) for i in batches)
 
-    def _call(self, side: int, i: int) -> tuple[torch.Tensor, tuple, dict]:
-        """Run a model up to its first layer and return what that is handed: hidden states, other arguments, keywords.
 
-        Again for every batch and layer: that costs little, and the masks of all batches would not fit into memory.
-        """
-        seen = []
-
-        def stop(layer, args, kwargs):
-            kwargs = dict(kwargs)
-            hidden_states = args[0] if args else kwargs.pop("hidden_states")
-            seen.append((hidden_states.detach(), args[1:], kwargs))
-            raise _Reached
-
-        base = self.models[side]
-        device = base.get_input_embeddings().weight.device
-        hook = self.layers[side][0].register_forward_pre_hook(stop, with_kwargs=True)
-        try:
-            with torch.no_grad():
-                base(**{key: value.to(device) for key, value in self.batches[i].items()}, use_cache=False)
-        except _Reached:
-            pass
-        finally:
-            hook.remove()
-        return seen[0]
-
-    def _run(self, side: int, index: int, i: int) -> torch.Tensor:
-        layer = self.layers[side][index]
-        _, args, kwargs = self._call(side, i)
-        out = layer(self._read("states", side, i).to(next(layer.parameters())), *args, **kwargs)
-        return out[0] if isinstance(out, tuple) else out
-
-    def _observe(self, side: int, index: int, i: int) -> Observation:
-        """Return the inside of a layer's self-attention on one batch."""
-        seen = []
-
-        def stop(attention, args, kwargs):
-            seen.append((args[0] if args else kwargs["hidden_states"], kwargs.get("shared_positions")))
-            raise _Reached
-
-        hook = self.attentions[side][index].register_forward_pre_hook(stop, with_kwargs=True)
-        try:
-            self._run(side, index, i)
-        except _Reached:
-            pass
-        finally:
-            hook.remove()
-        hidden_states, shared = seen[0]
-        allowed = self._visible(side, i, hidden_states.device)
-        return observe(self.attentions[side][index], self.architecture, hidden_states, allowed, shared)
-
-    # -- hidden states on disk -------------------------------------------------------------------------------------
-
-    def _path(self, what: str, side: int, i: int) -> Path:
-        return self.folder / f"{what}-{side}-{i}.safetensors"
-
-    def _write(self, what: str, side: int, i: int, states: torch.Tensor) -> None:
-        save_file({"states": states.detach().cpu().contiguous()}, self._path(what, side, i))
-
-    def _read(self, what: str, side: int, i: int) -> torch.Tensor:
-        return load_file(self._path(what, side, i))["states"]
+def _mean(found: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    pairs = [(error.item(), spread.item()) for error, spread in found]
+    return sum(error for error, _ in pairs) / max(sum(spread for _, spread in pairs), 1e-30)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from transformers import PreTrainedModel
 
-from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.architectures import family_of
 from hf_posswap.attention import observe, visible
 from hf_posswap.evaluating import evaluating, watching
 
@@ -26,7 +26,7 @@ def attention_by_distance(
     (torch.Size([2, 4, 17]), 0.0)
     """
     base = model.base_model
-    architecture = ARCHITECTURES[model.config.model_type.removeprefix("posswap-")]
+    architecture = family_of(model.config)
     causal = architecture.is_causal(model.config)
     profiles = [0.0 for _ in architecture.self_attentions(base)]
     queries = 0

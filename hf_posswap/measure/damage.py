@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.architectures import family_of
 from hf_posswap.evaluating import evaluating
 
 _TOKENS_A_BATCH = 4096  # memory for logits stays the same at every length
@@ -103,7 +103,7 @@ def order_sensitivity(model: PreTrainedModel, blocks: torch.Tensor, *, seed: int
     shuffled = blocks.clone()
     for row in shuffled:
         row[1:-1] = row[1:-1][torch.randperm(blocks.shape[1] - 2, generator=generator)]
-    causal = ARCHITECTURES[model.config.model_type.removeprefix("posswap-")].is_causal(model.config)
+    causal = family_of(model.config).is_causal(model.config)
     if model.get_output_embeddings() is None or not causal:
         return 1 - (pooled_states(model, blocks) * pooled_states(model, shuffled)).sum(-1).mean().item()
     total = 0.0
@@ -124,7 +124,7 @@ def _layer_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     As `output_hidden_states` does, whose hooks would stay on the model, and cannot be pickled.
     """
     base, seen = model.base_model, []
-    architecture = ARCHITECTURES[model.config.model_type.removeprefix("posswap-")]
+    architecture = family_of(model.config)
 
     def see(module, args, output):
         seen.append(output if isinstance(output, torch.Tensor) else output[0])

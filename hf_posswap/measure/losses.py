@@ -18,9 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.architectures import family_of
 from hf_posswap.errors import PosswapError
 from hf_posswap.evaluating import evaluating
+from hf_posswap.measure.windows import lay_windows
 
 _TOKENS_A_BATCH = 8192  # through the layers at once
 _LOGITS_A_SLICE = 2**25  # numbers: of a vocabulary of 50,000, 671 tokens at once
@@ -29,9 +30,14 @@ _LOGITS_A_SLICE = 2**25  # numbers: of a vocabulary of 50,000, 671 tokens at onc
 def lm_head(model: PreTrainedModel) -> nn.Module:
     """Return the module that makes logits of the base model's last states, whatever its family calls it."""
     heads = [child for child in model.children() if child is not model.base_model]
-    if len(heads) != 1 or model.get_output_embeddings() is None:
+    if not has_one_head(model):
         raise PosswapError(f"a {type(model).__name__} has no language-modelling head: load it as a causal or masked LM")
     return heads[0]
+
+
+def has_one_head(model: PreTrainedModel) -> bool:
+    """Whether a model has a language-modelling head and no other, so that losses of its tokens can be told."""
+    return sum(child is not model.base_model for child in model.children()) == 1 and model.get_output_embeddings() is not None
 
 
 @torch.no_grad()
@@ -48,7 +54,7 @@ def token_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.
     (torch.Size([2, 20]), [2, 0, 0], True)
     """
     head, base = lm_head(model), model.base_model
-    causal = ARCHITECTURES[model.config.model_type.removeprefix("posswap-")].is_causal(model.config)
+    causal = family_of(model.config).is_causal(model.config)
     if labels is None:
         if not causal:
             raise PosswapError("a masked language model predicts what `labels` say: pass them")
@@ -94,15 +100,11 @@ def sliding_window_losses(model: PreTrainedModel, input_ids: torch.Tensor, windo
         raise PosswapError(f"stride={stride} must be from 1 to {window - 1}, less than the window")
     if length <= window:
         return token_losses(model, input_ids)
-    starts = torch.tensor([*range(0, length - window, stride), length - window])
-    places = starts[:, None] + torch.arange(window)  # (windows, window)
-    ends = places[:, -1] + 1
-    new = places >= torch.cat([torch.zeros(1, dtype=torch.long), ends[:-1]])[:, None]
-    windows = input_ids[:, places]  # (N, windows, window)
-    labels = windows.masked_fill(~new, -100)
-    found = token_losses(model, windows.flatten(0, 1), labels.flatten(0, 1)).view(windows.shape)
+    windows = lay_windows(torch.ones_like(input_ids, dtype=torch.bool), window, stride, causal=True)
+    ids = windows.cut({"input_ids": input_ids})["input_ids"]
+    found = token_losses(model, ids, ids.masked_fill(~windows.chosen, -100))
     losses = found.new_empty(input_ids.shape)
-    losses[:, places[new]] = found[:, new]
+    windows.put(found, losses)
     return losses
 
 

@@ -52,7 +52,7 @@ class RelativePositions(AttentionPositions):
     def prepare(self, position_ids, slots, length, key_positions, attention_mask=None) -> Places:
         """Find out once for all layers whether positions run along the keys."""
         places = Places(position_ids, slots, key_positions)
-        if _is_traced():
+        if _is_traced() or key_positions is None:
             return places
         if attention_mask is None:
             # `slots` itself: nobody gave positions, and there is no need to look at them.

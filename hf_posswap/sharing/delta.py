@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from hf_posswap.architectures import ARCHITECTURES, Architecture
+from hf_posswap.architectures import ARCHITECTURES, Architecture, longest_input
 from hf_posswap.checkpoint import DIGEST, SwappedModel, config_entry, on_hub, scheme_in
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.provenance import write_json
@@ -77,12 +77,12 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
             "warm_start=False or a scheme that leaves attention as it is"
         )
     scheme, trained = target.base_model.position_scheme, target.config.position_scheme["trained_positions"]
-    entry = config_entry(scheme, trained, target.config.max_position_embeddings)
+    entry = config_entry(scheme, trained, longest_input(target.config))
     about = {
         "format": FORMAT,
         "model_type": architecture.model_type,
         "position_scheme": entry,
-        "max_positions": target.config.max_position_embeddings,
+        "max_positions": longest_input(target.config),
         "num_heads": target.config.num_attention_heads,  # the same weights read with other heads are another model
         "base_model": {
             **(on_hub(base.name_or_path) or {"id": None, "revision": None}),

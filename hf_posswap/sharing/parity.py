@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posswap.architectures import longest_input
 from hf_posswap.data.text import embedded_documents, token_blocks
 from hf_posswap.errors import PosswapError
 
@@ -65,7 +66,7 @@ def certify(
         PosswapError: They do not say the same.
     """
     causal = model.architecture.is_causal(model.config)
-    longest = min(model.config.max_position_embeddings, LONGEST)
+    longest = min(longest_input(model.config), LONGEST)
     cls = getattr(tokenizer, "cls_token_id", None)
     text = embedded_documents("validation", causal=causal) if tokenizer is not None else None
     found, deviation = {"random": {}, "text": {}}, 0.0

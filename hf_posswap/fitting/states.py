@@ -1,0 +1,126 @@
+"""One model on its way through its layers: its hidden states of all batches are on disk, for the current layer only."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_posswap.architectures import Architecture
+from hf_posswap.attention import Observation, observe, visible
+from hf_posswap.data.calibration import Batch
+
+
+class _Reached(Exception):
+    """Ends a forward where what it was wanted for has been seen."""
+
+
+class States:
+    """The states of one model before its current layer, "states", and behind it, "next", batch by batch.
+
+    `name` keeps the files of several models in one folder apart.
+    """
+
+    def __init__(self, model: PreTrainedModel, architecture: Architecture, batches: list[Batch], folder: Path, name: str):
+        self.base, self.architecture, self.batches, self.folder, self.name = (
+            model.base_model,
+            architecture,
+            batches,
+            folder,
+            name,
+        )
+        self.layers: list[nn.Module] = architecture.layers(self.base)
+        self.attentions: list[nn.Module] = architecture.self_attentions(self.base)
+        for i in range(len(batches)):
+            self.write("states", i, self._call(i)[0])
+
+    def run(self, index: int, i: int) -> torch.Tensor:
+        """Return what a layer makes of one batch."""
+        layer = self.layers[index]
+        _, args, kwargs = self._call(i)
+        out = layer(self.read("states", i).to(next(layer.parameters())), *args, **kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+    @torch.no_grad()
+    def last(self, i: int) -> torch.Tensor:
+        """Return what the last layer makes of one batch, all layers as they are now."""
+        seen = []
+
+        def see(layer, args, output):
+            seen.append(output[0] if isinstance(output, tuple) else output)
+
+        hook = self.layers[-1].register_forward_hook(see)
+        try:
+            self._forward(i)
+        finally:
+            hook.remove()
+        return seen[0]
+
+    def observe(self, index: int, i: int) -> Observation:
+        """Return the inside of a layer's self-attention on one batch."""
+        seen = []
+
+        def stop(attention, args, kwargs):
+            seen.append((args[0] if args else kwargs["hidden_states"], kwargs.get("shared_positions")))
+            raise _Reached
+
+        hook = self.attentions[index].register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            self.run(index, i)
+        except _Reached:
+            pass
+        finally:
+            hook.remove()
+        hidden_states, shared = seen[0]
+        allowed = self.visible(i).to(hidden_states.device)
+        return observe(self.attentions[index], self.architecture, hidden_states, allowed, shared)
+
+    def visible(self, i: int) -> torch.Tensor:
+        """Return which keys each query of one batch may see, (B, 1, L, L) bool."""
+        return visible(self.batches[i]["attention_mask"], causal=self.architecture.is_causal(self.base.config))
+
+    def _call(self, i: int) -> tuple[torch.Tensor, tuple, dict]:
+        """Run the model up to its first layer and return what that is handed: hidden states, other arguments, keywords.
+
+        Again for every batch and layer: that costs little, and the masks of all batches would not fit into memory.
+        """
+        seen = []
+
+        def stop(layer, args, kwargs):
+            kwargs = dict(kwargs)
+            hidden_states = args[0] if args else kwargs.pop("hidden_states")
+            seen.append((hidden_states.detach(), args[1:], kwargs))
+            raise _Reached
+
+        hook = self.layers[0].register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            with torch.no_grad():
+                self._forward(i)
+        except _Reached:
+            pass
+        finally:
+            hook.remove()
+        return seen[0]
+
+    def _forward(self, i: int) -> None:
+        device = self.base.get_input_embeddings().weight.device
+        self.base(**{key: value.to(device) for key, value in self.batches[i].items()}, use_cache=False)
+
+    # -- on disk ---------------------------------------------------------------------------------------------------
+
+    def write(self, what: str, i: int, states: torch.Tensor) -> None:
+        """Keep the states of one batch."""
+        save_file({"states": states.detach().cpu().contiguous()}, self._path(what, i))
+
+    def read(self, what: str, i: int) -> torch.Tensor:
+        """Return the states of one batch, on the CPU."""
+        return load_file(self._path(what, i))["states"]
+
+    def move_on(self) -> None:
+        """Make what is behind the current layer what is before the next one."""
+        for i in range(len(self.batches)):
+            self._path("next", i).replace(self._path("states", i))
+
+    def _path(self, what: str, i: int) -> Path:
+        return self.folder / f"{self.name}-{what}-{i}.safetensors"

@@ -1,0 +1,91 @@
+"""The original as a teacher: what its layers make of each batch, also of batches longer than it reads at once.
+
+Those it reads through windows (`measure.windows`), so that no token's target says how far into a long text it stands: all it
+can say is the place in a window. A causal model's tokens stand in the last quarter of theirs, past the first window.
+An encoder's states carry strong traces of their place, which would go up and down along the text with the windows. So the
+mean over all windows of the states at each place is taken out, and the mean over places put back: what is left is what the
+text said. The first and the last token of a text, [CLS] and [SEP], are targets as they are.
+"""
+
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_posswap.architectures import Architecture
+from hf_posswap.data.calibration import Batch
+from hf_posswap.fitting.states import States
+from hf_posswap.measure.windows import Windows, lay_windows
+
+_TOKENS_AT_ONCE = 4096  # of windows: a long text has four times as many tokens in windows as it has
+
+
+class Teacher:
+    """The original's states of batches, whole or in windows of `window` tokens, and what each layer's output should be.
+
+    `fitted` are the batches whose windows tell the mean states of an encoder.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        architecture: Architecture,
+        batches: list[Batch],
+        fitted: Collection[int],
+        folder: Path,
+        window: int,
+    ):
+        self.causal = architecture.is_causal(model.config)
+        self.fitted, self.window = fitted, window
+        self.shapes = [batch["input_ids"].shape for batch in batches]
+        # By batch: the numbers among what is read, and their windows; None where a batch is read as it is.
+        self.parts: list[list[tuple[int, Windows | None]]] = []
+        read: list[Batch] = []
+        for batch in batches:
+            parts = [None]
+            if batch["input_ids"].shape[1] > window:
+                windows = lay_windows(batch["attention_mask"], window, max(1, window // 4), causal=self.causal)
+                parts = windows.split(max(1, _TOKENS_AT_ONCE // window))
+            self.parts.append([(len(read) + number, part) for number, part in enumerate(parts)])
+            read += [batch if part is None else part.cut(batch) for part in parts]
+        self.states = States(model, architecture, read, folder, "original")
+
+    @torch.no_grad()
+    def advance(self, index: int) -> None:
+        """Run one layer on everything, and work out what it says of every token."""
+        for number in range(len(self.states.batches)):
+            self.states.write("next", number, self.states.run(index, number))
+        windowed = [i for i, parts in enumerate(self.parts) if parts[0][1] is not None]
+        traces = self._traces([i for i in windowed if i in self.fitted] or windowed) if windowed and not self.causal else None
+        for i in windowed:
+            said = None
+            for number, windows in self.parts[i]:
+                states = self.states.read("next", number)
+                if traces is not None:
+                    states = torch.where(windows.edges[..., None], states, (states - traces).to(states))
+                if said is None:
+                    said = states.new_zeros(*self.shapes[i], states.shape[-1])
+                windows.put(states, said)
+            self.states.write("said", i, said)
+
+    def said(self, i: int) -> torch.Tensor:
+        """Return what the current layer says of each token of one batch, (B, L, E) on the CPU."""
+        number, windows = self.parts[i][0]
+        return self.states.read("next", number) if windows is None else self.states.read("said", i)
+
+    def move_on(self) -> None:
+        """Go on to the next layer."""
+        self.states.move_on()
+
+    def _traces(self, batches: Collection[int]) -> torch.Tensor:
+        """Return the mean states at each place in a window, less their mean over places, (V, E)."""
+        total, count = 0.0, torch.zeros(self.window, 1, dtype=torch.float64)
+        for i in batches:
+            for number, windows in self.parts[i]:
+                counts = (self.states.batches[number]["attention_mask"] & ~windows.edges)[..., None]  # (W, V, 1)
+                states = self.states.read("next", number).double()
+                total = total + torch.where(counts, states, 0.0).sum(0)
+                count += counts.sum(0)
+        means, seen = total / count.clamp(min=1), count[:, 0] > 0
+        return torch.where(seen[:, None], means - means[seen].mean(0), 0.0)

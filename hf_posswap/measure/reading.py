@@ -1,0 +1,87 @@
+"""How a model reads text that is longer than its original reads at once, next to the original behind a sliding window.
+
+A causal model with a head: the loss of the next token by position in the text, in nats. Other models: 1 - cosine of the mean
+of a text's last states with the original's, by length; the original's are those of `measure.windows`.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from hf_posswap.architectures import Architecture
+from hf_posswap.measure.losses import has_one_head, loss_by_position, sliding_window_losses, token_losses
+from hf_posswap.measure.windows import lay_windows
+
+_TOKENS_A_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a swapped model reads long text, before and after a fit; smaller is better."""
+
+    measure: str  # "loss" in nats, or "1 - cosine"
+    window: int  # tokens that the original read at once, in steps of a quarter
+    original: dict[str, float]  # the loss at each range of positions, "0-255", ...; empty for cosines, which compare with it
+    before: dict[str, float]  # by range of positions, or by length, "1024"
+    after: dict[str, float]
+
+
+class LongText:
+    """Batches of text as the original reads them through a window: what other models are measured against.
+
+    measure, original: as in `Reading`.
+    """
+
+    def __init__(self, original: PreTrainedModel, architecture: Architecture, batches: list[dict], window: int):
+        self.batches, self.window = batches, window
+        self.causal = architecture.is_causal(original.config)
+        self.measure = "loss" if self.causal and has_one_head(original) else "1 - cosine"
+        self.stride = max(1, window // 4)
+        if self.measure == "loss":
+            self.original = self._by_position(lambda ids: sliding_window_losses(original, ids, window, stride=self.stride))
+        else:
+            self.original = {}
+            self.pooled = [self._pooled(original, batch, windows=True) for batch in batches]
+
+    def read(self, model: PreTrainedModel) -> dict[str, float]:
+        """Return the figures of one model, by position or by length."""
+        if self.measure == "loss":
+            return self._by_position(lambda ids: token_losses(model, ids))
+        found = defaultdict(list)
+        for batch, wanted in zip(self.batches, self.pooled, strict=True):
+            got = self._pooled(model, batch)
+            found[batch["input_ids"].shape[1]] += (1 - functional.cosine_similarity(got, wanted, dim=-1)).tolist()
+        return {str(length): sum(values) / len(values) for length, values in sorted(found.items())}
+
+    def _by_position(self, losses_of) -> dict[str, float]:
+        longest = max(batch["input_ids"].shape[1] for batch in self.batches)
+        table = []
+        for batch in self.batches:
+            ids, mask = batch["input_ids"], batch["attention_mask"]
+            for rows in [ids] if mask.all() else [row[real][None] for row, real in zip(ids, mask, strict=True)]:
+                found = losses_of(rows)
+                table.append(functional.pad(found.double(), (0, longest - rows.shape[1]), value=float("nan")))
+        starts = [0, *(self.window * 2**k for k in range(longest.bit_length()))]
+        return loss_by_position(torch.cat(table), starts)
+
+    @torch.no_grad()
+    def _pooled(self, model: PreTrainedModel, batch: dict, *, windows: bool = False) -> torch.Tensor:
+        """Return the mean of each sequence's last states, (B, E) float32."""
+        mask = batch["attention_mask"]
+        if windows and mask.shape[1] > self.window:
+            laid = lay_windows(mask, self.window, self.stride, causal=self.causal)
+            parts = [(part.cut(batch), part.chosen, part.rows) for part in laid.split(max(1, _TOKENS_A_BATCH // self.window))]
+        else:
+            few = torch.arange(len(mask)).split(max(1, _TOKENS_A_BATCH // mask.shape[1]))
+            parts = [({key: value[rows] for key, value in batch.items()}, mask[rows], rows) for rows in few]
+        total = None
+        for given, chosen, rows in parts:
+            given = {key: value.to(model.device) for key, value in given.items()}
+            states = model.base_model(**given, use_cache=False).last_hidden_state.float().cpu()
+            sums = torch.where(chosen[..., None], states, 0.0).sum(1)
+            total = sums.new_zeros(len(mask), sums.shape[-1]) if total is None else total
+            total.index_add_(0, rows, sums)
+        return total / mask.sum(1, keepdim=True)

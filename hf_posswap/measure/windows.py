@@ -1,0 +1,73 @@
+"""Windows: how a model that reads `window` tokens at once reads longer text, and what becomes of each token.
+
+    B  sequences, L  tokens of the longest, W  windows of all sequences together, V  tokens of one window
+
+Windows of a sequence start at 0, stride, 2 stride, ..., and the last one ends with it. A token stands in several of them. What
+a causal model says of it is taken from the first window that contains it: there it has the most before it that any has
+had room for, at least V - stride tokens. What an encoder says is taken from the window where it stands nearest the middle.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Windows(NamedTuple):
+    """Windows of a batch (B, L), one after the other."""
+
+    rows: torch.Tensor  # (W,), the sequence that each is of
+    places: torch.Tensor  # (W, V), places in that sequence
+    chosen: torch.Tensor  # (W, V) bool: this token is taken from this window; true once for each token
+    edges: torch.Tensor  # (W, V) bool: the first or the last token of its sequence
+
+    def cut(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the windows of a batch: each (B, L) becomes (W, V)."""
+        return {key: value[self.rows[:, None], self.places] for key, value in batch.items()}
+
+    def put(self, windows: torch.Tensor, sequences: torch.Tensor) -> None:
+        """Write what windows (W, V, ...) say of the tokens that are taken from them into sequences (B, L, ...)."""
+        rows = self.rows[:, None].expand_as(self.places)
+        sequences[rows[self.chosen], self.places[self.chosen]] = windows[self.chosen]
+
+    def split(self, count: int) -> list["Windows"]:
+        """Return so many windows at a time."""
+        return [Windows(*parts) for parts in zip(*(part.split(count) for part in self), strict=True)]
+
+    def opening(self) -> "Windows":
+        """Return the first window of each sequence."""
+        return Windows(*(part[torch.cat([torch.ones(1, dtype=torch.bool), self.rows.diff() > 0])] for part in self))
+
+
+def lay_windows(mask: torch.Tensor, window: int, stride: int, *, causal: bool) -> Windows:
+    """Lay windows over sequences of more than `window` places, by their mask (B, L), which is false where there is padding.
+
+    They lie on what is not padding. Only a sequence with fewer tokens than a window has padding in its only one.
+
+    >>> found = lay_windows(torch.ones(1, 10, dtype=torch.bool), 4, 2, causal=True)
+    >>> found.places[:, 0].tolist(), found.chosen.sum(1).tolist()
+    ([0, 2, 4, 6], [4, 2, 2, 2])
+    """
+    known: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+    laid = []
+    for row, real in enumerate(mask):
+        first, last = int(real.nonzero()[0]), int(real.nonzero()[-1])
+        if (first, last) not in known:
+            known[first, last] = _lay_one(first, last + 1, len(real), window, stride, causal)
+        places, chosen = known[first, last]
+        edges = (places == first) | (places == last)
+        laid.append((torch.full((len(places),), row), places, chosen & real[places], edges))
+    return Windows(*map(torch.cat, zip(*laid, strict=True)))
+
+
+def _lay_one(first: int, end: int, length: int, window: int, stride: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    if end - first <= window:
+        starts = torch.tensor([min(first, length - window)])
+    else:
+        starts = torch.tensor([*range(first, end - window, stride), end - window])
+    places = starts[:, None] + torch.arange(window)
+    offsets = torch.arange(length) - starts[:, None]  # (W, L), places in each window
+    far = offsets.float() if causal else (offsets - (window - 1) / 2).abs()
+    far = far.masked_fill((offsets < 0) | (offsets >= window), -1.0 if causal else float("inf"))
+    # The first window that contains a token is the one where it stands furthest back.
+    best = far.argmax(0) if causal else far.argmin(0)
+    return places, best[places] == torch.arange(len(starts))[:, None]
