@@ -108,8 +108,8 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
     longest = longest_input(config)
     if entry.get("made_for_positions", longest) != longest:
         raise CheckpointError(
-            f"{entry.get('name')} was made for {entry['made_for_positions']} positions, and what it has learned means nothing for "
-            f"{longest}: load it without max_position_embeddings, or swap the original model"
+            f"{entry.get('name')} was made for {entry['made_for_positions']} positions, and what it has learned means nothing "
+            f"for {longest}: load it without max_position_embeddings, or swap the original model"
         )
     if trained_positions < 1 or longest < 1:
         raise CheckpointError(

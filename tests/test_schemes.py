@@ -106,7 +106,7 @@ def test_relative_gradients():
 
     def attend(query, key, value, key_table, value_table):
         weights = {"key_table": key_table, "value_table": value_table}
-        arguments = (query, key, value, None, module.prepare(slots + 0, slots, None, None))
+        arguments = (query, key, value, None, module.prepare(slots + 0, slots, None, slots))
         return torch.func.functional_call(_Attend(module), {f"module.{k}": v for k, v in weights.items()}, arguments)
 
     assert torch.autograd.gradcheck(attend, (*states, *tables))

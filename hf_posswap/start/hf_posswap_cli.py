@@ -69,7 +69,8 @@ def _about(
     """Swap the position scheme of pretrained BERT and GPT-2 models, and measure what it costs.
 
     Schemes are learned, sinusoidal, relative, rotary, none and ladder. Models are folders and Hub ids of BERT, RoBERTa and
-    GPT-2 models, with any head; minilm and stdlib-gpt2 are built in and need no download. `hf-posswap COMMAND --help` has the options.
+    GPT-2 models, with any head; minilm and stdlib-gpt2 are built in and need no download. `hf-posswap COMMAND --help` has the
+    options.
     """
 
 
