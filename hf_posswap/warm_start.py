@@ -1,4 +1,4 @@
-"""What a swap does for a warm start without data, besides the table: when to balance a basis, and from which moments."""
+"""Warm starts without data: when to balance the basis of queries and keys, and from which moments."""
 
 import warnings
 

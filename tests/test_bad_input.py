@@ -117,7 +117,7 @@ def test_bad_max_positions(make_model, family):
     model = make_model(family)
     before = state(model)
     for length in (0, -1, 16, 31, 64.0, "64", True):
-        with pytest.raises(posswap.PosswapError, match=f"max_positions={length!r} must be an integer of at least 32"):
+        with pytest.raises(posswap.PosswapError, match=f"max_positions={length!r} must be an integer from 32"):
             posswap.swap(model, "rotary", max_positions=length)
     with pytest.raises(posswap.PosswapError, match=r"32 rows and cannot hold max_positions=33: pass extend='tile' or"):
         posswap.swap(model, "learned", max_positions=33)
@@ -360,5 +360,5 @@ def test_swap_after_training(make_model, family, what, tokens):
     with pytest.raises(posswap.PosswapError, match=r"weights have changed since.*relative:clip=4.*posswap.restore\(model\)"):
         posswap.swap(model, "rotary")
     assert unchanged(model, before)
-    posswap.restore(model)
+    posswap.restore(model, keep_training=what == "attention")
     posswap.swap(model, "rotary")

@@ -1,9 +1,9 @@
-"""Every head of both families, swapped: it runs, trains, saves and loads; cross-attention is left alone."""
+"""Every head of every family, swapped: it runs, trains, saves and loads; cross-attention is left alone."""
 
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import BertLMHeadModel, BertModel, EncoderDecoderModel, GPT2LMHeadModel, GPT2Model
+from transformers import BertConfig, BertLMHeadModel, BertModel, EncoderDecoderModel, GPT2Config, GPT2LMHeadModel, GPT2Model
 
 import hf_posswap as posswap
 from hf_posswap.checkpoint import SWAPPED_CLASSES
@@ -12,6 +12,7 @@ LABELS = {
     "ForPreTraining": {"labels": (2, 12), "next_sentence_label": (2,)},
     "LMHeadModel": {"labels": (2, 12)},
     "ForMaskedLM": {"labels": (2, 12)},
+    "ForCausalLM": {"labels": (2, 12)},
     "ForSequenceClassification": {"labels": (2,)},
     "ForTokenClassification": {"labels": (2, 12)},
     "ForQuestionAnswering": {"start_positions": (2,), "end_positions": (2,)},
@@ -22,9 +23,17 @@ LABELS = {
 }
 
 
-def family_of(head: type) -> str:
-    """The family name that the fixtures know."""
-    return "gpt2" if head.__name__.startswith("GPT2") else "bert"
+def make(make_model, head: type):
+    """A tiny plain model of this class; it reads 32 tokens, and no token is the padding one."""
+    if head.config_class in (BertConfig, GPT2Config):
+        return make_model("gpt2" if head.config_class is GPT2Config else "bert", head=head)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 99}
+    options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "is_decoder": "CausalLM" in head.__name__}
+    torch.manual_seed(0)
+    config = head.config_class(
+        **sizes, **options, max_position_embeddings=33, pad_token_id=0, initializer_range=0.3, attn_implementation="eager"
+    )
+    return head(config).eval()
 
 
 def inputs_for(head: type) -> dict:
@@ -52,7 +61,8 @@ def test_every_head_is_here():
     names = {head.__name__ for head in SWAPPED_CLASSES}
     assert {"BertModel", "BertForPreTraining", "BertLMHeadModel", "BertForMultipleChoice", "GPT2Model"} <= names
     assert {"GPT2DoubleHeadsModel", "GPT2LMHeadModel", "GPT2ForTokenClassification"} <= names
-    assert len(names) == 15 and len(set(SWAPPED_CLASSES.values())) == 15
+    assert {"RobertaForCausalLM", "XLMRobertaForMultipleChoice", "CamembertForTokenClassification"} <= names
+    assert len(names) == 15 + 3 * 7 and len(set(SWAPPED_CLASSES.values())) == len(names)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +75,7 @@ def test_every_head_is_here():
 )
 def test_head(make_model, make_swapped, head, scheme, tmp_path):
     """The plain head's outputs under Learned(), others under other schemes; saved, loaded and restored exactly."""
-    model, inputs = make_model(family_of(head), head=head), inputs_for(head)
+    model, inputs = make(make_model, head), inputs_for(head)
     expected = tensors_of(model(**inputs))
     posswap.swap(model, scheme)
     actual = tensors_of(model(**inputs))

@@ -62,19 +62,17 @@ def test_relative_attention_knows_no_models():
         assert all(name.startswith(("hf_posswap.errors", "hf_posswap.functional")) for name in ours), (path.name, ours)
 
 
-def test_lower_layers_do_not_import_upper_ones():
-    """attention, surgery and warm_start import neither swap nor checkpoint; checkpoint does not import swap."""
-    forbidden = {
-        "attention": ("hf_posswap.surgery", "hf_posswap.checkpoint", "hf_posswap.swapping", "hf_posswap.schemes"),
-        "surgery": ("hf_posswap.checkpoint", "hf_posswap.swapping"),
-        "closed_form": ("hf_posswap.architectures", "hf_posswap.schemes", "transformers"),
-        "warm_start": ("hf_posswap.checkpoint", "hf_posswap.swapping"),
-        "checkpoint": ("hf_posswap.swapping",),
-    }
-    for name, above in forbidden.items():
+# What a swap is, each imported by those after it; no wing (fitting, measure, sharing, ...) is asked by any of them.
+SPINE = ("attention", "span_cache", "surgery", "forward", "checkpoint", "target", "warm_start", "swapping", "describing")
+
+
+def test_the_spine_asks_no_wing():
+    """Each part of the spine imports schemes, families, functions of tensors, and the parts before it."""
+    for place, name in enumerate(SPINE):
+        beneath = ("errors", "schemes", "architectures", "functional", "assets", *SPINE[:place])
         imports = top_level_imports(ROOT / f"{name}.py")
-        assert len(imports) > 2, name
-        assert not {imported for imported in imports if imported.startswith(above)}, name
+        ours = {one for one in imports if one.startswith("hf_posswap.")}
+        assert len(imports) > 2 and all(one.split(".")[1] in beneath for one in ours), (name, ours)
 
 
 def test_training_knows_no_recipe():

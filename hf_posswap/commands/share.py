@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard
 
 from hf_posswap.sharing.card import write_card
 from hf_posswap.sharing.hub import share
-from hf_posswap.sharing.record import leaderboard
+from hf_posswap.sharing.leaderboard import leaderboard
 
 _RESULTS_HELP = "A folder that compare or a recipe wrote, with runs of this model's scheme; repeatable."
 _BASE_HELP = (

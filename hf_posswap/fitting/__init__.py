@@ -1,1 +1,1 @@
-"""Fitting a swapped model to its original: layer by layer, options that are settled by text, and distillation."""
+"""Fitting a swapped model to its original: layer by layer, choosing options, distillation."""

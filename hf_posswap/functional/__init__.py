@@ -1,1 +1,1 @@
-"""Functions of tensors alone: relative attention in its forms, and the closed forms of warm starts and fits."""
+"""Functions of tensors alone: relative and banded attention, and closed forms of warm starts and fits."""

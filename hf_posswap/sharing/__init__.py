@@ -1,1 +1,1 @@
-"""Sharing: what is known of a model as one file, the card that is written from it, and the way to the Hub and back."""
+"""Sharing: results as one file, the card that is written from it, export, deltas, and the Hub."""
