@@ -132,7 +132,7 @@ def test_help(monkeypatch, capsys, command):
 
 
 BROKEN = {  # what is done to config.json, and what the one line says
-    "llama": ({"model_type": "llama"}, "a 'llama' model; positions can be swapped in bert and gpt2 models"),
+    "llama": ({"model_type": "llama"}, "a 'llama' model; positions can be swapped in bert, "),
     "unknown": ({"model_type": "nonsense"}, "a 'nonsense' model"),
     "nameless": ({"model_type": None}, "names no model_type"),
     "shape": ({"hidden_size": 64}, "their shapes are not those that config.json says"),

@@ -9,10 +9,12 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BertConfig,
     BertForMaskedLM,
     BertForNextSentencePrediction,
     BertForSequenceClassification,
     BertModel,
+    GPT2Config,
     GPT2DoubleHeadsModel,
     GPT2LMHeadModel,
     RoFormerConfig,
@@ -23,7 +25,7 @@ import hf_posswap as posswap
 from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.sharing.export import GPT_NEOX, ROFORMER
 
-HEADS = {kind.__name__: kind for kind in SWAPPED_CLASSES}
+HEADS = {kind.__name__: kind for kind in SWAPPED_CLASSES if kind.config_class in (BertConfig, GPT2Config)}
 SCALINGS = [
     None,
     {"rope_type": "linear", "factor": 2.0},

@@ -26,7 +26,7 @@ def test_blocks_that_are_offloaded(make_swapped, family, scheme, tokens):
     assert torch.equal(accelerate.cpu_offload(model, execution_device=torch.device("cpu"))(tokens).logits, expected)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore::FutureWarning")
 @torch.no_grad()
 def test_a_trace_of_longrope_knows_both_lengths(make_model):
     """What is traced on a short input is right on a long one: frequencies are chosen by its length."""

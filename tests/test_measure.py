@@ -2,6 +2,7 @@
 
 import numpy
 import pytest
+import sklearn.linear_model
 import torch
 from sklearn.linear_model import RidgeClassifier, RidgeClassifierCV
 from transformers import BertModel
@@ -61,7 +62,7 @@ def test_the_probe_keeps_twins_together(monkeypatch):
             chosen.append((super().fit(x, y).alpha_, x, self.cv))
             return self
 
-    monkeypatch.setattr(module, "RidgeClassifierCV", Watched)
+    monkeypatch.setattr(sklearn.linear_model, "RidgeClassifierCV", Watched)
     monkeypatch.setattr(module, "_sentence_vectors", lambda model, tokenizer, texts: vectors[: len(texts)])
     share = word_order_probe(None, None, (["text"] * 120, labels), (["text"] * 40, labels[:40]))
     ((alpha, scaled, folds),) = chosen

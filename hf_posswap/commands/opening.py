@@ -68,7 +68,7 @@ def _config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
         raise CheckpointError(f"config.json of {source} names no model_type: add the family, bert or gpt2")
     if kind.removeprefix("posswap-") not in ARCHITECTURES and not (trust_remote_code and "auto_map" in written):
         raise UnsupportedModelError(
-            f"{source} is a {kind!r} model; positions can be swapped in {' and '.join(sorted(ARCHITECTURES))} models. For "
+            f"{source} is a {kind!r} model; positions can be swapped in {', '.join(sorted(ARCHITECTURES))} models. For "
             "another family with a learned table, register it in Python: posswap.register_architecture"
         )
     with _one_line(f"config.json of {source} cannot be read", "give the config that was saved with the weights"):

@@ -167,7 +167,7 @@ def _misfit(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
 
 
 def weights_hash(model: PreTrainedModel) -> str:
-    """Return the SHA-256 of a model's weights: names, types, shapes and values of the headless model without its pooler."""
+    """Return the SHA-256 of names, types, shapes and values of the headless model's weights; its pooler does not count."""
     return _hash(sorted(_weights(model).items()))
 
 
@@ -181,7 +181,7 @@ def saved_weights_hash(folder: Path) -> str:
         if any(name.startswith(prefix) for name in where):  # a head is on
             where = {name: file for name, file in where.items() if name.startswith(prefix)}
         names = {name.removeprefix(prefix): name for name in where}
-        kept = sorted(name for name in names if not name.startswith("pooler."))
+        kept = sorted(filter(_counts, names))
         return _hash((name, where[names[name]].get_tensor(names[name])) for name in kept)
 
 
@@ -194,7 +194,11 @@ def _hash(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def _weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in model.base_model.state_dict().items() if not name.startswith("pooler.")}
+    return {name: value for name, value in model.base_model.state_dict().items() if _counts(name)}
+
+
+def _counts(name: str) -> bool:
+    return not name.startswith("pooler.") and not name.endswith(DIGEST)
 
 
 def _table_name(model: PreTrainedModel, architecture: Architecture) -> str:
@@ -210,8 +214,8 @@ def _position_weights(model: PreTrainedModel, architecture: Architecture) -> dic
     prefixes = [_table_name(model, architecture)]
     prefixes += [name for name, module in model.base_model.named_modules() if id(module) in modules]
     inside = tuple(f"{prefix}." for prefix in prefixes)
-    found = {name: value for name, value in model.base_model.state_dict().items() if name.startswith(inside)}
-    return {name: value for name, value in found.items() if not name.endswith(DIGEST)}  # a delta names its scheme itself
+    # Without the digest of the scheme: a delta names it itself.
+    return {name: value for name, value in _weights(model).items() if name.startswith(inside)}
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
