@@ -293,6 +293,7 @@ def test_full_fits_of_the_demo_were_measured():
 def test_demo(tmp_path, monkeypatch, capsys):
     """The demo runs, fits an 80-column terminal, and leaves a picture, a model that loads, and its card."""
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("hf_posswap.commands.demo.HELD_OUT", {"minilm": 1024, "stdlib-gpt2": 1024})
     options = ("--fit-tokens", 4096, "--reconstruct", 1)
     code, said = _call(monkeypatch, capsys, "demo", "--output", tmp_path / "out", *options)
     assert code == 0, said.err
