@@ -122,9 +122,9 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
         raise CheckpointError(f"config.json holds a position scheme that cannot be used: {error}") from None
 
 
-def span_in(config: PreTrainedConfig) -> Span | None:
-    """Return how far attention looks, by a swapped model's config; None: everywhere."""
-    entry = config.position_scheme.get("span")
+def span_in(entry: dict[str, Any]) -> Span | None:
+    """Return how far attention looks, by such an entry; None: everywhere."""
+    entry = entry.get("span")
     if entry is None:
         return None
     right = isinstance(entry, dict) and entry.keys() == {"span", "first"} and all(type(n) is int for n in entry.values())
@@ -150,7 +150,9 @@ class SwappedModel:
         geometry = geometry_of(config, self.architecture.longest_input(config), trained_positions)
         scheme.check(geometry)
         super().__init__(config, *args, **kwargs)
-        embedding = install(self, self.architecture, scheme, geometry, span=span_in(config), classes=SWAPPED_CLASSES)
+        embedding = install(
+            self, self.architecture, scheme, geometry, span=span_in(config.position_scheme), classes=SWAPPED_CLASSES
+        )
         embedding.register_buffer(DIGEST, self._digest())
         self._init_weights(embedding)  # a learned table that starts from scratch starts as the family's tables do
 
@@ -170,7 +172,7 @@ class SwappedModel:
             init.copy_(getattr(module, DIGEST), self._digest())
 
     def _digest(self) -> torch.Tensor:
-        return digest(*read_config_entry(self.config), span_in(self.config))
+        return digest(*read_config_entry(self.config), span_in(self.config.position_scheme))
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):

@@ -36,13 +36,13 @@ NOT_SHOWN = ("tokens/s", "seconds", "fit, s")
 
 # Other pages with figures of a result file.
 SHOWN_IN = {
-    "README.md": ("card/", "fit/minilm/", "fit/stdlib-gpt2/", "length_extrapolation/"),
+    "README.md": ("card/", "fit/minilm/", "fit/stdlib-gpt2/", "length_extrapolation/", "read_on/"),
     "notebooks/02_see_the_schemes.ipynb": ("ladder/",),
     "notebooks/04_read_the_results.ipynb": ("cola/", "length_extrapolation/", "movie_reviews/", "passkey/", "sst2/"),
 }
 
 # Files of the package that are not of its spine.
-BESIDE = ("cli.py", "errors.py", "plots.py", "provenance.py", "terminal.py")
+BESIDE = ("cli.py", "errors.py", "evaluating.py", "extras.py", "plots.py", "provenance.py", "terminal.py")
 
 
 def schemes() -> str:
@@ -263,7 +263,8 @@ def wrap(page: str) -> str:
 def render(readme: str) -> str:
     """Return the README with the generated blocks replaced."""
     cost = wrap(environment().from_string((RESULTS / "cost.md.jinja").read_text()).render()).strip()
-    for name, block in (("schemes", schemes()), ("cost", cost), ("tree", tree())):
+    far = wrap(environment().from_string((RESULTS / "read_on.md.jinja").read_text()).render()).strip()
+    for name, block in (("schemes", schemes()), ("cost", cost), ("read-on", far), ("tree", tree())):
         readme = replace_block(readme, name, block)
     return readme
 

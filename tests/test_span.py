@@ -1,5 +1,7 @@
 """Attention with a span: block by block as with a dense mask, caches that forget, saving, and what is refused."""
 
+import copy
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -180,3 +182,18 @@ def test_refused(make_model, options, message):
     with pytest.raises(posswap.PosswapError, match=message):
         posswap.swap(model, "rotary", max_positions=64, **options)
     assert not posswap.describe(model).swapped
+
+
+def test_shared(make_model, tmp_path, text):
+    """A delta and a card know the span; no stock class has one, and an export is refused."""
+    base = make_model("gpt2")
+    model = posswap.swap(copy.deepcopy(base), "rotary", max_positions=64, span=6, first=2)
+    posswap.save_delta(model, tmp_path / "delta")
+    again = posswap.load_delta(base, tmp_path / "delta")
+    assert posswap.describe(again).span == Span(6, 2)
+    with torch.no_grad():
+        assert torch.equal(again(text).logits, model(text).logits)
+    with pytest.raises(posswap.UnsupportedModelError, match="no class of transformers attends to distances below 6"):
+        posswap.export_native(model)
+    model.save_pretrained(tmp_path / "model")
+    assert "**rotary positions**" in posswap.write_card(tmp_path / "model", base_model="org/tiny").read_text()

@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import ARCHITECTURES, Architecture, longest_input
-from hf_posswap.checkpoint import DIGEST, SwappedModel, config_entry, on_hub, scheme_in
+from hf_posswap.checkpoint import DIGEST, SwappedModel, config_entry, on_hub, scheme_in, span_in
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.provenance import write_json
+from hf_posswap.surgery import state_of
 from hf_posswap.swapping import original, restore, swap
 from hf_posswap.target import find_target
 
@@ -77,7 +78,7 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
             "warm_start=False or a scheme that leaves attention as it is"
         )
     scheme, trained = target.base_model.position_scheme, target.config.position_scheme["trained_positions"]
-    entry = config_entry(scheme, trained, longest_input(target.config))
+    entry = config_entry(scheme, trained, longest_input(target.config), span=state_of(target).span)
     about = {
         "format": FORMAT,
         "model_type": architecture.model_type,
@@ -139,7 +140,8 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
             f"{folder_or_id} was made from other weights or heads ({known}): load that model, in the dtype it was in"
         )
     try:
-        swap(target, scheme_in(entry), max_positions=longest, warm_start=False)
+        near = span_in(entry)
+        swap(target, scheme_in(entry), max_positions=longest, warm_start=False, **near._asdict() if near else {})
     except PosswapError as error:
         raise CheckpointError(f"{folder_or_id} holds a scheme that cannot be used: {error}") from None
     wanted = _position_weights(target, architecture)

@@ -45,6 +45,7 @@ from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelErr
 from hf_posswap.provenance import weight_hashes, write_json
 from hf_posswap.schemes.rotary import Rotary, RotaryPositions
 from hf_posswap.sharing.parity import PARITY_FILE, Certificate, certify
+from hf_posswap.surgery import state_of
 from hf_posswap.target import find_target
 
 
@@ -124,6 +125,11 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     stock = next(plain for plain, swapped in SWAPPED_CLASSES.items() if swapped is type(model))
     scheme, attention = model.base_model.position_scheme, model.architecture.self_attentions(model.base_model)[0]
     _check_weights(model)
+    if span := state_of(model).span:
+        raise UnsupportedModelError(
+            f"no class of transformers attends to distances below {span.span} and the first {span.first} tokens: share the "
+            "swapped model as it is, or swap without span="
+        )
     if not hasattr(attention, "positions"):
         convert = _with_table
     elif isinstance(scheme, Rotary) and stock in ROFORMER:
