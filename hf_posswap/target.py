@@ -71,13 +71,22 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     return model, architecture
 
 
+# transformers' models that are composed of others, each with its own config.
+COMPOSITES = ("encoder_decoder", "speech_encoder_decoder", "vision_encoder_decoder", "vision_text_dual_encoder")
+
+
 def check_not_in_composite(model: PreTrainedModel) -> None:
     """Raise where a model is a part of another one, such as an EncoderDecoderModel, whose config would not learn of the swap.
 
-    A module does not know what it is in; the garbage collector knows who refers to it.
+    A module does not know what it is in; the garbage collector knows who refers to it. It looks at every object of the process,
+    so it is asked only where a class of such models has been imported.
     """
-    children = [one for one in gc.get_referrers(model) if isinstance(one, dict) and any(v is model for v in one.values())]
-    spaces = [one for names in children for one in gc.get_referrers(names) if isinstance(one, dict)]
+    if not any(f"transformers.models.{name}.modeling_{name}" in sys.modules for name in COMPOSITES):
+        return
+    parts = [
+        one for one in gc.get_referrers(model) if isinstance(one, dict) and all(isinstance(v, _PART) for v in one.values())
+    ]
+    spaces = [one for names in parts for one in gc.get_referrers(names) if isinstance(one, dict)]
     for owner in (one for space in spaces for one in gc.get_referrers(space)):
         whole = isinstance(owner, PreTrainedModel) and owner.base_model is not model
         if whole and any(part is model for part in owner.children()):
@@ -85,3 +94,6 @@ def check_not_in_composite(model: PreTrainedModel) -> None:
                 f"this model is a part of {type(owner).__name__}, which would be saved without a word of the swap: swap the "
                 "parts first, then compose them"
             )
+
+
+_PART = (nn.Module, type(None))
