@@ -67,10 +67,11 @@ class SpanLayer(DynamicLayer):
         self.seen = 0
 
 
-def keep_span(cache: Cache | None, span: Span, *, layers: int, wanted: bool) -> Cache | None:
+def keep_span(cache: Cache | None, span: Span, *, layers: int, wanted: bool, counted: bool) -> Cache | None:
     """Return the cache that a model with this span goes on with: an empty dynamic one becomes one of span layers, in place.
 
-    With `wanted`, where there is none a new one is made. Static caches stay as they are, at their own size.
+    With `wanted`, where there is none a new one is made. `counted`: positions count on from the cache's length. Static caches
+    stay as they are, at their own size.
     """
     if cache is None:
         return _filled(DynamicCache(), span, layers) if wanted else None
@@ -81,6 +82,13 @@ def keep_span(cache: Cache | None, span: Span, *, layers: int, wanted: bool) -> 
     plain = isinstance(own, DynamicCache) and all(type(layer) is DynamicLayer for layer in own.layers)
     if plain and own.get_seq_length() == 0:
         _filled(own, span, layers)
+    elif plain and counted:  # built from tensors: of what was forgotten nothing is left to count
+        positions = read_positions(own.layers[0].keys)
+        if positions.masked_fill(positions == PADDING, 0).max() >= own.get_seq_length():
+            raise PosswapError(
+                "this cache was built from one that had forgotten keys, and does not know how many tokens were read: pass "
+                "position_ids, or go on with the cache that the model returned"
+            )
     return cache
 
 

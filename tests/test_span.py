@@ -101,6 +101,9 @@ def test_static_caches_and_moved_ones(make, text):
     cache = model(text[:, :30]).past_key_values
     cache.reorder_cache(torch.tensor([1, 0]))
     assert_close(model(text[[1, 0], 30:], past_key_values=cache).logits, whole[[1, 0], 30:], rtol=1e-4, atol=1e-4)
+    rebuilt = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
+    with pytest.raises(posswap.PosswapError, match="does not know how many tokens were read: pass position_ids"):
+        model(text[:, :1], past_key_values=rebuilt)
     with pytest.raises(posswap.PosswapError, match="has forgotten keys beyond the span"):
         cache.crop(-1)
     with pytest.raises(posswap.PosswapError, match="this cache was made for Span"):
