@@ -4,12 +4,18 @@
     python recipes/read_on.py --scheme rotary --start fit --span 192     # attention to the last 192 tokens and the first 4
     python recipes/read_on.py --scheme original                          # the bar: a window that slides over the same text
     python recipes/read_on.py --scheme rotary --start fit --span 192 --generate 20000      # and what a new token costs
+    python recipes/read_on.py --scheme relative --start fit --tune-steps 500       # and what long text teaches it afterwards
 
 The swapped model reads whole blocks of 16 times the trained length. The original reads the same blocks through a window of the
 trained length that slides by a quarter of it, so it reads each token several times. Each figure is the loss of the tokens
 between two distances from the block's beginning: what counts is whether it stays where it is as the text goes on.
 
-Figures: loss_N, nats a token of the held-out tokens at positions from N / 2 (the first: from 0) up to N.
+With --tune-steps both are trained on the next token afterwards, on equal tokens of the same text, each in the longest blocks
+that it is made for. Choose each one's --learning-rate with --select, which measures on text that is neither trained on nor
+reported.
+
+Figures: loss_N, nats a token of the held-out tokens at positions from N / 2 (the first: from 0) up to N; start_loss_N before
+the training.
 """
 
 import time
@@ -22,14 +28,15 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_posswap.architectures import longest_input
 from hf_posswap.data.calibration import text_batches
-from hf_posswap.data.text import spread, token_blocks
+from hf_posswap.data.text import cut_blocks, split_tokens, spread, token_blocks, token_lists
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.models import cost, load_model, load_tokenizer
 from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.experiments.recipe import main
-from hf_posswap.experiments.text_tasks import TextOptions, documents, trained_length
+from hf_posswap.experiments.text_tasks import TextOptions, check_enough, documents, trained_length
 from hf_posswap.measure.losses import mean_loss, sliding_window_losses, token_losses
+from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.run_log import announce
 
 
@@ -38,17 +45,26 @@ class Config(TextOptions, SwapOptions):
     """One run: how long the text of the fit is, and how far to look."""
 
     QUESTION = "How far can it read now?"
-    FIGURES = {"loss": "nats a token of held-out tokens up to N places from a block's beginning"}
+    FIGURES = {
+        "loss": "nats a token of held-out tokens up to N places from a block's beginning",
+        "start_loss": "the same before training",
+    }
     FORBIDDEN_STARTS = {"scratch": "a model from scratch has no trained length"}
 
     model: str = "stdlib-gpt2"
     factor: Annotated[int, "The blocks that are read, in multiples of the trained length; a power of two."] = 16
     fit_factor: Annotated[int, "The longest blocks of the start `fit`, likewise; 1: what the original reads."] = 4
+    tune_steps: Annotated[int, "Steps of training on the next token, after the fit; 0: none."] = 0
+    tune_tokens: Annotated[int, "Tokens of such a step, in blocks as long as the fit's; the original's: of its length."] = 4096
+    learning_rate: Annotated[float, "Its peak; the rate rises for a tenth of the steps and falls as a cosine to zero."] = 6e-4
+    select: Annotated[bool, "Measure on a tenth of the training text that is never trained on: to choose rates by."] = False
     generate: Annotated[int, "Also generate this many tokens, and time the first and the last thousand; 0: do not."] = 0
 
     def __post_init__(self):
         super().__post_init__()
         self.at_least_one("fit_factor")
+        if self.tune_steps < 0:
+            raise PosswapError(f"tune_steps={self.tune_steps} must be 0 or more")
         if self.factor < 1 or self.factor & (self.factor - 1):
             raise PosswapError(f"factor={self.factor} must be a power of two: 1, 2, 4, ...")
 
@@ -61,8 +77,18 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     swapped, longest = config.scheme != ORIGINAL, trained * max(config.factor, config.fit_factor)
     tokenizer = load_tokenizer(config.model)
     training, held_out = (documents(config, split, causal=True) for split in ("train", "validation"))
-    blocks = spread(token_blocks(held_out, tokenizer, trained * config.factor), config.evaluation_tokens)
-    fit_length = trained * config.fit_factor
+    fit_length, read_length = trained * config.fit_factor, trained * config.factor
+    blocks = token_blocks(held_out, tokenizer, read_length)
+    if config.tune_steps or config.select:
+        to_train, to_select, _ = split_tokens(token_lists(training, tokenizer), read_length)
+        rows = cut_blocks(to_train, tokenizer, fit_length if swapped else trained)
+        budget = TrainingConfig(
+            max_steps=max(1, config.tune_steps), batch_size=max(1, config.tune_tokens // rows.shape[1]),
+            learning_rate=config.learning_rate, seed=config.seed,
+        )  # fmt: skip
+        check_enough(rows, budget)
+        blocks = cut_blocks(to_select, tokenizer, read_length) if config.select else blocks
+    blocks = spread(blocks, config.evaluation_tokens)
     model = load_model(
         config,
         AutoModelForCausalLM,
@@ -72,16 +98,24 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         ),
         tokenizer=tokenizer,
     )
-    announce("measuring")
-    stride = max(1, trained // 4)
-    losses = token_losses(model, blocks) if swapped else sliding_window_losses(model, blocks, trained, stride=stride)
     ends = [trained * 2**power for power in range(config.factor.bit_length())]
-    figures = {f"loss_{end}": mean_loss(losses[:, start:end]) for start, end in zip([0, *ends], ends, strict=False)}
+
+    def measured(name: str) -> dict[str, float]:
+        announce("measuring")
+        stride = max(1, trained // 4)
+        losses = token_losses(model, blocks) if swapped else sliding_window_losses(model, blocks, trained, stride=stride)
+        return {f"{name}_{end}": mean_loss(losses[:, start:end]) for start, end in zip([0, *ends], ends, strict=False)}
+
+    figures, done = {}, None
+    if config.tune_steps:
+        figures = measured("start_loss")
+        model, done = train(model, [{"input_ids": row, "labels": row} for row in rows], budget, output=folder, resume=resume)
+    figures = measured("loss") | figures
     details = {"trained_length": trained, "evaluation_tokens": blocks.numel()}
     if config.generate:
         announce(f"generating {config.generate} tokens")
         details["generation"] = generation(model, blocks[:1, : min(64, trained)], config.generate, trained)
-    return {"figures": figures, "cost": cost(model), "model": model, "details": details}
+    return {"figures": figures, "cost": cost(model, done), "model": model, "details": details}
 
 
 @torch.no_grad()
