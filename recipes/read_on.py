@@ -11,11 +11,10 @@ trained length that slides by a quarter of it, so it reads each token several ti
 between two distances from the block's beginning: what counts is whether it stays where it is as the text goes on.
 
 With --tune-steps both are trained on the next token afterwards, on equal tokens of the same text, each in the longest blocks
-that it is made for. Choose each one's --learning-rate with --select, which measures on text that is neither trained on nor
-reported.
+that it is made for. Choose each one's --learning-rate by select_loss, which is of text that is neither trained on nor reported.
 
-Figures: loss_N, nats a token of the held-out tokens at positions from N / 2 (the first: from 0) up to N; start_loss_N before
-the training.
+Figures: loss_N, nats a token of the held-out tokens at positions from N / 2 (the first: from 0) up to N. After training also
+start_loss_N, the same before it, and select_loss, over all places of a tenth of the training text that is never trained on.
 """
 
 import time
@@ -48,6 +47,7 @@ class Config(TextOptions, SwapOptions):
     FIGURES = {
         "loss": "nats a token of held-out tokens up to N places from a block's beginning",
         "start_loss": "the same before training",
+        "select_loss": "nats a token of text to choose a rate by, all places",
     }
     FORBIDDEN_STARTS = {"scratch": "a model from scratch has no trained length"}
 
@@ -57,7 +57,6 @@ class Config(TextOptions, SwapOptions):
     tune_steps: Annotated[int, "Steps of training on the next token, after the fit; 0: none."] = 0
     tune_tokens: Annotated[int, "Tokens of such a step, in blocks as long as the fit's; the original's: of its length."] = 4096
     learning_rate: Annotated[float, "Its peak; the rate rises for a tenth of the steps and falls as a cosine to zero."] = 6e-4
-    select: Annotated[bool, "Measure on a tenth of the training text that is never trained on: to choose rates by."] = False
     generate: Annotated[int, "Also generate this many tokens, and time the first and the last thousand; 0: do not."] = 0
 
     def __post_init__(self):
@@ -78,17 +77,16 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     tokenizer = load_tokenizer(config.model)
     training, held_out = (documents(config, split, causal=True) for split in ("train", "validation"))
     fit_length, read_length = trained * config.fit_factor, trained * config.factor
-    blocks = token_blocks(held_out, tokenizer, read_length)
-    if config.tune_steps or config.select:
+    blocks = spread(token_blocks(held_out, tokenizer, read_length), config.evaluation_tokens)
+    if config.tune_steps:
         to_train, to_select, _ = split_tokens(token_lists(training, tokenizer), read_length)
         rows = cut_blocks(to_train, tokenizer, fit_length if swapped else trained)
         budget = TrainingConfig(
-            max_steps=max(1, config.tune_steps), batch_size=max(1, config.tune_tokens // rows.shape[1]),
-            learning_rate=config.learning_rate, seed=config.seed,
+            max_steps=config.tune_steps, batch_size=max(1, config.tune_tokens // rows.shape[1]), dropout=False,
+            learning_rate=config.learning_rate, table_learning_rate_factor=1.0, seed=config.seed,
         )  # fmt: skip
         check_enough(rows, budget)
-        blocks = cut_blocks(to_select, tokenizer, read_length) if config.select else blocks
-    blocks = spread(blocks, config.evaluation_tokens)
+        to_select = spread(cut_blocks(to_select, tokenizer, read_length), config.evaluation_tokens)
     model = load_model(
         config,
         AutoModelForCausalLM,
@@ -100,17 +98,21 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     )
     ends = [trained * 2**power for power in range(config.factor.bit_length())]
 
-    def measured(name: str) -> dict[str, float]:
+    def read(blocks: torch.Tensor) -> torch.Tensor:
         announce("measuring")
         stride = max(1, trained // 4)
-        losses = token_losses(model, blocks) if swapped else sliding_window_losses(model, blocks, trained, stride=stride)
+        return token_losses(model, blocks) if swapped else sliding_window_losses(model, blocks, trained, stride=stride)
+
+    def by_position(name: str) -> dict[str, float]:
+        losses = read(blocks)
         return {f"{name}_{end}": mean_loss(losses[:, start:end]) for start, end in zip([0, *ends], ends, strict=False)}
 
     figures, done = {}, None
     if config.tune_steps:
-        figures = measured("start_loss")
+        figures = by_position("start_loss")
         model, done = train(model, [{"input_ids": row, "labels": row} for row in rows], budget, output=folder, resume=resume)
-    figures = measured("loss") | figures
+        figures["select_loss"] = mean_loss(read(to_select))
+    figures = by_position("loss") | figures
     details = {"trained_length": trained, "evaluation_tokens": blocks.numel()}
     if config.generate:
         announce(f"generating {config.generate} tokens")

@@ -403,11 +403,12 @@ def test_read_on(gpt2, text, tmp_path, monkeypatch):
             "original": {},
             "whole": {"scheme": "rotary", "start": "fit"},
             "near": {"scheme": "rotary", "start": "fit", "span": 8, "first": 2, "generate": 60},
-            "tuned": {"scheme": "rotary", "tune_steps": 8, "tune_tokens": 512, "learning_rate": 0.01, "select": True},
+            "tuned": {"scheme": "rotary", "tune_steps": 8, "tune_tokens": 512, "learning_rate": 0.01},
         }.items()
     }
     tuned = results.pop("tuned")
     assert tuned["cost"]["tokens"] == 8 * 512 and tuned["figures"]["loss_64"] < tuned["figures"]["start_loss_64"]
+    assert tuned["figures"]["select_loss"] < tuned["figures"]["start_loss_64"]
     assert all(list(result["figures"]) == ["loss_32", "loss_64", "loss_128"] for result in results.values())
     assert results["whole"]["figures"] != results["near"]["figures"]
     generation = results["near"]["details"]["generation"]
