@@ -18,6 +18,7 @@ from hf_posswap.errors import Interrupted
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.batching import collate_packed, pack, pad
 from hf_posswap.training.budget import NOT_BUDGET, SCHEDULES
+from hf_posswap.training.skipping import SkippedPositions
 
 RAGGED = [3, 16, 5, 9, 2, 15, 8, 12, 4, 4, 11, 6, 13, 7, 10, 3, 14, 5, 2, 14, 9, 6, 16, 8]
 
@@ -541,3 +542,23 @@ def test_checkpoints_are_read_without_executing_anything(make_model, tmp_path, m
     _run(make_model("gpt2"), config, output=tmp_path, resume=True)
     assert len(seen) == 3 and all(seen)  # optimizer, schedule, random states; weights are safetensors
     assert (tmp_path / "checkpoints" / "step-00000002" / "model.safetensors").exists()
+
+
+def test_positions_are_skipped(make_swapped):
+    """Two contiguous parts with a gap, the same for a seed; one text, not two packed ones; what does not fit is an error."""
+    model = make_swapped("gpt2", "rotary", max_positions=200)
+    seen = [SkippedPositions(_rows(), model, 200, seed)[3]["position_ids"] for seed in (0, 0, 1)]
+    assert seen[0].equal(seen[1]) and not seen[0].equal(seen[2])
+    for positions in seen:
+        steps = positions.diff()
+        assert positions[0] == 0 and (steps != 1).sum() == 1 and 16 < positions.max() < 200
+    rows = SkippedPositions(_rows(), model, 16, 0)  # no room for a gap
+    plain, masked = model(_rows()[3]["input_ids"][None]).logits, model(**pad([rows[3]])).logits
+    torch.testing.assert_close(masked, plain)
+    far = model(**pad([SkippedPositions(_rows(), model, 200, 0)[3]])).logits
+    assert (far[:, -1] - plain[:, -1]).abs().max() > 1e-3
+    losses = [_run(model, TrainingConfig(max_steps=2, batch_size=8, skip_to=to))[1].losses for to in (None, 200)]
+    assert losses[0] != losses[1]
+    for to, message in ((8, "has 16 tokens"), (300, "more than the 200 tokens")):
+        with pytest.raises(PosswapError, match=message):
+            _run(model, TrainingConfig(max_steps=1, batch_size=8, skip_to=to))

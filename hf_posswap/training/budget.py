@@ -66,6 +66,7 @@ class TrainingConfig:
     train_sampling_strategy: Annotated[str, "random, or group_by_length: batches of about one length have less padding."] = (
         "random"
     )
+    skip_to: Annotated[int | None, "Train short, read long: positions of each example have a gap, and go up to this."] = None
     mixed_precision: Annotated[str | None, "no, bf16 or fp16. Default: what accelerate launch says."] = None
     seed: Annotated[int, "Of the order of examples, of dropout and of new weights."] = 0
     report_to: Annotated[tuple[str, ...], "Trackers: tensorboard, trackio, wandb and others of accelerate; repeatable."] = ()

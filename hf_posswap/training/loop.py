@@ -26,6 +26,7 @@ from hf_posswap.training.budget import TrainingConfig, TrainingRun
 from hf_posswap.training.launching import make_whole, sharable, start_accelerator
 from hf_posswap.training.run_log import RunLog
 from hf_posswap.training.run_state import Checkpoints, StopRequest, accumulation_steps_of, remove_checkpoints
+from hf_posswap.training.skipping import SkippedPositions
 
 Loss = Callable[[torch.nn.Module, dict], torch.Tensor]
 AfterStep = Callable[[torch.nn.Module, TrainingRun], None]
@@ -76,6 +77,8 @@ def train(
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PosswapError("every parameter of the model is frozen: there is nothing to train (requires_grad)")
     _check_labels(dataset)
+    if config.skip_to is not None:
+        dataset = SkippedPositions(dataset, model, config.skip_to, config.seed)
     loop = _Loop(model, dataset, config, compute_loss, collate, after_step, output and Path(output), progress, description)
     if not config.auto_find_batch_size:
         return loop.run(config.gradient_accumulation_steps, resume=resume)

@@ -1,0 +1,47 @@
+"""Train short, read long: short examples whose positions go as far as long ones (PoSE, Zhu et al. 2023, section 3:
+https://arxiv.org/abs/2309.10400).
+
+An example of L tokens is cut in two at a random place. The first part keeps its positions, the second one stands further on by
+a random gap, so that both are contiguous and near distances exact, while those between the parts go up to `longest`:
+
+    0, 1, ..., c - 1, c + gap, ..., L - 1 + gap        c ~ U{1, ..., L - 1},  gap ~ U{0, ..., longest - L}
+"""
+
+import random
+
+import torch
+from torch.utils.data import Dataset
+
+from hf_posswap.architectures import family_of, longest_input
+from hf_posswap.errors import PosswapError
+
+
+class SkippedPositions(Dataset):
+    """Examples of a dataset with such `position_ids`; they depend on the seed and on which example it is, nothing else."""
+
+    def __init__(self, dataset: Dataset, model: torch.nn.Module, longest: int, seed: int):
+        if longest > longest_input(model.config):
+            raise PosswapError(
+                f"skip_to={longest} is more than the {longest_input(model.config)} tokens that the model reads: swap with "
+                f"max_positions={longest}"
+            )
+        self.dataset, self.longest, self.seed = dataset, longest, seed
+        self.first_row = family_of(model.config).first_row(model.config)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict:
+        row = dict(self.dataset[index])
+        length = len(row["input_ids"])
+        if "position_ids" in row or length > self.longest:
+            what = "positions of its own" if "position_ids" in row else f"{length} tokens"
+            raise PosswapError(
+                f"skip_to={self.longest}: example {index} has {what}; it takes plain ones of at most that length"
+            )
+        draw = random.Random(f"{self.seed} {index}")
+        cut, gap = draw.randint(1, max(1, length - 1)), draw.randint(0, self.longest - length)
+        positions = torch.arange(length) + self.first_row
+        positions[cut:] += gap
+        # A mask, too: without one, transformers takes positions with gaps for texts that are packed and must not see each other.
+        return {"attention_mask": torch.ones(length, dtype=torch.long), **row, "position_ids": positions}
