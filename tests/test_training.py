@@ -1,5 +1,6 @@
 """The training loop on one process: budgets, every option, exact resuming, and stops that say why."""
 
+import copy
 import errno
 import logging
 import os
@@ -557,7 +558,10 @@ def test_positions_are_skipped(make_swapped):
     torch.testing.assert_close(masked, plain)
     far = model(**pad([SkippedPositions(_rows(), model, 200, 0)[3]])).logits
     assert (far[:, -1] - plain[:, -1]).abs().max() > 1e-3
-    losses = [_run(model, TrainingConfig(max_steps=2, batch_size=8, skip_to=to))[1].losses for to in (None, 200)]
+    twin = copy.deepcopy(model)
+    losses = [
+        _run(m, TrainingConfig(max_steps=2, batch_size=8, skip_to=to))[1].losses for m, to in ((twin, None), (model, 200))
+    ]
     assert losses[0] != losses[1]
     for to, message in ((8, "has 16 tokens"), (300, "more than the 200 tokens")):
         with pytest.raises(PosswapError, match=message):

@@ -43,5 +43,5 @@ class SkippedPositions(Dataset):
         cut, gap = draw.randint(1, max(1, length - 1)), draw.randint(0, self.longest - length)
         positions = torch.arange(length) + self.first_row
         positions[cut:] += gap
-        # A mask, too: without one, transformers takes positions with gaps for texts that are packed and must not see each other.
+        # A mask, too: without one, transformers takes a gap for the border of two packed texts, which must not see each other.
         return {"attention_mask": torch.ones(length, dtype=torch.long), **row, "position_ids": positions}
