@@ -36,7 +36,7 @@ from hf_posswap.schemes import AttentionPositions, PositionEmbedding, Scheme, sc
 from hf_posswap.surgery import geometry_of, install, state_of
 
 FORMAT = 1
-_ABOUT_THE_MODEL = ("format", "trained_positions", "made_for_positions", "base_model", "edited", "span")
+_ABOUT_THE_MODEL = ("format", "trained_positions", "made_for_positions", "base_model", "edited", "span", "fitted_length")
 DIGEST = "scheme_digest"  # the name of a buffer beside the table
 
 STUB = "modeling_hf_posswap.py"

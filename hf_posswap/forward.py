@@ -6,6 +6,7 @@ with one keyword more, `shared_positions`: see `PositionedAttention`.
 
 import functools
 import inspect
+import warnings
 
 import torch
 from transformers.cache_utils import EncoderDecoderCache, StaticCache
@@ -15,6 +16,8 @@ from hf_posswap.attention import Shared, check_implementation, key_positions
 from hf_posswap.errors import PosswapError, SequenceTooLongError
 from hf_posswap.span_cache import PADDING, keep_span
 from hf_posswap.surgery import state_of
+
+_FAR = 8  # times the length that a model was fitted to
 
 
 def positioned_forward(base_class: type):
@@ -94,6 +97,13 @@ def _check_length(base, scheme, positions: torch.Tensor, past, length: int, know
         raise SequenceTooLongError(
             f"the input reaches {needed} positions and this model with {scheme.name} positions was set up for {limit}: "
             f"swap with a longer range, posswap.swap(model, {str(scheme)!r}, max_positions={needed}), or truncate the input"
+        )
+    fitted = base.config.position_scheme.get("fitted_length")
+    if fitted and needed > _FAR * fitted and state_of(base).span is None and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"this model was fitted to texts of at most {fitted} tokens, and reads more than {_FAR} times as many: swap with "
+            "span=, or fit on longer text (text_batches(..., max_length=, window=))",
+            stacklevel=3,
         )
 
 

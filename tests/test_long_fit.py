@@ -206,3 +206,14 @@ def test_a_loaded_model_needs_its_original(make_model, tmp_path):
     with pytest.raises(posswap.PosswapError, match="pass it as original_model="):
         quick(loaded, ids)
     assert quick(loaded, ids, original_model=make_model("gpt2"), reconstruct=5).window == 32
+
+
+def test_far_beyond_the_fit(make_model, tmp_path):
+    """A model knows what it was fitted to, also once it is loaded, and says so when it reads far beyond."""
+    model = posswap.swap(make_model("gpt2"), "rotary", max_positions=300)
+    quick(model, torch.randint(2, 98, (60, WINDOW)), reconstruct=2)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    loaded(torch.ones(1, 8 * WINDOW, dtype=torch.long))
+    with pytest.warns(UserWarning, match=f"fitted to texts of at most {WINDOW} tokens"):
+        loaded(torch.ones(1, 8 * WINDOW + 1, dtype=torch.long))

@@ -260,6 +260,7 @@ def fit(
                 if not end < start:
                     raise _NotBetter
                 after, read_after = found, long and long.read(target)
+                target.config.position_scheme["fitted_length"] = longest  # what reads much more is warned once
     except _NotBetter:
         warnings.warn(
             f"the fit was undone: on text not seen, {'the last error' if window else before.measure} went from {start:.4f} to "
