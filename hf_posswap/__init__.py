@@ -36,6 +36,8 @@ _PUBLIC = {
     "fitting.fit": ("FitReport", "fit"),
     "schemes": (
         "SCHEMES",
+        "Alibi",
+        "Buckets",
         "Ladder",
         "Learned",
         "NoPositions",

@@ -69,7 +69,7 @@ def test_swap_then_describe(folder, tmp_path, monkeypatch, capsys):
         (("--scheme", "RoPE"), "it is 'rotary' here"),
         (("--scheme", "shaw:clip=8"), "it is 'relative' here"),
         (("--scheme", "nope"), "it is 'none' here"),
-        (("--scheme", "alibi"), "notebooks/05_your_own_scheme.ipynb"),
+        (("--scheme", "t5"), "it is 'buckets' here"),
         (("--scheme", "relative:clip=0"), "clip=0"),
         (("--scheme", "rotary", "--max-positions", "3"), "max_positions=3"),
         (("--scheme", "rotary", "--fit-tokens", "999"), "--fit-tokens is about a fit"),

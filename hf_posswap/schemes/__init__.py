@@ -8,6 +8,7 @@ import yaml
 
 from hf_posswap.errors import PosswapError, UnknownSchemeError
 from hf_posswap.schemes.base import AttentionPositions, Constant, Geometry, Places, PositionEmbedding, Scheme
+from hf_posswap.schemes.distance_bias import Alibi, Buckets
 from hf_posswap.schemes.ladder import Ladder
 from hf_posswap.schemes.learned import Learned
 from hf_posswap.schemes.none import NoPositions
@@ -17,7 +18,9 @@ from hf_posswap.schemes.sinusoidal import Sinusoidal
 
 __all__ = [
     "SCHEMES",
+    "Alibi",
     "AttentionPositions",
+    "Buckets",
     "Constant",
     "Geometry",
     "Ladder",
@@ -36,7 +39,7 @@ __all__ = [
 ]
 
 SCHEMES: dict[str, type[Scheme]] = {
-    scheme.name: scheme for scheme in (Learned, Sinusoidal, Relative, Rotary, NoPositions, Ladder)
+    scheme.name: scheme for scheme in (Learned, Sinusoidal, Relative, Rotary, Alibi, Buckets, NoPositions, Ladder)
 }
 
 
@@ -103,14 +106,12 @@ def scheme_from_dict(entry: dict[str, Any]) -> Scheme:
 
 
 # What others call it, or would look for.
-_ELSEWHERE = {"rope": "rotary", "shaw": "relative", "nope": "none", "absolute": "learned", "sin": "sinusoidal"}
+_ELSEWHERE = {"rope": "rotary", "shaw": "relative", "nope": "none", "absolute": "learned", "sin": "sinusoidal", "t5": "buckets"}
 
 
 def nearest(given: Any, known) -> str:
     """Return what somebody meant who has given a name that is not among the known ones, in brackets; or nothing."""
     word = str(given).lower()
-    if word in ("alibi", "t5") and known is SCHEMES:
-        return " (a bias on distances is a scheme of your own: see notebooks/05_your_own_scheme.ipynb)"
     if _ELSEWHERE.get(word) in known:
         return f" (it is {_ELSEWHERE[word]!r} here)"
     near = difflib.get_close_matches(str(given), list(known), n=1, cutoff=0.6)

@@ -1,0 +1,188 @@
+"""Numbers that are added to scores by distance alone, a function for each head: ALiBi's straight line and T5's buckets.
+
+    s_ij = scale * q_i . k_j + b_h(j - i)
+
+`Alibi`: Press, Smith, Lewis 2022, "Train Short, Test Long", section 3 (https://arxiv.org/abs/2108.12409), and in encoders the
+same on both sides:
+
+    b_h(d) = -m_h |d|
+
+`Buckets`: Raffel et al. 2020, "Exploring the Limits of Transfer Learning", section 2.1 (https://arxiv.org/abs/1910.10683): a
+number for each bucket of distances, those below half of `buckets` alone, farther ones in growing buckets up to `reach`, beyond
+which all share the last one; the left and the right side have their own. Here each layer has its numbers, there the first
+layer's serve all.
+
+Both are linear in what they learn, b = sum_n w_n f_n(j - i), so a fit starts them in closed form: with missing scores R and
+weights p (`closed_form.missing_scores`) it minimises sum_ij p_ij (scale (R_ij + c_i) - b_ij)^2, c_i a constant for each row,
+which the softmax does not see.
+"""
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import nn
+
+from hf_posswap.errors import PosswapError
+from hf_posswap.functional.closed_form import missing_scores
+from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number
+
+
+class DistanceBias(AttentionPositions):
+    """One layer's function of distance."""
+
+    needs_key_positions = True
+
+    @abstractmethod
+    def features(self, distances: torch.Tensor) -> torch.Tensor:
+        """Return f, (..., N) float64, of distances (...)."""
+
+    @abstractmethod
+    def settle(self, weights: torch.Tensor) -> None:
+        """Take over weights (H, N) float64 from the closed form."""
+
+    def solve(self, observe, query_key, scaling) -> None:
+        """Weighted least squares over all pairs, with a constant for each row taken out."""
+        gram, product = 0.0, 0.0
+        for evidence in observe():
+            weights, missing = missing_scores(evidence, evidence.query @ evidence.key.mT, scaling)
+            steps = torch.arange(weights.shape[-1], device=weights.device)
+            table = self.features(torch.arange(1 - len(steps), len(steps), device=weights.device))  # (2 L - 1, N)
+            index = (steps[None] - steps[:, None] + len(steps) - 1).expand(weights.shape)
+            spread = [w.new_zeros(*w.shape[:-1], len(table)).scatter_add_(-1, index, w) for w in (weights, weights * missing)]
+            mass, target = (evidence.tokens(one) for one in spread)  # (H, T, 2 L - 1): sums over keys at each distance
+            rows = mass @ table  # (H, T, N)
+            rows = rows / mass.sum(-1, keepdim=True).clamp_min(1e-30).sqrt()
+            gram = gram + table.T @ (mass.sum(1)[..., None] * table) - rows.mT @ rows
+            product = product + target.sum(1) @ table * scaling  # (H, N)
+        ridge = 1e-6 * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None].clamp_min(1e-12)
+        self.settle(torch.linalg.solve(gram + ridge * torch.eye(gram.shape[-1]).to(gram), product[..., None])[..., 0])
+
+
+class AlibiPositions(DistanceBias):
+    """A slope for each head, kept as its logarithm: steps are shares of it, and none turns negative."""
+
+    def __init__(self, scheme: "Alibi", geometry: Geometry):
+        super().__init__()
+        self.heads = geometry.num_heads
+        # Fixed ones are no buffer: a model that is built without memory would lose it.
+        self.log_slopes = nn.Parameter(alibi_slopes(self.heads).log()) if scheme.slopes == "fitted" else None
+
+    def initial_values(self):
+        return {} if self.log_slopes is None else {"log_slopes": alibi_slopes(self.heads).log()}
+
+    def bias(self, shared, key_length):
+        distances = shared.distances(key_length)
+        if self.log_slopes is None:
+            slopes = alibi_slopes(self.heads).to(distances.device)
+        else:
+            slopes = self.log_slopes.float().exp()  # times distances that half precision could not hold
+        return -slopes[:, None, None] * distances.abs()[:, None]
+
+    def features(self, distances):
+        return -distances.abs().double()[..., None]
+
+    def settle(self, weights):
+        self.log_slopes.copy_(weights[:, 0].clamp_min(1e-4).log())  # a head that would look far looks everywhere
+
+    def solve(self, observe, query_key, scaling):
+        if self.log_slopes is not None:
+            super().solve(observe, query_key, scaling)
+
+
+def alibi_slopes(heads: int) -> torch.Tensor:
+    """Return m_h = 2^(-8 h / H), h = 1 ... H, (H,); where H is no power of two, those of the power below, and every second one
+    of the next power: as in the authors' code.
+
+    >>> alibi_slopes(8).tolist()[:3]
+    [0.5, 0.25, 0.125]
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    slopes += [2 ** (-4 * (2 * head + 1) / power) for head in range(heads - power)]
+    return torch.tensor(slopes)
+
+
+class BucketPositions(DistanceBias):
+    """A number for each head and bucket, (H, 2 * buckets): to the left, oneself included, then to the right."""
+
+    def __init__(self, scheme: "Buckets", geometry: Geometry):
+        super().__init__()
+        self.buckets, self.reach = scheme.buckets, scheme.reach
+        self.table = nn.Parameter(torch.zeros(geometry.num_heads, 2 * scheme.buckets))
+
+    def index(self, distances: torch.Tensor) -> torch.Tensor:
+        """Return the bucket of each distance, int64."""
+        near, far = self.buckets // 2, distances.abs()
+        share = torch.log(far.clamp(min=1).float() / near) / math.log(self.reach / near)
+        grown = (near + share * (self.buckets - near)).long().clamp(max=self.buckets - 1)
+        return torch.where(far < near, far, grown) + self.buckets * (distances > 0)
+
+    def bias(self, shared, key_length):
+        return self.table[:, self.index(shared.distances(key_length))].transpose(0, 1)
+
+    def features(self, distances):
+        return nn.functional.one_hot(self.index(distances), 2 * self.buckets).double()
+
+    def settle(self, weights):
+        self.table.copy_(weights)
+
+
+class DistanceScheme(Scheme):
+    """What both have in common."""
+
+    shift_invariant: ClassVar[bool] = True
+    implementations: ClassVar[tuple[str, ...] | None] = ("eager", "flex_attention", "sdpa")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alibi(DistanceScheme):
+    """ALiBi: attention falls off linearly with the distance, in each head at its own slope.
+
+    Args:
+        slopes: "fitted": they start as the paper's, and a fit and training change them; "fixed": they stay as they are.
+
+    >>> str(Alibi(slopes="fixed"))
+    'alibi:slopes=fixed'
+    """
+
+    slopes: Literal["fitted", "fixed"] = "fitted"
+
+    name: ClassVar[str] = "alibi"
+    summary: ClassVar[str] = "ALiBi: scores fall off linearly with the distance"
+
+    def __post_init__(self):
+        check_choice(self, "slopes", ("fitted", "fixed"))
+
+    def attention_module(self, geometry: Geometry) -> AttentionPositions:
+        return AlibiPositions(self, geometry)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets(DistanceScheme):
+    """T5's bias: a number for each head and bucket of distances, near ones exact, far ones in growing buckets.
+
+    Args:
+        buckets: On each side; half of them hold one distance each.
+        reach: The distance from which all share the last bucket.
+
+    >>> Buckets(buckets=8, reach=32).to_dict()
+    {'name': 'buckets', 'buckets': 8, 'reach': 32}
+    """
+
+    buckets: int = 32
+    reach: int = 128
+
+    name: ClassVar[str] = "buckets"
+    summary: ClassVar[str] = "T5's bias: a number for each bucket of distances"
+
+    def __post_init__(self):
+        check_number(self, "buckets", int, 2, most=4096)
+        check_number(self, "reach", int, 2, most=10**9)
+        if self.reach <= self.buckets // 2:
+            raise PosswapError(f"buckets: reach={self.reach} must be above buckets / 2 = {self.buckets // 2}, the exact ones")
+
+    def attention_module(self, geometry: Geometry) -> AttentionPositions:
+        return BucketPositions(self, geometry)
