@@ -46,9 +46,9 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     base = model.base_model
     owner, name = architecture.table_owner(base)
     table = getattr(owner, name, None)
-    if table is None or (not isinstance(model, SwappedModel) and type(table) is not nn.Embedding):
+    if table is None or (not isinstance(model, SwappedModel) and type(table) is not architecture.table_class):
         raise UnsupportedModelError(
-            f"{type(owner).__name__}.{name} is {type(table).__name__}, not a learned table (nn.Embedding): something else has "
+            f"{type(owner).__name__}.{name} is {type(table).__name__}, not a learned table ({architecture.table_class.__name__}): something else has "
             "changed this model's positions; start from a fresh from_pretrained"
         )
     if any(p.is_meta for p in table.parameters()):

@@ -189,8 +189,9 @@ def _with_table(model: SwappedModel, stock: type, _) -> Converted:
     fields = {key: value for key, value in model.config.to_dict().items() if key not in own}
     config = model.architecture.config_class(**{**fields, "model_type": model.architecture.model_type})
     weights, prefix = _without(model, embedding)
-    positions = torch.arange(config.max_position_embeddings, device=model.device)
-    weights[f"{prefix}.weight"] = embedding(positions[None])[0]
+    family, longest = model.architecture, model.architecture.longest_input(config)
+    positions = torch.arange(-family.first_row(config), longest, device=model.device).clamp(min=0)  # rows of padding: any
+    weights[f"{prefix}.weight"] = embedding(positions[None] + family.first_id(config))[0]
     return _build(stock, config, weights, model), (), ()
 
 
