@@ -55,7 +55,7 @@ class PositionedAttention(nn.Module):
         gets here from `forward.positioned_forward`.
         """
         query, key, value = self.architecture.project(self, hidden_states)
-        shared = shared_positions.scheme
+        shared, scaling = shared_positions.scheme, self.architecture.scaling(self)
         attention_mask = attention_mask if shared_positions.mask is None else shared_positions.mask
         query = self.positions("rotate", query, shared)  # one at a time, so the second reuses the first's memory
         key = self.positions("rotate", key, shared)
@@ -83,7 +83,7 @@ class PositionedAttention(nn.Module):
                 value,
                 attention_mask,
                 shared,
-                scaling=self.architecture.scaling(self),
+                scaling=scaling,
                 dropout=dropout,
                 causal=causal,
                 return_probabilities=self.config._attn_implementation == "eager",  # as sdpa: only eager attention does
@@ -97,29 +97,24 @@ class PositionedAttention(nn.Module):
                 if isinstance(attention_mask, BlockMask):
                     kwargs["position_bias"] = bias.expand(len(query), query.shape[1], *bias.shape[2:])
             output, probabilities = self.architecture.backend(self)(
-                self, query, key, value, attention_mask, dropout=dropout, scaling=self.architecture.scaling(self), **kwargs
+                self, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
             )
         return self.architecture.output(self, output.flatten(-2)), probabilities
 
     def _banded(self, query, key, value, shared_positions: Shared, causal: bool, dropout: float) -> torch.Tensor:
+        scaling = self.architecture.scaling(self)
+
         def attend(query, key, value, mask, queries, keys):
             shared = shared_positions.scheme
             if isinstance(shared, Places):
                 shared = shared.block(queries, keys)
             if self.positions.attend is not None:
-                options = {
-                    "scaling": self.architecture.scaling(self),
-                    "dropout": dropout,
-                    "causal": False,
-                    "return_probabilities": False,
-                }
+                options = {"scaling": scaling, "dropout": dropout, "causal": False, "return_probabilities": False}
                 return self.positions("attend", query, key, value, mask, shared, **options)[0]
             if self.positions.bias is not None:
                 mask = add_bias(mask, self.positions("bias", shared, key.shape[-2]).to(query.dtype), None, "sdpa")
             backend = self.architecture.backend(self)
-            return backend(self, query, key, value, mask, dropout=dropout, scaling=self.architecture.scaling(self))[
-                0
-            ].transpose(1, 2)
+            return backend(self, query, key, value, mask, dropout=dropout, scaling=scaling)[0].transpose(1, 2)
 
         return banded_attention(attend, query, key, value, shared_positions.span, shared_positions.key_mask, causal=causal)
 

@@ -48,8 +48,8 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     table = getattr(owner, name, None)
     if table is None or (not isinstance(model, SwappedModel) and type(table) is not architecture.table_class):
         raise UnsupportedModelError(
-            f"{type(owner).__name__}.{name} is {type(table).__name__}, not a learned table ({architecture.table_class.__name__}): something else has "
-            "changed this model's positions; start from a fresh from_pretrained"
+            f"{type(owner).__name__}.{name} is {type(table).__name__}, not a learned table ({architecture.table_class.__name__}): "
+            "something else has changed this model's positions; start from a fresh from_pretrained"
         )
     if any(p.is_meta for p in table.parameters()):
         raise UnsupportedModelError("this model's weights are on the meta device: load them first, then swap")
