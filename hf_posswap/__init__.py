@@ -82,8 +82,13 @@ class _SwappedConfigs(ModuleType):
 
 _CONFIGS = {
     "bert": "PosswapBertConfig",
+    "biogpt": "PosswapBioGptConfig",
     "camembert": "PosswapCamembertConfig",
+    "distilbert": "PosswapDistilBertConfig",
+    "electra": "PosswapElectraConfig",
+    "esm": "PosswapEsmConfig",
     "gpt2": "PosswapGPT2Config",
+    "opt": "PosswapOPTConfig",
     "roberta": "PosswapRobertaConfig",
     "xlm-roberta": "PosswapXLMRobertaConfig",
 }

@@ -28,6 +28,7 @@ class Shared(NamedTuple):
     in_each_layer: bool = False  # and whether they do so in all layers, not only in the first
     span: Span | None = None  # attend block by block, to what is near; None: to what the mask says
     key_mask: torch.Tensor | None = None  # for that, (B, K) bool, True = attend
+    mask: torch.Tensor | None = None  # in the place of the one that comes through the layers
 
 
 # What a bias can be added to.
@@ -54,7 +55,8 @@ class PositionedAttention(nn.Module):
         gets here from `forward.positioned_forward`.
         """
         query, key, value = self.architecture.project(self, hidden_states)
-        shared = shared_positions.scheme
+        shared, scaling = shared_positions.scheme, self.architecture.scaling(self)
+        attention_mask = attention_mask if shared_positions.mask is None else shared_positions.mask
         query = self.positions("rotate", query, shared)  # one at a time, so the second reuses the first's memory
         key = self.positions("rotate", key, shared)
         if past_key_values is not None:
@@ -81,7 +83,7 @@ class PositionedAttention(nn.Module):
                 value,
                 attention_mask,
                 shared,
-                scaling=self.scaling,
+                scaling=scaling,
                 dropout=dropout,
                 causal=causal,
                 return_probabilities=self.config._attn_implementation == "eager",  # as sdpa: only eager attention does
@@ -95,22 +97,24 @@ class PositionedAttention(nn.Module):
                 if isinstance(attention_mask, BlockMask):
                     kwargs["position_bias"] = bias.expand(len(query), query.shape[1], *bias.shape[2:])
             output, probabilities = self.architecture.backend(self)(
-                self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+                self, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
             )
         return self.architecture.output(self, output.flatten(-2)), probabilities
 
     def _banded(self, query, key, value, shared_positions: Shared, causal: bool, dropout: float) -> torch.Tensor:
+        scaling = self.architecture.scaling(self)
+
         def attend(query, key, value, mask, queries, keys):
             shared = shared_positions.scheme
             if isinstance(shared, Places):
                 shared = shared.block(queries, keys)
             if self.positions.attend is not None:
-                options = {"scaling": self.scaling, "dropout": dropout, "causal": False, "return_probabilities": False}
+                options = {"scaling": scaling, "dropout": dropout, "causal": False, "return_probabilities": False}
                 return self.positions("attend", query, key, value, mask, shared, **options)[0]
             if self.positions.bias is not None:
                 mask = add_bias(mask, self.positions("bias", shared, key.shape[-2]).to(query.dtype), None, "sdpa")
             backend = self.architecture.backend(self)
-            return backend(self, query, key, value, mask, dropout=dropout, scaling=self.scaling)[0].transpose(1, 2)
+            return backend(self, query, key, value, mask, dropout=dropout, scaling=scaling)[0].transpose(1, 2)
 
         return banded_attention(attend, query, key, value, shared_positions.span, shared_positions.key_mask, causal=causal)
 
@@ -213,14 +217,14 @@ def observe(
             value,
             allowed,
             shared,
-            scaling=attention.scaling,
+            scaling=architecture.scaling(attention),
             dropout=0.0,
             causal=attention.is_causal and getattr(attention.config, "is_causal", True),
             return_probabilities=True,
         )
         return Observation(query, key, value, probabilities, output)
     turned = [states if positions is None else positions("rotate", states, shared) for states in (query, key)]
-    scores = turned[0] @ turned[1].transpose(-1, -2) * attention.scaling
+    scores = turned[0] @ turned[1].transpose(-1, -2) * architecture.scaling(attention)
     if positions is not None and positions.bias is not None:
         scores = scores + positions("bias", shared, key.shape[-2])
     probabilities = scores.masked_fill(~allowed, float("-inf")).softmax(-1).nan_to_num()  # padding sees nothing: zeros

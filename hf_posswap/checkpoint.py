@@ -42,6 +42,7 @@ DIGEST = "scheme_digest"  # the name of a buffer beside the table
 STUB = "modeling_hf_posswap.py"
 
 SWAPPED_CLASSES: dict[type, type] = {}  # transformers' class -> our subclass; filled when a family is registered
+READER_CLASSES: dict[type, type] = {}  # the same for what is inside the headless model: see `Architecture.reader`
 CONFIG_CLASSES: dict[str, type[PreTrainedConfig]] = {}  # "bert" -> the config class of "posswap-bert"
 
 
@@ -151,7 +152,12 @@ class SwappedModel:
         scheme.check(geometry)
         super().__init__(config, *args, **kwargs)
         embedding = install(
-            self, self.architecture, scheme, geometry, span=span_in(config.position_scheme), classes=SWAPPED_CLASSES
+            self,
+            self.architecture,
+            scheme,
+            geometry,
+            span=span_in(config.position_scheme),
+            classes=SWAPPED_CLASSES | READER_CLASSES,
         )
         embedding.register_buffer(DIGEST, self._digest())
         self._init_weights(embedding)  # a learned table that starts from scratch starts as the family's tables do
@@ -210,6 +216,9 @@ def register_architecture(architecture: Architecture) -> Architecture:
     AutoConfig.register(config_class.model_type, config_class, exist_ok=True)  # built-in ones are named on import
     for model_class in (architecture.base_class, *architecture.further_classes):
         _swapped_class(model_class, config_class, architecture)
+    if (reader := architecture.reader_class) is not None:
+        namespace = {"__module__": __name__, "architecture": architecture, "forward": positioned_forward(reader)}
+        READER_CLASSES[reader] = _importable(type(f"Posswap{reader.__name__}", (reader,), namespace))
     for auto_class in vars(modeling_auto).values():
         if not (isinstance(auto_class, type) and issubclass(auto_class, _BaseAutoModelClass)):
             continue
@@ -333,12 +342,16 @@ def _swapped_class(model_class: type, config_class: type, architecture: Architec
         "config_class": config_class,
         "architecture": architecture,
     }
-    if model_class is architecture.base_class:
+    if model_class is architecture.base_class and architecture.reader_class is None:
         namespace["forward"] = positioned_forward(model_class)
-    swapped = type(name, (SwappedModel, model_class), namespace)
+    swapped = SWAPPED_CLASSES[model_class] = _importable(type(name, (SwappedModel, model_class), namespace))
+    return swapped
+
+
+def _importable(swapped: type) -> type:
     # Importable from here, so that models can be pickled. And transformers looks up what to record (hidden_states,
     # attentions) by class name, filled in by its own __init__, which a model that changes its class never runs.
-    globals()[name] = SWAPPED_CLASSES[model_class] = swapped
+    globals()[swapped.__name__] = swapped
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(swapped), swapped._can_record_outputs)
     return swapped
 

@@ -69,7 +69,7 @@ def describe(model: PreTrainedModel) -> Description:
     trained_positions = state.geometry.trained_positions if swapped else longest
     modules = [getattr(owner, name), *(a.positions for a in attentions if hasattr(a, "positions"))]
     added = sum(p.numel() for module in modules for p in module.parameters()) if swapped else 0
-    dropped = trained_positions * target.config.hidden_size if swapped else 0
+    dropped = trained_positions * state.geometry.hidden_size if swapped else 0
     undo = undo_of(target)
     earlier = undo.snapshot.state if undo is not None else None
     return Description(

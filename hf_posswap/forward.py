@@ -36,10 +36,10 @@ def positioned_forward(base_class: type):
             # Eager attention adds masks: True would count as 1.0, where sdpa takes it for "attend".
             arguments["attention_mask"] = _additive(inputs.attention_mask, self.dtype)
         past, slots = _slots(arguments.get("past_key_values"), inputs)
-        rows, positions = _positions(self, inputs, arguments.get("position_ids"), past, slots)
+        ids, positions = _positions(self, inputs, arguments.get("position_ids"), past, slots)
         known = past + slots.shape[-1] if positions is slots and isinstance(past, int) else None
         _check_length(self, scheme, positions, past, slots.shape[-1], known)
-        arguments["position_ids"] = rows
+        arguments["position_ids"] = ids
         first = getattr(self.architecture.self_attentions(self)[0], "positions", None)
         if first is not None:
             arguments |= _share(self, first, arguments, positions, slots, past, known)
@@ -67,12 +67,12 @@ def _slots(cache, inputs: Inputs) -> tuple[int | torch.Tensor, torch.Tensor]:
 
 
 def _positions(base, inputs: Inputs, given, past, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the family's ids, rows of its table, and the positions that they mean, counted from 0; each (B or 1, L)."""
-    first_row = base.architecture.first_row(base.config)
-    rows = base.architecture.position_ids(base, inputs, past) if given is None else _check_ids(given, inputs.shape[-1])
-    if rows is None:
-        return slots + first_row if first_row else slots, slots
-    return rows, (rows - first_row).clamp(min=0) if first_row else rows
+    """Return ids as the family counts them, and the positions that they mean, counted from 0; each (B or 1, L)."""
+    first_id, padding = base.architecture.first_id(base.config), base.architecture.first_row(base.config) > 0
+    ids = base.architecture.position_ids(base, inputs, past) if given is None else _check_ids(given, inputs.shape[-1])
+    if ids is None:
+        return slots + first_id if first_id else slots, slots
+    return ids, (ids - first_id).clamp(min=0) if padding else ids
 
 
 def _check_ids(position_ids: torch.Tensor, length: int) -> torch.Tensor:
@@ -141,7 +141,8 @@ def _share(base, first, arguments: dict, positions: torch.Tensor, slots: torch.T
     shared = first.prepare(positions, slots, known, keys, mask if isinstance(mask, torch.Tensor) else None)
     if span is None and first.key_mask(shared) is not None:
         given["attention_mask"] = first.key_mask(shared)[:, None, None]  # 4D: passed on as it is
-    given["shared_positions"] = Shared(shared, written, state.span is not None, span, key_mask)
+    own = given.pop("attention_mask", None) if base.architecture.embeddings_read_mask else None
+    given["shared_positions"] = Shared(shared, written, state.span is not None, span, key_mask, own)
     return given
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posswap.architectures import Architecture
+from hf_posswap.architectures import Architecture, family_of
 from hf_posswap.attention import POSITIONED_CLASSES
 from hf_posswap.functional.banded import Span
 from hf_posswap.schemes import AttentionPositions, Geometry, Scheme
@@ -22,8 +22,7 @@ from hf_posswap.schemes import AttentionPositions, Geometry, Scheme
 class Snapshot:
     """Everything that a swap may change, as it was: modules and classes by reference, weights as copies."""
 
-    model_class: type
-    base_class: type
+    classes: tuple[type, ...]  # of the model and what it is around: see `_parts`
     config: PreTrainedConfig
     base_config: PreTrainedConfig
     max_positions: int
@@ -76,7 +75,7 @@ def undo_of(model: PreTrainedModel) -> Undo | None:
 def geometry_of(config: PreTrainedConfig, max_positions: int, trained_positions: int) -> Geometry:
     """Return the sizes that a scheme needs to know."""
     return Geometry(
-        hidden_size=config.hidden_size,
+        hidden_size=family_of(config).embedding_size(config),
         num_heads=config.num_attention_heads,
         head_dim=config.hidden_size // config.num_attention_heads,
         max_positions=max_positions,
@@ -95,8 +94,7 @@ def take_snapshot(model: PreTrainedModel, architecture: Architecture, *, weights
             tuple(tensor.detach().clone() for tensor in architecture.query_key(attention).tensors()) for attention in attentions
         ]
     return Snapshot(
-        model_class=type(model),
-        base_class=type(base),
+        classes=tuple(type(part) for part in _parts(model, architecture)),
         config=model.config,
         base_config=base.config,
         max_positions=architecture.longest_input(model.config),
@@ -125,8 +123,9 @@ def install(
     owner, name = architecture.table_owner(base)
     like = base.get_input_embeddings().weight
     embedding = scheme.embedding_module(geometry).to(device=like.device, dtype=like.dtype)
-    if first_row := architecture.first_row(base.config):
-        embedding.register_forward_pre_hook(functools.partial(_count_from_zero, first_row))
+    if architecture.first_row(base.config):
+        count = functools.partial(_count_from_zero, architecture.first_id(base.config))
+        embedding.register_forward_pre_hook(count, with_kwargs=True)
     setattr(owner, name, embedding.train(owner.training))
     for attention in architecture.self_attentions(base):
         positions = scheme.attention_module(geometry)
@@ -141,15 +140,29 @@ def install(
     architecture.resize(base, geometry.max_positions)
     if config is not None:
         _set_config(model, config, config)
-    for part in (base, model):
+    for part in _parts(model, architecture):
         part.__class__ = classes.get(type(part), type(part))
-    base.posswap_state = SwapState(scheme, geometry, span, inside=base is not model)
+    _set_state(base, architecture, SwapState(scheme, geometry, span, inside=base is not model))
     return embedding
 
 
-def _count_from_zero(first_row: int, embedding: nn.Module, arguments: tuple[torch.Tensor]) -> torch.Tensor:
+def _parts(model: PreTrainedModel, architecture: Architecture) -> tuple[PreTrainedModel, ...]:
+    """Return the model, the headless one in it, and what in that reads; one module may be all three."""
+    return model, model.base_model, architecture.reader(model.base_model)
+
+
+def _set_state(base: PreTrainedModel, architecture: Architecture, state: "SwapState | None") -> None:
+    for part in (base, architecture.reader(base)):
+        if state is None:
+            vars(part).pop("posswap_state", None)
+        else:
+            part.posswap_state = state
+
+
+def _count_from_zero(first_id: int, embedding: nn.Module, arguments: tuple, named: dict) -> tuple[tuple, dict]:
     """Turn ids as the family counts them into positions; padding, which has none, is looked up as position 0."""
-    return (arguments[0] - first_row).clamp(min=0)
+    ids = named["position_ids"] if named else arguments[0]
+    return ((ids - first_id).clamp(min=0),), {}
 
 
 @torch.no_grad()
@@ -165,12 +178,9 @@ def revert(model: PreTrainedModel, architecture: Architecture, snapshot: Snapsho
         _set_positions(attention, kind, positions and positions.to(device=here.device, dtype=here.dtype))
     architecture.resize(base, snapshot.max_positions)
     _set_config(model, snapshot.config, snapshot.base_config)
-    base.__class__ = snapshot.base_class
-    model.__class__ = snapshot.model_class
-    if snapshot.state is None:
-        vars(base).pop("posswap_state", None)
-    else:
-        base.posswap_state = snapshot.state
+    for part, kind in zip(_parts(model, architecture), snapshot.classes, strict=True):
+        part.__class__ = kind
+    _set_state(base, architecture, snapshot.state)
     if snapshot.attention_weights is not None:
         write_attention_weights(attentions, snapshot.attention_weights)
     for attention, values in zip(attentions, snapshot.query_keys or (), strict=snapshot.query_keys is not None):

@@ -9,7 +9,16 @@ from transformers import PreTrainedModel
 
 from hf_posswap.architectures import Architecture
 from hf_posswap.attention import MOST_POSITIONS, check_implementation
-from hf_posswap.checkpoint import CONFIG_CLASSES, DIGEST, SWAPPED_CLASSES, SwappedModel, config_entry, digest, on_hub
+from hf_posswap.checkpoint import (
+    CONFIG_CLASSES,
+    DIGEST,
+    READER_CLASSES,
+    SWAPPED_CLASSES,
+    SwappedModel,
+    config_entry,
+    digest,
+    on_hub,
+)
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
 from hf_posswap.functional.closed_form import balance
@@ -137,7 +146,8 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
     architecture.set_longest_input(config, geometry.max_positions)
     config.position_scheme = config_entry(scheme, geometry.trained_positions, geometry.max_positions, base_model, span)
     config._name_or_path = ""
-    embedding = install(target, architecture, scheme, geometry, span=span, classes=SWAPPED_CLASSES, config=config)
+    classes = SWAPPED_CLASSES | READER_CLASSES
+    embedding = install(target, architecture, scheme, geometry, span=span, classes=classes, config=config)
     embedding.register_buffer(DIGEST, digest(scheme, geometry.trained_positions, span).to(table.device))
     if same and not embedding.keeps_table:
         # A loaded model that only gets another length: what it has learned stays.
@@ -298,5 +308,5 @@ def _rows(target: PreTrainedModel, architecture: Architecture, trained_positions
         if state_of(target) is None:
             return architecture.trained_rows(base).double()
         owner, name = architecture.table_owner(base)
-        rows = torch.arange(trained_positions, device=base.device)[None] + architecture.first_row(base.config)
-        return getattr(owner, name)(rows)[0].double()
+        ids = torch.arange(trained_positions, device=base.device)[None] + architecture.first_id(base.config)
+        return getattr(owner, name)(ids)[0].double()

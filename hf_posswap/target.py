@@ -11,6 +11,33 @@ from hf_posswap.architectures import ARCHITECTURES, Architecture
 from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedModel
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 
+# Families that people ask for, and why they cannot be.
+_PAIRS = "an encoder and a decoder have a table each, and a scheme would have to go into both"
+_BUCKETS = "it has no table: its positions are a bias on scores already"
+WHY_NOT = {
+    "albert": "all its layers share one self-attention, and so would share its positions; a fit goes layer by layer",
+    "bart": _PAIRS,
+    "clip": "its embeddings measure the table before they use it, so nothing else can stand in its place",
+    "clip_text_model": "its embeddings measure the table before they use it, so nothing else can stand in its place",
+    "encoder-decoder": "swap its encoder and its decoder, each by itself, then compose them",
+    "gpt_neo": "its local layers and its attention, which takes no other implementation, leave no place for a scheme",
+    "mpnet": "it adds a bias by distance to its table's positions, in attention that takes no other implementation",
+    "mt5": _BUCKETS,
+    "t5": _BUCKETS,
+    "whisper": _PAIRS,
+}
+
+
+def unsupported(kind: str, what: str) -> UnsupportedModelError:
+    """Return the error that says why a family cannot be swapped, and which can."""
+    families = ", ".join(sorted(ARCHITECTURES))
+    if kind in WHY_NOT:
+        return UnsupportedModelError(f"cannot swap {what}: {WHY_NOT[kind]}. Positions can be swapped in {families} models")
+    return UnsupportedModelError(
+        f"cannot swap {what}; positions can be swapped in {families} models. For another family with a learned table, "
+        "register it in Python: posswap.register_architecture"
+    )
+
 
 def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Architecture]:
     """Return the transformers model to work on and its family, or raise saying why it cannot be swapped."""
@@ -21,14 +48,10 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
         raise UnsupportedModelError("this model is compiled already: swap first, then compile")
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"a {type(model).__name__} cannot be swapped: pass a transformers model, or a PEFT one")
-    families = ", ".join(sorted(ARCHITECTURES))
     kind = model.config.model_type.removeprefix("posswap-")
     architecture = ARCHITECTURES.get(kind)
     if architecture is None:
-        raise UnsupportedModelError(
-            f"cannot swap a {kind!r} model ({type(model).__name__}): known families with learned absolute positions are "
-            f"{families}; others need posswap.register_architecture"
-        )
+        raise unsupported(kind, f"a {kind!r} model ({type(model).__name__})")
     if not isinstance(model, SwappedModel) and type(model) not in SWAPPED_CLASSES:
         raise UnsupportedModelError(
             f"{type(model).__name__} is not one of transformers' own {kind} classes, so a swapped copy of it could not be "
@@ -36,6 +59,8 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
             f"{', '.join(sorted(c.__name__ for c in SWAPPED_CLASSES if issubclass(c.config_class, architecture.config_class)))}"
         )
     positions = getattr(model.config, "position_embedding_type", "absolute")
+    if positions == "rotary":
+        raise UnsupportedModelError(f"this {type(model).__name__} has rotary positions already: there is no table to replace")
     if positions not in ("absolute", None):
         raise UnsupportedModelError(
             f"this checkpoint has {positions!r} positions, which transformers 5 loads as absolute ones that were never "
@@ -46,10 +71,11 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     base = model.base_model
     owner, name = architecture.table_owner(base)
     table = getattr(owner, name, None)
-    if table is None or (not isinstance(model, SwappedModel) and type(table) is not nn.Embedding):
+    if table is None or (not isinstance(model, SwappedModel) and type(table) is not architecture.table_class):
         raise UnsupportedModelError(
-            f"{type(owner).__name__}.{name} is {type(table).__name__}, not a learned table (nn.Embedding): something else has "
-            "changed this model's positions; start from a fresh from_pretrained"
+            f"{type(owner).__name__}.{name} is {type(table).__name__}, not a learned table ("
+            f"{architecture.table_class.__name__}): something else has changed this model's positions; start from a fresh "
+            "from_pretrained"
         )
     if any(p.is_meta for p in table.parameters()):
         raise UnsupportedModelError("this model's weights are on the meta device: load them first, then swap")

@@ -12,7 +12,17 @@ from torch.testing import assert_close
 
 import hf_posswap as posswap
 from hf_posswap.contract.checks import CHECKS
-from hf_posswap.contract.subject import BACKENDS, FAMILIES, NotApplicable, Subject, gradients_of, padded, text, tiny_model
+from hf_posswap.contract.subject import (
+    BACKENDS,
+    FAMILIES,
+    Failure,
+    NotApplicable,
+    Subject,
+    gradients_of,
+    padded,
+    text,
+    tiny_model,
+)
 
 LENGTH = 20
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -39,6 +49,33 @@ def test_check(check, case, family, backend):
             check(subject)
     else:
         check(subject)
+
+
+# Bit by bit the same code, so few pairs: one scheme that turns, one that attends, and one in the table's place.
+KIN = [
+    (case, family, BACKENDS[(row + column) % 2])
+    for row, family in enumerate(("biogpt", "distilbert", "electra", "electra-decoder", "esm", "opt", "xlm-roberta"))
+    for column, case in enumerate(("rotary", "relative", ("learned-tile", "sinusoidal")[row % 2]))
+]
+
+
+@pytest.mark.parametrize(("case", "family", "backend"), KIN, ids=["-".join(row) for row in KIN])
+def test_kin(case, family, backend):
+    """Every check holds in every other family."""
+    scheme = CASES[case].scheme
+    subject = Subject(scheme, family, backend, tiny_model(family, backend)(text()).logits.detach())
+    expected = {"order_matters"} if subject.causal else {"cache"}
+    expected |= {"packing"} if family == "esm" else set()
+    expected |= set() if scheme.shift_invariant else {"shift_invariance"}
+    left_out = set()
+    for check in CHECKS:
+        try:
+            check(subject)
+        except NotApplicable:
+            left_out.add(check.__name__)
+        except Failure as failure:
+            assert family == "esm" and check.__name__ == "gradients" and "contact_head" in str(failure), failure
+    assert left_out == expected
 
 
 def test_every_pair_is_met():

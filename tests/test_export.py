@@ -23,8 +23,12 @@ from transformers import (
 
 import hf_posswap as posswap
 from hf_posswap.checkpoint import SWAPPED_CLASSES
-from hf_posswap.sharing.export import GPT_NEOX, ROFORMER
+from hf_posswap.contract.subject import auto_class
+from hf_posswap.sharing.native_decoders import GPT_NEOX as ALL_GPT_NEOX
+from hf_posswap.sharing.native_encoders import ESM, JINA, ROFORMER
 
+GPT_NEOX = {ours: theirs for ours, theirs in ALL_GPT_NEOX.items() if ours.config_class is GPT2Config}
+KIN = JINA | ESM | {ours: theirs for ours, theirs in ALL_GPT_NEOX.items() if ours not in GPT_NEOX}
 HEADS = {kind.__name__: kind for kind in SWAPPED_CLASSES if kind.config_class in (BertConfig, GPT2Config)}
 SCALINGS = [
     None,
@@ -95,6 +99,29 @@ def test_rotary_heads(make_swapped, bert_tokenizer, head, layout, fraction, dtyp
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert native.certificate.left_out == (("pooler.dense.weight", "pooler.dense.bias") if head is BertModel else ())
     assert set(native.certificate.random) == {16, 128} and bool(native.certificate.text) == bert
+
+
+@pytest.mark.parametrize("head", KIN, ids=lambda kind: kind.__name__)
+def test_rotary_heads_of_kin(make_swapped, bert_tokenizer, head):
+    """RoBERTa and its kin as JinaEmbeddingsV3, ESM as ESM, OPT as GPT-NeoX; layouts, fractions and marks in turn."""
+    turn, family = list(KIN).index(head), head.config_class.model_type
+    fraction = 1.0 if head in JINA or turn % 2 else 0.5
+    marked = head.__name__ in ("XLMRobertaForMaskedLM", "EsmModel")
+    scheme = posswap.Rotary(layout=("half", "interleaved")[turn // 2 % 2], fraction=fraction, theta=500, mark_first=marked)
+    sizes = {"do_layer_norm_before": True, "word_embed_proj_dim": 32, "enable_bias": turn % 2 == 0} if family == "opt" else {}
+    model = make_swapped(family, scheme, head=head, max_positions=128, **sizes)
+    native = posswap.export_native(model, bert_tokenizer if marked else None)
+    assert type(native.model) is KIN[head] and not hasattr(native.model.config, "position_scheme")
+    _equal(model, native.model, _tokens(100, first=bert_tokenizer.cls_token_id if marked else None))
+    assert set(native.certificate.random) == {16, 128} and native.certificate.left_out == ()
+
+
+@pytest.mark.parametrize("family", ["biogpt", "electra", "esm", "opt"])
+def test_tables_of_kin(make_swapped, family):
+    """Rows in front of the first position, other sizes and other places for the table."""
+    native = posswap.export_native(make_swapped(family, "sinusoidal", max_positions=64))
+    assert type(native.model) is auto_class(family)._model_mapping[type(native.model.config)]
+    assert native.certificate.largest == 0
 
 
 @pytest.mark.parametrize(
@@ -191,6 +218,32 @@ def test_what_cannot_be_exported(make_model, make_swapped, head, scheme, says):
         posswap.export_native(model)
 
 
+ROTARY = posswap.Rotary(mark_first=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "changes", "says"),
+    [
+        ("roberta", posswap.Rotary(fraction=0.5), {}, "turns all dimensions of a head, and here 8 of 16"),
+        ("roberta-decoder", ROTARY, {}, "no native counterpart: heads that have one are RobertaModel"),
+        ("roberta", posswap.Rotary(), {}, "pass the tokenizer"),
+        ("distilbert", ROTARY, {}, "no native counterpart: no class of transformers has this family's layers"),
+        ("esm", ROTARY, {"token_dropout": True, "mask_token_id": 4}, "has no place in ESM, which rescales its words"),
+        (
+            "esm",
+            posswap.Rotary(scaling={"rope_type": "yarn", "factor": 2.0}, mark_first=False),
+            {},
+            "yarn scaling does not fit",
+        ),
+        ("opt", ROTARY, {}, "this OPT is post-norm or projects its words"),
+    ],
+)
+def test_what_kin_cannot_be(make_swapped, family, scheme, changes, says):
+    """The reason is told."""
+    with pytest.raises(posswap.UnsupportedModelError, match=says):
+        posswap.export_native(make_swapped(family, scheme, **changes))
+
+
 @pytest.mark.parametrize("name", ["minilm", "stdlib-gpt2"])
 def test_real_checkpoints(name):
     """The two embedded checkpoints, past their length, on real text."""
@@ -228,6 +281,6 @@ def test_adapters_and_tokenizers(make_swapped, bert_tokenizer, tmp_path):
 def test_a_wrong_export_is_not_returned(make_swapped, monkeypatch):
     """The certificate can fail: with the layouts confused, an export is an error."""
     model = make_swapped("gpt2", posswap.Rotary(mark_first=False, layout="half"))
-    monkeypatch.setattr("hf_posswap.sharing.export._pairs_first", lambda positions: torch.arange(positions.geometry.head_dim))
+    monkeypatch.setattr("hf_posswap.sharing.native.pairs_first", lambda positions: torch.arange(positions.geometry.head_dim))
     with pytest.raises(posswap.PosswapError, match="does not compute what the swapped one does"):
         posswap.export_native(model)

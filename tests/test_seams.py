@@ -124,6 +124,74 @@ def test_a_cache_counts_on(scheme):
         assert torch.equal(whole, expected)
 
 
+@pytest.mark.parametrize("family", ["biogpt", "distilbert", "electra", "esm", "opt"])
+@torch.no_grad()
+def test_ids_are_the_familys_own(make_model, family):
+    """With its own table a swapped model reads, in every form of input, what the plain one reads; others see no padding."""
+    model = make_model(family)
+    tokens = torch.randint(4, 99, (2, 12), generator=torch.Generator().manual_seed(3))
+    tokens[0, 9:] = tokens[1, :4] = 0
+    mask = (tokens != 0).long()
+    counted = (mask.cumsum(-1) - 1).clamp(min=0)
+    embeds = model.get_input_embeddings()(tokens)
+    forms = [
+        {"input_ids": tokens, "attention_mask": mask},
+        {"input_ids": tokens[1:], "attention_mask": mask[1:].bool()},
+        {"input_ids": tokens.clamp(min=4)},
+        {"inputs_embeds": embeds, "attention_mask": mask},
+        {"input_ids": tokens, "attention_mask": mask, "position_ids": counted},
+        {"inputs_embeds": embeds[:1], "position_ids": counted[1:] + 7},
+    ]
+    plain = [model(**form).logits for form in forms]
+    posswap.swap(model, "learned")
+    for form, expected in zip(forms, plain, strict=True):
+        real = form.get("attention_mask", torch.ones(expected.shape[:2])).bool()
+        assert torch.equal(model(**form).logits[real], expected[real]), form.keys()
+    posswap.swap(model, "rotary")
+    alone = torch.cat([model(row[row != 0][None]).logits[0] for row in tokens])
+    for form in (forms[0], forms[4]) if family in ("esm", "opt") else forms[4:5]:
+        assert_close(model(**form).logits[mask.bool()], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        ("opt", "rotary"),
+        ("esm", "relative:clip=3"),
+        ("distilbert", "rotary"),
+        ("esm", "rotary"),
+        ("opt", "relative:clip=3"),
+        ("biogpt", "relative:clip=3"),
+    ],
+)
+@torch.no_grad()
+def test_scores_are_scaled_once(make_swapped, family, scheme):
+    """What attention looks at, against the formula in float64, from weights: some families scale queries before the call."""
+    model = make_swapped(family, scheme, "eager").double()
+    attention = model.architecture.self_attentions(model.base_model)[0]
+    seen = []
+    hook = attention.register_forward_pre_hook(lambda _, a, k: seen.append(a[0] if a else k["hidden_states"]), with_kwargs=True)
+    tokens = torch.randint(4, 99, (1, 9), generator=torch.Generator().manual_seed(3))
+    found = model(tokens, output_attentions=True).attentions[0][0]
+    hook.remove()
+    layers = [getattr(attention, name) for name in model.architecture.projections[:2]]
+    query, key = ((seen[0][0] @ layer.weight.T + layer.bias).view(9, 2, 16).transpose(0, 1) for layer in layers)
+    steps, table = torch.arange(9), getattr(attention.positions, "key_table", None)
+    if table is None:
+        angles = steps[:, None] * 10_000.0 ** (-torch.arange(0, 16, 2).double() / 16)
+        turns = torch.polar(torch.ones_like(angles), angles)
+        pairs = (torch.view_as_complex(states.unflatten(-1, (8, 2)).contiguous()) * turns for states in (query, key))
+        query, key = (torch.view_as_real(states).flatten(-2) for states in pairs)
+        scores = query @ key.mT
+    else:
+        vectors = table[:, (steps - steps[:, None]).clamp(-3, 3) + 3]  # (H, Q, K, D)
+        scores = query @ key.mT + torch.einsum("hqd,hqkd->hqk", query, vectors)
+    scores = scores / 4
+    if model.architecture.is_causal(model.config):
+        scores = scores.masked_fill(steps > steps[:, None], float("-inf"))
+    assert_close(found, scores.softmax(-1), rtol=1e-5, atol=1e-6)
+
+
 def test_every_family_is_named_on_import():
     """The model types that the package names on import are those of its families."""
     assert set(posswap._CONFIGS) == set(architectures.ARCHITECTURES)

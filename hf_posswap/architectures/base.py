@@ -1,5 +1,6 @@
 """Where a model family keeps its positions: names and quirks, no scheme."""
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 class Architecture(ABC):
@@ -17,10 +19,19 @@ class Architecture(ABC):
     config_class: ClassVar[type[PreTrainedConfig]]
     base_class: ClassVar[type[PreTrainedModel]]  # the headless model inside every head
     attention_class: ClassVar[type[nn.Module]]  # the self-attention that schemes patch
+    table_class: ClassVar[type[nn.Embedding]] = nn.Embedding  # it may be called with more than ids: then with `position_ids=`
+    projections: ClassVar[tuple[str, str, str]] = ("query", "key", "value")  # names in self-attention
+    # Whether embeddings look at the attention mask, too: then it must stay as it was given, (B, L).
+    embeddings_read_mask: ClassVar[bool] = False
+    reader_class: ClassVar[type[PreTrainedModel] | None] = None  # of `reader`; None: it is the headless model
     # Classes that transformers has but its Auto mappings do not list.
     further_classes: ClassVar[tuple[type[PreTrainedModel], ...]] = ()
 
     # -- where things are ------------------------------------------------------------------------------------------
+
+    def reader(self, base: PreTrainedModel) -> PreTrainedModel:
+        """Return the module that all heads call, with ids and mask; `base` may be this module already, here and below."""
+        return base
 
     @abstractmethod
     def table_owner(self, base: PreTrainedModel) -> tuple[nn.Module, str]:
@@ -37,14 +48,22 @@ class Architecture(ABC):
     def resize(self, base: PreTrainedModel, max_positions: int) -> None:
         """Make everything but the table fit another length (the config is not this method's business)."""
 
+    def embedding_size(self, config: PreTrainedConfig) -> int:
+        """Return the size of the table's vectors."""
+        return config.hidden_size
+
     # -- how positions are counted ---------------------------------------------------------------------------------
 
     def first_row(self, config: PreTrainedConfig) -> int:
         """Return which row of the table is position 0; rows before it (padding) hold no position."""
         return 0
 
+    def first_id(self, config: PreTrainedConfig) -> int:
+        """Return which of the `position_ids` is position 0: as a rule they are rows of the table."""
+        return self.first_row(config)
+
     def position_ids(self, base: PreTrainedModel, inputs: "Inputs", past: int | torch.Tensor) -> torch.Tensor | None:
-        """Return the ids (B or 1, L) that the family's own forward makes up where none are given, rows of its table.
+        """Return the ids (B or 1, L) that the family's own forward makes up where none are given.
 
         `past` tokens are cached. None: they count on from the cache, one a token.
         """
@@ -57,17 +76,23 @@ class Architecture(ABC):
 
     def longest_input(self, config: PreTrainedConfig) -> int:
         """Return how many positions the config speaks of."""
-        return config.max_position_embeddings - self.first_row(config)
+        return config.max_position_embeddings - self.first_id(config)
 
     def set_longest_input(self, config: PreTrainedConfig, positions: int) -> None:
         """Write it into the config."""
-        config.max_position_embeddings = positions + self.first_row(config)
+        config.max_position_embeddings = positions + self.first_id(config)
 
     # -- inside one self-attention module --------------------------------------------------------------------------
 
-    @abstractmethod
     def project(self, attention: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return query, key and value, each (B, H, L, D), as the family's own forward computes them."""
+        """Return query, key and value, each (B, H, L, D), as the family's own forward computes them, not scaled."""
+        config = attention.config
+        shape = (*hidden_states.shape[:-1], -1, config.hidden_size // config.num_attention_heads)
+        return tuple(getattr(attention, name)(hidden_states).view(shape).transpose(1, 2) for name in self.projections)
+
+    def scaling(self, attention: nn.Module) -> float:
+        """Return what scores are multiplied by."""
+        return attention.scaling
 
     @abstractmethod
     def output(self, attention: nn.Module, attention_output: torch.Tensor) -> torch.Tensor:
@@ -77,15 +102,22 @@ class Architecture(ABC):
     def dropout(self, attention: nn.Module) -> float:
         """Return the dropout rate on attention probabilities while training."""
 
-    @abstractmethod
     def backend(self, attention: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
         """Return the attention function that the family's own forward would call."""
+        eager = sys.modules[self.attention_class.__module__].eager_attention_forward
+        return ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
 
     # -- for warm starts -------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def query_key(self, attention: nn.Module) -> "QueryKey":
         """Return views of the query and key projections; of the layers beneath where adapters wrap them."""
+        layers = [getattr(attention, name) for name in self.projections[:2]]
+        # PEFT's layers call what they wrap `base_layer`.
+        query, key = (getattr(layer, "base_layer", layer) for layer in layers)
+        plain = all(type(layer) is nn.Linear for layer in layers) and query.weight is not key.weight
+        # Where there are no biases, what is written to them is lost.
+        biases = [layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in (query, key)]
+        return QueryKey(query.weight, biases[0], key.weight, biases[1], plain)
 
     def is_causal(self, config: PreTrainedConfig) -> bool:
         """Whether self-attention looks only to the left."""

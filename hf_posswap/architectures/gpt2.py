@@ -5,8 +5,6 @@ another way; cross-attention is the same class with `is_cross_attention` set.
 """
 
 from transformers import GPT2Config, GPT2DoubleHeadsModel, GPT2Model
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.pytorch_utils import Conv1D
 
@@ -43,10 +41,9 @@ class GPT2(Architecture):
         return attention.attn_dropout.p
 
     def backend(self, attention):
-        implementation = attention.config._attn_implementation
-        if implementation == "eager" and attention.reorder_and_upcast_attn:
+        if attention.config._attn_implementation == "eager" and attention.reorder_and_upcast_attn:
             return lambda attention, query, key, value, mask, **_: attention._upcast_and_reordered_attn(query, key, value, mask)
-        return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, modeling_gpt2.eager_attention_forward)
+        return super().backend(attention)
 
     def query_key(self, attention):
         fused = getattr(attention.c_attn, "base_layer", attention.c_attn)  # PEFT's name for what it wraps

@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.assets import EMBEDDED_MODELS, model_source
 from hf_posswap.checkpoint import SWAPPED_CLASSES
-from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
+from hf_posswap.errors import CheckpointError, PosswapError
+from hf_posswap.target import unsupported
 from hf_posswap.terminal import say
 
 TRUST_HELP = "Run the code that the model's folder or repository brings along."
@@ -67,10 +68,7 @@ def _config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
     if not isinstance(kind, str):
         raise CheckpointError(f"config.json of {source} names no model_type: add the family, bert or gpt2")
     if kind.removeprefix("posswap-") not in ARCHITECTURES and not (trust_remote_code and "auto_map" in written):
-        raise UnsupportedModelError(
-            f"{source} is a {kind!r} model; positions can be swapped in {', '.join(sorted(ARCHITECTURES))} models. For "
-            "another family with a learned table, register it in Python: posswap.register_architecture"
-        )
+        raise unsupported(kind, f"{source}, a {kind!r} model")
     with _one_line(f"config.json of {source} cannot be read", "give the config that was saved with the weights"):
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
 

@@ -15,13 +15,14 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from hf_posswap.contract.subject import (
-    FAMILIES,
     LENGTH,
     TOLERANCE,
     TRAINED,
     Failure,
     NotApplicable,
     Subject,
+    architecture_of,
+    auto_class,
     backends_of,
     count_from,
     different,
@@ -109,7 +110,7 @@ def order_matters(subject: Subject) -> None:
 
     What is computed for a token has to depend on where it is, or where others are.
     """
-    if subject.family != "bert":
+    if subject.causal:
         raise NotApplicable("a decoder sees order through its causal mask")
     order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(1))
     shuffled, expected = (subject.model(tokens, position_ids=count_from(1)).logits for tokens in (text()[:, order], text()))
@@ -133,7 +134,7 @@ def position_ids(subject: Subject) -> None:
     if not isinstance(subject.scheme, NoPositions):
         outputs = (model(tokens, position_ids=places).logits for places in (count_from(2) // 2, count_from(1)))
         different(*outputs, "position_ids 1, 1, 2, 2... and 1, 2, 3...")
-    if subject.family == "bert":
+    if not subject.causal:
         listed = model(tokens.flip(1), position_ids=positions.flip(1)).logits
         same(listed.flip(1), expected, "tokens listed from last to first, each with its position")
 
@@ -157,10 +158,12 @@ def packing(subject: Subject) -> None:
 
     Positions start again within a row: take them from position_ids. `attend` gets masks of 4 dimensions, too.
     """
+    if architecture_of(subject.family).embeddings_read_mask:
+        raise NotApplicable("the family takes masks of 2 dimensions alone")
     tokens, lengths = text(), [12, 8]
     document = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))
     allowed = document[:, None] == document[None]
-    allowed = allowed if subject.family == "bert" else allowed.tril()
+    allowed = allowed.tril() if subject.causal else allowed
     mask = torch.where(allowed, 0.0, torch.finfo(torch.float32).min).expand(2, 1, -1, -1)
     positions = torch.cat([torch.arange(length) for length in lengths]).repeat(2, 1)
     alone = torch.cat([subject.model(part).logits for part in tokens.split(lengths, dim=1)], dim=1)
@@ -200,7 +203,7 @@ def cache(subject: Subject) -> None:
     With a cache position_ids are those of the new tokens: what a token gets may depend on no later one, nor on how many
     come at once. Keys are kept as `rotate` returned them; needs_key_positions gives `prepare` their positions.
     """
-    if subject.family == "bert":
+    if not subject.causal:
         raise NotApplicable("an encoder has no cache")
     model, config = subject.model, subject.model.config
     expected = model(text(), use_cache=False).logits
@@ -271,7 +274,7 @@ def save_and_reload(subject: Subject) -> None:
     """
     with registered(subject.scheme), tempfile.TemporaryDirectory() as folder:
         subject.model.save_pretrained(folder)
-        again = FAMILIES[subject.family][1].from_pretrained(folder, attn_implementation=subject.backend).eval()
+        again = auto_class(subject.family).from_pretrained(folder, attn_implementation=subject.backend).eval()
     if again.base_model.position_scheme != subject.scheme:
         raise Failure(f"it is loaded as {again.base_model.position_scheme!r}")
     same(again(text()).logits, subject.model(text()).logits, "outputs of the loaded model", tolerance=0)

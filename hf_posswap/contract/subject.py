@@ -7,22 +7,18 @@ is less than any sensible tolerance, and no check could fail.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
-    BertConfig,
-    BertForMaskedLM,
-    BertLMHeadModel,
     Cache,
-    GPT2Config,
-    GPT2LMHeadModel,
     PreTrainedConfig,
     PreTrainedModel,
 )
 
+from hf_posswap.architectures import ARCHITECTURES, Architecture
 from hf_posswap.errors import PosswapError
 from hf_posswap.schemes import SCHEMES, Scheme, register_scheme
 from hf_posswap.surgery import geometry_of
@@ -31,10 +27,13 @@ from hf_posswap.swapping import swap
 TRAINED, LENGTH = 32, 20  # positions that the models hold before a swap, tokens of an input
 TOLERANCE, VISIBLE = 1e-4, 1e-2  # what rounding may change and what must change, relative to the largest output
 BACKENDS = ("eager", "sdpa")
-FAMILIES = {
-    "bert": (BertForMaskedLM, AutoModelForMaskedLM),
-    "bert-decoder": (BertLMHeadModel, AutoModelForCausalLM),
-    "gpt2": (GPT2LMHeadModel, AutoModelForCausalLM),
+FAMILIES = ("bert", "bert-decoder", "gpt2")  # that a report is made of; the checks take all others, too
+# What tiny configs want beyond BERT's names.
+_SIZES = {
+    "distilbert": {"hidden_dim": 64, "dropout": 0.0, "attention_dropout": 0.0},
+    "electra": {"embedding_size": 24},
+    # as the 350m checkpoint: projections in and out, post-norm
+    "opt": {"ffn_dim": 64, "dropout": 0.0, "init_std": 0.3, "word_embed_proj_dim": 24, "do_layer_norm_before": False},
 }
 
 
@@ -54,6 +53,11 @@ class Subject:
     family: str
     backend: str
     untouched: torch.Tensor  # logits of a plain model, from before the scheme was put into any
+
+    @property
+    def causal(self) -> bool:
+        """Whether its models look only to the left."""
+        return architecture_of(self.family).is_causal(tiny_config(self.family))
 
     def swapped(self, max_positions: int | None = None, *, warm_start: bool = True) -> PreTrainedModel:
         """Make a swapped model, with room to spare where the scheme has it, and noise on the scheme's parameters.
@@ -85,26 +89,51 @@ def backends_of(scheme: Scheme) -> tuple[str, ...]:
     return tuple(backend for backend in BACKENDS if backend in (scheme.implementations or BACKENDS)) or BACKENDS
 
 
+def architecture_of(family: str) -> Architecture:
+    """Return the architecture of a family's name, which may end in "-decoder"."""
+    return ARCHITECTURES[family.removesuffix("-decoder")]
+
+
+def auto_class(family: str) -> type:
+    """Return the Auto class that loads a family's language model."""
+    return AutoModelForCausalLM if architecture_of(family).is_causal(tiny_config(family)) else AutoModelForMaskedLM
+
+
 def tiny_config(family: str, backend: str = "eager", **changes) -> PreTrainedConfig:
     """Return the config of a model with 2 layers of 2 heads of 16 dimensions, without dropout."""
+    architecture = architecture_of(family)
     common = {"vocab_size": 99, "initializer_range": 0.3, "pad_token_id": 0, "attn_implementation": backend}
     common |= {"bos_token_id": 1, "eos_token_id": 98}
     if family == "gpt2":
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": TRAINED}
         dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return GPT2Config(**common | sizes | dropouts | changes)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    sizes |= {"max_position_embeddings": TRAINED, "is_decoder": family == "bert-decoder"}
-    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertConfig(**common | sizes | dropouts | changes)
+    else:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        sizes |= {"max_position_embeddings": TRAINED, "is_decoder": family.endswith("-decoder")}
+        dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = architecture.config_class(**common | sizes | dropouts | _SIZES.get(family, {}) | changes)
+    if architecture.first_id(config) and "max_position_embeddings" not in changes:
+        architecture.set_longest_input(config, TRAINED)
+    return config
 
 
 def tiny_model(family: str, backend: str = "eager", *, head: type | None = None, seed: int = 0, **changes) -> PreTrainedModel:
-    """Make the model that is swapped; a seed always gives the same weights."""
+    """Make the model that is swapped; a seed always gives the same weights.
+
+    Given `position_ids` count from 0, also in a family whose own do not.
+    """
     torch.default_generator.manual_seed(seed)  # the CPU's alone: torch.manual_seed would move those of GPUs, too
-    model = (head or FAMILIES[family][0])(tiny_config(family, backend, **changes)).eval()
+    config = tiny_config(family, backend, **changes)
+    model = (head or auto_class(family)._model_mapping[type(config)])(config).eval()
     move([parameter for parameter in model.parameters() if parameter.dim() == 1], 0.1)  # biases and norms, as if trained
+    if first_id := architecture_of(family).first_id(config):
+        model.register_forward_pre_hook(partial(_count_from, first_id), with_kwargs=True)
     return model
+
+
+def _count_from(first_id: int, model, arguments: tuple, named: dict) -> tuple[tuple, dict]:
+    given = named.get("position_ids")
+    return arguments, named if given is None else named | {"position_ids": given + first_id}
 
 
 @torch.no_grad()

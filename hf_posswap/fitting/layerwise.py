@@ -134,7 +134,7 @@ class Walk:
         if positions is None:
             return None, False
         query_key = self.architecture.query_key(attention)
-        positions.solve(lambda: self._evidence(index), query_key, attention.scaling)
+        positions.solve(lambda: self._evidence(index), query_key, self.architecture.scaling(attention))
         if all(torch.equal(parameter, before[name]) for name, parameter in attention.named_parameters()):
             return None, False
         solved = self._error(index, self.held)

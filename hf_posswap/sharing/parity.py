@@ -73,6 +73,8 @@ def certify(
     for length in sorted({min(16, longest), min(128, longest), longest}):
         generator = torch.Generator().manual_seed(length)
         tokens = torch.randint(model.config.vocab_size, (1, length), generator=generator)
+        if (padding := model.config.pad_token_id) is not None:  # some families do not count it
+            tokens[tokens == padding] = (padding + 1) % model.config.vocab_size
         if cls is not None and not causal:  # [CLS] stands first, and nowhere else
             tokens[tokens == cls] = (cls + 1) % model.config.vocab_size
             tokens[:, 0] = cls
@@ -108,7 +110,6 @@ def _outputs(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Te
         cut = tokens.clone()
         cut[:, -max(1, tokens.shape[1] // 4) :] = padding
         tokens = torch.cat([tokens, cut])
-        tokens[0, -1] = tokens[0, -1] if tokens[0, -1] != padding else (padding + 1) % model.config.vocab_size
     mask = torch.ones_like(tokens)
     mask[1:, -max(1, tokens.shape[1] // 4) :] = 0
     choices = "MultipleChoice" in type(model).__name__

@@ -1,0 +1,34 @@
+"""ESM-1b and its kin with a table: BERT's modules, RoBERTa's ids, pre-norm layers. (ESM-2 is rotary to begin with.)
+
+Quirks: embeddings are multiplied by the mask, and rescaled by the share of masked tokens; given `inputs_embeds` are taken as
+they are, without positions; queries are scaled before they meet the keys, and `scaling` says 1; there is no cache.
+"""
+
+from transformers import EsmConfig, EsmModel
+from transformers.models.esm.modeling_esm import EsmSelfAttention, create_position_ids_from_input_ids
+
+from hf_posswap.architectures.roberta import Roberta
+
+
+class Esm(Roberta):
+    """The ESM family as transformers has it (`model_type` "esm"), with `position_embedding_type` "absolute"."""
+
+    model_type = "esm"
+    config_class = EsmConfig
+    base_class = EsmModel
+    attention_class = EsmSelfAttention
+    embeddings_read_mask = True
+
+    def position_ids(self, base, inputs, past):
+        if inputs.input_ids is None:
+            return base.embeddings.create_position_ids_from_inputs_embeds(inputs.inputs_embeds)
+        return create_position_ids_from_input_ids(inputs.input_ids, base.embeddings.padding_idx)
+
+    def resize(self, base, max_positions):
+        pass
+
+    def scaling(self, attention):
+        return attention.attention_head_size**-0.5
+
+    def dropout(self, attention):
+        return attention.dropout

@@ -1,0 +1,58 @@
+"""OPT: a table inside `decoder`, separate projections, causal; layers are pre-norm, those of the 350m checkpoint post-norm.
+
+Quirks: the table has two rows in front that no position has, and adds this offset itself: ids count from 0. Where none are
+given they count the tokens that the mask lets through, and padding has -1. Words may have fewer dimensions than layers
+(`word_embed_proj_dim`), positions have as many. Queries are scaled before they meet the keys. The causal head calls `decoder`,
+past the model around it.
+"""
+
+import torch
+from transformers import OPTConfig, OPTModel
+from transformers.models.opt.modeling_opt import OPTAttention, OPTDecoder, OPTLearnedPositionalEmbedding
+
+from hf_posswap.architectures.base import Architecture
+
+
+class OPT(Architecture):
+    """The OPT family as transformers has it (`model_type` "opt"), and Galactica, which has no biases."""
+
+    model_type = "opt"
+    config_class = OPTConfig
+    base_class = OPTModel
+    reader_class = OPTDecoder
+    attention_class = OPTAttention
+    table_class = OPTLearnedPositionalEmbedding
+    projections = ("q_proj", "k_proj", "v_proj")
+
+    def reader(self, base):
+        return getattr(base, "decoder", base)
+
+    def table_owner(self, base):
+        return self.reader(base), "embed_positions"
+
+    def layers(self, base):
+        return list(self.reader(base).layers)
+
+    def self_attentions(self, base):
+        return [layer.self_attn for layer in self.layers(base)]
+
+    def first_row(self, config):
+        return 2
+
+    def first_id(self, config):
+        return 0
+
+    def position_ids(self, base, inputs, past):
+        mask = inputs.attention_mask
+        if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+            return None
+        return (mask.cumsum(-1) * mask - 1).long()[:, -inputs.shape[-1] :]
+
+    def output(self, attention, attention_output):
+        return attention.out_proj(attention_output)
+
+    def dropout(self, attention):
+        return attention.dropout
+
+    def is_causal(self, config):
+        return True

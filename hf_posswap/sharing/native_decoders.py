@@ -1,0 +1,112 @@
+"""Causal models with rotary positions as GPT-NeoX: GPT-2, and OPT where its layers are pre-norm.
+
+GPT-NeoX turns pairs (m, m + R/2) of the first R dimensions; its query, key and value are one projection, head by head.
+"""
+
+import torch
+from transformers import GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, OPTForCausalLM
+
+from hf_posswap.checkpoint import SwappedModel
+from hf_posswap.errors import UnsupportedModelError
+from hf_posswap.sharing.native import (
+    NO_PLACE,
+    Converted,
+    build,
+    common,
+    constant,
+    halves_first,
+    pairs_of_heads,
+    rope_parameters,
+)
+
+_HEADS = ("Model", "ForSequenceClassification", "ForQuestionAnswering")
+GPT_NEOX = {
+    **pairs_of_heads("GPT2", "GPTNeoX", (*_HEADS, "ForTokenClassification")),
+    **pairs_of_heads("OPT", "GPTNeoX", _HEADS),
+    GPT2LMHeadModel: GPTNeoXForCausalLM,
+    OPTForCausalLM: GPTNeoXForCausalLM,
+}
+
+# Where a family has what: words, last norm, layers; and in a layer norms and linear maps, by what GPT-NeoX calls them.
+_PLACES = {"gpt2": ("transformer.", "wte", "ln_f", "h"), "opt": ("model.", "embed_tokens", "final_layer_norm", "layers")}
+_NORMS = {
+    "gpt2": {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2"},
+    "opt": {"input_layernorm": "self_attn_layer_norm", "post_attention_layernorm": "final_layer_norm"},
+}
+_LINEAR = {
+    "gpt2": {"attention.dense": "attn.c_proj", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"},
+    "opt": {"attention.dense": "self_attn.out_proj", "mlp.dense_h_to_4h": "fc1", "mlp.dense_4h_to_h": "fc2"},
+}
+
+
+def gpt_neox(model: SwappedModel, stock: type, _) -> Converted:
+    """A GPT-2 or OPT as GPT-NeoX with layers one after the other."""
+    config, family = model.config, model.architecture.model_type
+    attentions = model.architecture.self_attentions(model.base_model)
+    positions = attentions[0].positions
+    if getattr(config, "add_cross_attention", False):
+        raise UnsupportedModelError("GPT-NeoX has no cross-attention")
+    if family == "opt" and (not config.do_layer_norm_before or config.word_embed_proj_dim != config.hidden_size):
+        raise UnsupportedModelError("this OPT is post-norm or projects its words (as the 350m does), which GPT-NeoX does not")
+    mean, _, marked = constant(model)
+    if marked:
+        raise UnsupportedModelError(NO_PLACE.format("GPT-NeoX"))
+    order = halves_first(positions).to(model.device)
+    prefix, words, last, layers = _PLACES[family]
+    own, whole = model.state_dict(), model.base_model is not model
+    base = (prefix if whole else "") + ("decoder." if family == "opt" else "")
+    there = "gpt_neox." if whole else ""
+    weights = {f"{there}embed_in.weight": (own[f"{base}{words}.weight"].double() + mean).to(model.dtype)}
+    _norm(weights, f"{there}final_layer_norm", own, f"{base}{last}", config.hidden_size)
+    for layer, attention in enumerate(attentions):
+        ours, theirs = f"{base}{layers}.{layer}.", f"{there}layers.{layer}."
+        for target, source in _NORMS[family].items():
+            _norm(weights, f"{theirs}{target}", own, f"{ours}{source}", config.hidden_size)
+        for target, source in _LINEAR[family].items():
+            weight = own[f"{ours}{source}.weight"]
+            weight = weight.T.contiguous() if family == "gpt2" else weight  # Conv1D stores its weight transposed
+            weights[f"{theirs}{target}.weight"] = weight
+            bias = own.get(f"{ours}{source}.bias")
+            weights[f"{theirs}{target}.bias"] = weight.new_zeros(len(weight)) if bias is None else bias
+        scale = model.architecture.scaling(attention) * positions.geometry.head_dim**0.5
+        for part, three in _query_key_value(family, own, ours).items():
+            query, key, value = (one.unflatten(0, (config.num_attention_heads, -1)) for one in three)  # (H, D, ...)
+            rows = torch.stack([query[:, order] * scale, key[:, order], value], dim=1)  # (H, 3, D, ...)
+            weights[f"{theirs}attention.query_key_value.{part}"] = rows.flatten(0, 2)
+    head = {name: value for name, value in own.items() if not name.startswith(base)} if whole else {}
+    parameters, longest = rope_parameters(positions)
+    gpt2 = family == "gpt2"
+    exported = build(
+        GPT_NEOX[stock],
+        GPTNeoXConfig(
+            **common(config),
+            intermediate_size=(config.n_inner or 4 * config.hidden_size) if gpt2 else config.ffn_dim,
+            hidden_act=config.activation_function,
+            attention_dropout=config.attn_pdrop if gpt2 else config.attention_dropout,
+            hidden_dropout=config.resid_pdrop if gpt2 else config.dropout,
+            max_position_embeddings=longest,
+            layer_norm_eps=config.layer_norm_epsilon if gpt2 else 1e-5,
+            use_parallel_residual=False,
+            rope_parameters=parameters,
+            tie_word_embeddings=False,
+        ),
+        weights | head,
+        model,
+    )
+    return exported, (), ()
+
+
+def _norm(weights: dict, target: str, own: dict, source: str, size: int) -> None:
+    """Copy a layer norm; one without weights multiplies by 1 and adds 0."""
+    like = next(iter(own.values()))
+    weights[f"{target}.weight"] = own.get(f"{source}.weight", like.new_ones(size))
+    weights[f"{target}.bias"] = own.get(f"{source}.bias", like.new_zeros(size))
+
+
+def _query_key_value(family: str, own: dict, layer: str) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Return weights (E, E) and biases (E,) of the three projections."""
+    if family == "gpt2":
+        return {part: own[f"{layer}attn.c_attn.{part}"].t().chunk(3) for part in ("weight", "bias")}
+    weight = tuple(own[f"{layer}self_attn.{name}.weight"] for name in ("q_proj", "k_proj", "v_proj"))
+    bias = [own.get(f"{layer}self_attn.{name}.bias") for name in ("q_proj", "k_proj", "v_proj")]
+    return {"weight": weight, "bias": tuple(w.new_zeros(len(w)) if b is None else b for w, b in zip(weight, bias, strict=True))}

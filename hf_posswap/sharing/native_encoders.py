@@ -1,0 +1,200 @@
+"""Encoders with rotary positions as stock classes: BERT as RoFormer, RoBERTa and its kin as JinaEmbeddingsV3, ESM as itself.
+
+- RoFormer turns pairs (2m, 2m + 1) of all D dimensions by what its table of sines and cosines says. The table is a weight that
+  is saved and loaded, so any theta, any fraction (angle 0) and every scaling that does not look at the length fits in.
+- JinaEmbeddingsV3 turns pairs (m, m + D/2), all of them, at the frequencies that `rope_parameters` name.
+- ESM with `position_embedding_type` "rotary" turns the same pairs, at frequencies that are a saved buffer.
+"""
+
+import torch
+from torch import nn
+from transformers import (
+    BertForMultipleChoice,
+    BertForSequenceClassification,
+    BertLMHeadModel,
+    BertModel,
+    EsmModel,
+    JinaEmbeddingsV3Config,
+    RoFormerConfig,
+    RoFormerForCausalLM,
+)
+
+from hf_posswap.checkpoint import SwappedModel
+from hf_posswap.errors import UnsupportedModelError
+from hf_posswap.schemes.rotary import RotaryPositions
+from hf_posswap.sharing.native import (
+    Converted,
+    build,
+    common,
+    constant,
+    halves_first,
+    in_order,
+    mark_cls,
+    pairs_first,
+    pairs_of_heads,
+    rope_parameters,
+    without,
+)
+
+_HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+ROFORMER = pairs_of_heads("Bert", "RoFormer", (*_HEADS, "ForQuestionAnswering", "ForMultipleChoice"))
+ROFORMER |= {BertLMHeadModel: RoFormerForCausalLM}
+JINA = {
+    ours: theirs
+    for family in ("Roberta", "XLMRoberta", "Camembert")
+    for ours, theirs in pairs_of_heads(family, "JinaEmbeddingsV3", (*_HEADS, "ForQuestionAnswering")).items()
+}
+ESM = pairs_of_heads("Esm", "Esm", _HEADS)
+
+
+def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
+    """A BERT as a RoFormer."""
+    config, positions = model.config, model.architecture.self_attentions(model.base_model)[0].positions
+    kind = (positions.scheme.scaling or {}).get("rope_type")
+    if kind in ("dynamic", "longrope"):
+        raise UnsupportedModelError(f"RoFormer has one table of angles, and {kind} scaling chooses angles by length")
+    if positions.geometry.head_dim % 2:
+        raise UnsupportedModelError(f"RoFormer turns all dimensions in pairs, and head_dim is {positions.geometry.head_dim}")
+    if stock is BertForSequenceClassification and config.hidden_act != "tanh":
+        raise UnsupportedModelError(
+            f"RoFormer's classification head applies {config.hidden_act} where BERT's pooler applies tanh: no weights make "
+            "them equal; share the swapped model as it is, or export its encoder (AutoModel) and keep the head yourself"
+        )
+    mean, _, marked = constant(model)
+    tied = config.tie_word_embeddings and model.get_output_embeddings() is not None
+    weights, prefix = without(model, model.base_model.embeddings.position_embeddings)
+    embeddings = prefix.removesuffix("position_embeddings")
+    types, words = (f"{embeddings}{name}.weight" for name in ("token_type_embeddings", "word_embeddings"))
+    weights[types] = (weights[types].double() + mean).to(model.dtype)
+    holds_for = mark_cls(model, words, weights, tokenizer, "RoFormer")
+    order = pairs_first(positions)
+    for name in [name for name in weights if ".attention.self.query." in name or ".attention.self.key." in name]:
+        weights[name] = in_order(weights[name], order, config.num_attention_heads)
+    pooler = {name: weights.pop(name) for name in list(weights) if ".pooler." in f".{name}"}
+    head = {BertForMultipleChoice: "sequence_summary.summary", BertForSequenceClassification: "classifier.dense"}.get(stock)
+    if head is not None:
+        if stock is BertForSequenceClassification:
+            weights = {name.replace("classifier.", "classifier.out_proj."): value for name, value in weights.items()}
+        weights |= {f"{head}.{name.rpartition('.')[2]}": value for name, value in pooler.items()}
+        pooler = {}
+    weights = {name.replace("bert.", "roformer.", 1) if name.startswith("bert.") else name: v for name, v in weights.items()}
+    base = "" if stock is BertModel else "roformer."
+    weights[f"{base}encoder.embed_positions.weight"] = _angle_table(positions, config.max_position_embeddings, model)
+    summary = {"summary_type": "first", "summary_use_proj": True, "summary_activation": "tanh"}
+    exported = build(
+        ROFORMER[stock],
+        RoFormerConfig(
+            **common(config),
+            **(summary if stock is BertForMultipleChoice else {}),
+            intermediate_size=config.intermediate_size,
+            hidden_act=config.hidden_act,
+            hidden_dropout_prob=config.hidden_dropout_prob,
+            attention_probs_dropout_prob=config.attention_probs_dropout_prob,
+            max_position_embeddings=config.max_position_embeddings,
+            type_vocab_size=config.type_vocab_size,
+            layer_norm_eps=config.layer_norm_eps,
+            is_decoder=config.is_decoder,
+            add_cross_attention=config.add_cross_attention,
+            tie_word_embeddings=tied and not marked,
+        ),
+        weights,
+        model,
+    )
+    counted = "positions that count from the first token on: RoFormer takes no position_ids"
+    return exported, tuple(pooler), (counted, *holds_for)
+
+
+def _angle_table(positions: RotaryPositions, length: int, model: SwappedModel) -> torch.Tensor:
+    """Return RoFormer's table (L, D): sines, then cosines; dimensions that do not turn have angle 0."""
+    cos, sin = positions.angles(torch.arange(length, device=model.device)[None], length)
+    still = (positions.geometry.head_dim - positions.rotary_dim) // 2
+    cos, sin = (nn.functional.pad(part[0, 0], (0, still), value=value) for part, value in ((cos, 1.0), (sin, 0.0)))
+    return torch.cat([sin, cos], dim=-1).to(model.dtype)
+
+
+def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
+    """A RoBERTa, XLM-RoBERTa or CamemBERT as JinaEmbeddingsV3: the same post-norm layers under other names."""
+    config, positions = model.config, model.architecture.self_attentions(model.base_model)[0].positions
+    if config.is_decoder:
+        raise UnsupportedModelError("JinaEmbeddingsV3 is no decoder")
+    if positions.rotary_dim != positions.geometry.head_dim:
+        raise UnsupportedModelError(
+            f"JinaEmbeddingsV3 turns all dimensions of a head, and here {positions.rotary_dim} of "
+            f"{positions.geometry.head_dim} turn: swap with fraction=1, or share the swapped model as it is"
+        )
+    mean, _, _ = constant(model)
+    own, prefix = without(model, model.base_model.embeddings.position_embeddings)
+    embeddings, order = prefix.removesuffix("position_embeddings"), halves_first(positions)
+    tied = config.tie_word_embeddings and model.get_output_embeddings() is not None
+    types = f"{embeddings}token_type_embeddings.weight"
+    own[types] = (own[types].double() + mean).to(model.dtype)
+    holds_for = mark_cls(model, f"{embeddings}word_embeddings.weight", own, tokenizer, "JinaEmbeddingsV3")
+    weights = {}
+    for name, value in own.items():
+        if ".attention.self.query." in name or ".attention.self.key." in name:
+            value = in_order(value, order, config.num_attention_heads)
+        for ours, theirs in _JINA_NAMES.items() if "encoder.layer." in name else ():
+            name = name.replace(ours, theirs)
+        weights[name] = value
+    parameters, longest = rope_parameters(positions)
+    names = ("intermediate_size", "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size")
+    names += ("layer_norm_eps", "classifier_dropout")
+    exported = build(
+        JINA[stock],
+        JinaEmbeddingsV3Config(
+            **common(config),
+            **{name: getattr(config, name) for name in names},
+            max_position_embeddings=longest,
+            rope_parameters=parameters,
+            tie_word_embeddings=tied and not holds_for,
+        ),
+        weights,
+        model,
+    )
+    counted = "padding at the ends of a text alone: JinaEmbeddingsV3 counts it"
+    return exported, (), (counted, *holds_for)
+
+
+_JINA_NAMES = {  # in this order: the last two are parts of others
+    "encoder.layer.": "layers.",
+    "attention.self.query": "self_attn.q_proj",
+    "attention.self.key": "self_attn.k_proj",
+    "attention.self.value": "self_attn.v_proj",
+    "attention.output.dense": "self_attn.o_proj",
+    "attention.output.LayerNorm": "post_attention_layernorm",
+    "intermediate.dense": "mlp.fc1",
+    "output.dense": "mlp.fc2",
+    "output.LayerNorm": "post_mlp_layernorm",
+}
+
+
+def esm(model: SwappedModel, stock: type, tokenizer) -> Converted:
+    """An ESM as an ESM with rotary positions; frequency 0 for what does not turn."""
+    config, positions = model.config, model.architecture.self_attentions(model.base_model)[0].positions
+    kind, head_dim = (positions.scheme.scaling or {}).get("rope_type"), positions.geometry.head_dim
+    frequencies, factor = positions.frequencies(model.device, positions.geometry.max_positions)
+    if kind in ("dynamic", "longrope") or factor != 1 or head_dim % 2:
+        raise UnsupportedModelError(f"ESM has one list of frequencies for pairs, and no factor: {kind} scaling does not fit")
+    mean, difference, _ = constant(model)
+    if (mean.any() or difference.any()) and (config.token_dropout or config.emb_layer_norm_before):
+        raise UnsupportedModelError(
+            "the vector that the swap has kept of the table has no place in ESM, which rescales its words (token_dropout) or "
+            "norms them: swap with warm_start=False, fit, and export that"
+        )
+    weights, prefix = without(model, model.base_model.embeddings.position_embeddings)
+    words = f"{prefix.removesuffix('position_embeddings')}word_embeddings.weight"
+    weights[words] = (weights[words].double() + mean).to(model.dtype)  # the head's own stay as they were
+    holds_for = mark_cls(model, words, weights, tokenizer, "ESM")
+    pairs = pairs_first(positions)
+    order = torch.cat([pairs[0::2], pairs[1::2]])
+    for name in [name for name in weights if ".attention.self.query." in name or ".attention.self.key." in name]:
+        weights[name] = in_order(weights[name], order, config.num_attention_heads)
+    base = "" if stock is EsmModel else "esm."
+    frequencies = nn.functional.pad(frequencies, (0, head_dim // 2 - len(frequencies)))
+    weights[f"{base}rotary_embeddings.inv_freq"] = frequencies.float()
+    own = ("position_scheme", "architectures", "auto_map", "model_type")
+    fields = {key: value for key, value in config.to_dict().items() if key not in own}
+    fields |= {"position_embedding_type": "rotary", "rope_theta": float(positions.scheme.theta)}
+    fields["tie_word_embeddings"] = bool(config.tie_word_embeddings and not (mean.any() or difference.any()))
+    native = model.architecture.config_class(**fields)
+    return build(ESM[stock], native, weights, model), (), holds_for
