@@ -3,6 +3,7 @@
 A test that takes a `case` is not run with every family and backend: see `spread`.
 """
 
+import gc
 import math
 import os
 import zlib
@@ -72,6 +73,12 @@ def pytest_configure(config):
     """Keep one thread: the models are too small for more, and sums come out in one order."""
     torch.set_num_threads(1)
     config.addinivalue_line("markers", "only(families=, backends=): with which of them a test makes sense")
+
+
+def pytest_collection_finish():
+    """Keep the collector from walking through all imported libraries: `train` asks it at its end, which took most of a run."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc):
