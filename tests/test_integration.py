@@ -1,6 +1,5 @@
 """Swapped models in the hands of others: torch.compile, bfloat16, PEFT, Trainer, pipelines, DDP, flex attention."""
 
-import shutil
 import subprocess
 import sys
 
@@ -79,10 +78,9 @@ def test_compile_scaled_rotary(make_swapped, kind, tokens, fresh_compiler):
         assert_close(compiled(tokens, use_cache=False).logits, model(tokens, use_cache=False).logits, **CLOSE)
 
 
-@pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary"])
-def test_compiled_gradients(make_swapped, scheme, tokens, fresh_compiler):
+def test_compiled_gradients(make_swapped, tokens, fresh_compiler):
     """Training through a compiled model gives the gradients of the model itself."""
-    model = make_swapped("gpt2", scheme)
+    model = make_swapped("gpt2", "relative:clip=4")
     model(tokens, use_cache=False).logits.square().mean().backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
@@ -324,18 +322,15 @@ def test_ddp_finds_no_unused_parameter(make_swapped, tmp_path):
 # -- flex attention ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
-    shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"),
-    reason="flex attention on a CPU is compiled: it needs a C++ compiler and AVX2",
-)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch|transformers")  # inductor, and transformers' masks
-def test_flex_attention(make_swapped, tokens, fresh_compiler):
-    """Schemes that leave attention to the backend agree under flex attention and sdpa; GPT-2 has no flex."""
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch|transformers", "ignore:flex_attention called without")
+def test_flex_attention(make_swapped, tokens):
+    """Schemes that leave attention to the backend agree under flex attention and sdpa; GPT-2 has no flex. Not compiled here."""
     model = make_swapped("bert-decoder", "rotary:fraction=0.5", "sdpa")
     mask = torch.ones_like(tokens)
     mask[1, 13:] = 0
     with torch.no_grad():
         expected = model(tokens, attention_mask=mask).logits
         model.set_attn_implementation("flex_attention")
-        actual = model(tokens, attention_mask=mask).logits
+        with torch.compiler.set_stance("force_eager"):
+            actual = model(tokens, attention_mask=mask).logits
     assert_close(actual[mask.bool()], expected[mask.bool()], rtol=1e-3, atol=1e-3)
