@@ -5,6 +5,7 @@ Where the scheme was set up for more positions than the table held, all sequence
 
 import pytest
 import torch
+from conftest import KINDS
 from torch.testing import assert_close
 from transformers import DynamicCache, StaticCache
 
@@ -75,13 +76,14 @@ def test_generate_left_padded(model, prompt):
         assert torch.equal(both[:1], generate(model, prompt[:1])), options
 
 
+@pytest.mark.only(cases=KINDS)
 def test_beams(model, prompt):
     """Beam search, which reorders the cache at every step, finds the same beams without a cache."""
     with_cache = generate(model, prompt, num_beams=3)
     assert torch.equal(with_cache, generate(model, prompt, num_beams=3, use_cache=False))
 
 
-@pytest.mark.parametrize("backend", ["eager"])
+@pytest.mark.only(backends=("eager",), cases=KINDS)
 def test_assisted_decoding(model, make_swapped, family, case, prompt):
     """Tokens drafted by another model, or looked up in the prompt, change nothing in what is generated."""
     prompt = prompt[:1, 4:]  # transformers drafts past max_length: leave it room
@@ -96,7 +98,7 @@ def test_assisted_decoding(model, make_swapped, family, case, prompt):
     assert torch.equal(generate(model, prompt, prompt_lookup_num_tokens=3), expected)
 
 
-@pytest.mark.parametrize("backend", ["eager"])
+@pytest.mark.only(backends=("eager",), cases=KINDS)
 def test_longer_than_the_model_raises(model, prompt, case):
     """Generation that would pass the last position stops with an error, not with wrong tokens."""
     with pytest.raises(posswap.PosswapError, match=r"reaches 3[3-9] positions|reaches (49|65) positions"):
