@@ -123,7 +123,9 @@ def test_rotary_phases_are_float32(make_swapped):
     assert_close(sin[0, 0].double(), angles.sin(), rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize(("family", "scheme", "backend"), [(*pair, ("eager", "sdpa")[i // 5]) for i, pair in enumerate(PAIRS)])
+@pytest.mark.parametrize(
+    ("family", "scheme", "backend"), [(*pair, ("eager", "sdpa")[i // 3]) for i, pair in enumerate(PAIRS[5:])]
+)
 def test_autocast(make_swapped, family, scheme, backend, tokens):
     """Under autocast to bfloat16 every scheme runs and trains, close to float32."""
     model = make_swapped(family, scheme, backend)
@@ -149,7 +151,7 @@ def add_lora(model, family: str) -> PeftModel:
     return adapted.eval()
 
 
-@pytest.mark.parametrize(("family", "scheme", "swap_first"), [(*pair, i < 5) for i, pair in enumerate(PAIRS)])
+@pytest.mark.parametrize(("family", "scheme", "swap_first"), [(*pair, i % 3 > 0) for i, pair in enumerate(PAIRS[:5])])
 @pytest.mark.filterwarnings("ignore:query and key projections are wrapped:UserWarning")
 def test_lora(make_model, family, scheme, swap_first, tokens, tmp_path):
     """The adapter's effect goes through the scheme: its output is that of the weights it is merged into."""
