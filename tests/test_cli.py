@@ -286,9 +286,7 @@ def test_demo(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     for name, value in (("SCHEMES", ("rotary",)), ("LONG", 512), ("HELD_OUT", {"minilm": 512, "stdlib-gpt2": 512})):
         monkeypatch.setattr(commands_demo, name, value)
-    few = {
-        causal: embedded_documents("validation", causal=causal) for causal in (True, False)
-    }  # reading all takes seconds
+    few = {causal: embedded_documents("validation", causal=causal) for causal in (True, False)}  # reading all takes seconds
     monkeypatch.setattr(commands_demo, "embedded_documents", lambda split, causal: few[causal])
     commands_demo.demo(tmp_path / "out", fit_tokens=2304, reconstruct=1)
     said = capsys.readouterr()
