@@ -6,8 +6,6 @@ Where the scheme was set up for more positions than the table held, all sequence
 import pytest
 import torch
 from conftest import KINDS
-from torch.testing import assert_close
-from transformers import DynamicCache, StaticCache
 
 import hf_posswap as posswap
 
@@ -41,19 +39,6 @@ def recompute(model, tokens, steps: int, mask=None):
         tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
         mask = torch.cat([mask, mask[:, :1].fill_(1) if mask.all() else torch.ones_like(mask[:, :1])], dim=1)
     return tokens
-
-
-@torch.no_grad()
-def test_chunks_equal_one_forward(model, prompt):
-    """A long prefill, then chunks of any size, give the logits of one forward; with either kind of cache."""
-    expected = model(prompt, use_cache=False).logits
-    static = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + 3)
-    for cache in (DynamicCache(config=model.config), static):
-        logits = [
-            model(part, past_key_values=cache, use_cache=True).logits
-            for part in prompt.split((prompt.shape[1] - 11, 5, 1, 1, 4), dim=1)
-        ]
-        assert_close(torch.cat(logits, dim=1), expected, **CLOSE)
 
 
 def test_generate_equals_recomputing(model, prompt):

@@ -115,13 +115,6 @@ def test_export(folder, tmp_path, monkeypatch, capsys):
     assert code == 2 and "exists already" in " ".join(said.err.split())
 
 
-@pytest.mark.parametrize("command", ["swap", "describe", "compare", "export"])
-def test_help(monkeypatch, capsys, command):
-    """Every command explains itself."""
-    code, said = _call(monkeypatch, capsys, command, "--help")
-    assert code == 0 and len(said.out) > 200
-
-
 BROKEN = {  # what is done to config.json, and what the one line says
     "llama": ({"model_type": "llama"}, "a 'llama' model; positions can be swapped in bert, "),
     "unknown": ({"model_type": "nonsense"}, "a 'nonsense' model"),
