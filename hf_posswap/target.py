@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posswap.architectures import ARCHITECTURES, Architecture
+from hf_posswap.architectures import ARCHITECTURES, Architecture, find_family
 from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedModel
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 
@@ -48,8 +48,8 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
         raise UnsupportedModelError("this model is compiled already: swap first, then compile")
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"a {type(model).__name__} cannot be swapped: pass a transformers model, or a PEFT one")
-    kind = model.config.model_type.removeprefix("posswap-")
-    architecture = ARCHITECTURES.get(kind)
+    kind = model.config.model_type
+    architecture = find_family(kind)
     if architecture is None:
         raise unsupported(kind, f"a {kind!r} model ({type(model).__name__})")
     if not isinstance(model, SwappedModel) and type(model) not in SWAPPED_CLASSES:

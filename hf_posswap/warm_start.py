@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import Architecture
+from hf_posswap.evaluating import evaluating, watching
 from hf_posswap.functional.closed_form import second_moment
 from hf_posswap.schemes import Geometry, Scheme
 from hf_posswap.surgery import Snapshot
@@ -35,21 +36,12 @@ def query_key_moments(
     tokens = torch.randint(config.vocab_size, (rows, length), generator=generator, device="cpu")
     moments = []
 
-    def record(attention, args, kwargs):
-        hidden_states = args[0] if args else kwargs["hidden_states"]
+    def record(index, attention, hidden_states, keywords):
         query, key, _ = architecture.project(attention, hidden_states)
         moments.append(tuple(second_moment(states.transpose(0, 1).flatten(1, 2)) for states in (query, key)))
 
-    modes = {module: module.training for module in base.modules()}
-    hooks = [a.register_forward_pre_hook(record, with_kwargs=True) for a in architecture.self_attentions(base)]
-    try:
-        base.eval()
+    with evaluating(base), watching(architecture.self_attentions(base), record):
         base(input_ids=tokens.to(base.get_input_embeddings().weight.device))
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for module, training in modes.items():
-            module.training = training
     return moments
 
 

@@ -3,6 +3,7 @@
 A test that takes a `case` is not run with every family and backend: see `spread`.
 """
 
+import gc
 import math
 import os
 import zlib
@@ -58,23 +59,35 @@ CASES = {
 }
 
 
-def spread(start: int, families: tuple = tuple(FAMILIES), backends: tuple = BACKENDS) -> list[tuple[str, str, str]]:
+# One of each kind of module, for what depends on the kind alone: a table, a projection, a buffer, tables in attention, nothing.
+KINDS = ("learned-tile", "sinusoidal", "ladder-concatenate", "relative", "relative-sinusoidal", "rotary", "none")
+
+
+def spread(
+    start: int, families: tuple = tuple(FAMILIES), backends: tuple = BACKENDS, cases: tuple = tuple(CASES)
+) -> list[tuple[str, str, str]]:
     """Return the (scheme, family, backend) that a feature is tested with: each scheme once, its partners in turn.
 
     Neighbours among the schemes are variants of one idea, and get different families and backends. Each feature starts its
     turn elsewhere. So each feature meets every scheme, family and backend, and all features together every scheme in every
     family with every backend: `test_contract.test_every_pair_is_met` counts that.
     """
-    turns = range(start, start + len(CASES))
+    turns = range(start, start + len(cases))
     period = math.lcm(len(families), len(backends))
     partners = [(families[turn % len(families)], backends[(turn + turn // period) % len(backends)]) for turn in turns]
-    return [(case, *partner) for case, partner in zip(CASES, partners, strict=True)]
+    return [(case, *partner) for case, partner in zip(cases, partners, strict=True)]
 
 
 def pytest_configure(config):
     """Keep one thread: the models are too small for more, and sums come out in one order."""
     torch.set_num_threads(1)
-    config.addinivalue_line("markers", "only(families=, backends=): with which of them a test makes sense")
+    config.addinivalue_line("markers", "only(families=, backends=, cases=): with which of them a test makes sense")
+
+
+def pytest_collection_finish():
+    """Keep the collector from walking through all imported libraries: `train` asks it at its end, which took most of a run."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc):
@@ -88,8 +101,9 @@ def pytest_generate_tests(metafunc):
     only = {"families": tuple(FAMILIES), "backends": BACKENDS}
     for mark in metafunc.definition.iter_markers("only"):
         only |= mark.kwargs
+    cases = only.pop("cases", tuple(CASES))
     start = zlib.crc32(metafunc.function.__name__.encode())
-    rows = spread(start, **only) if "case" in wanted else [(None, *pair) for pair in product(*only.values())]
+    rows = spread(start, **only, cases=cases) if "case" in wanted else [(None, *pair) for pair in product(*only.values())]
     rows = list(dict.fromkeys(tuple(value for name, value in zip(axes, row, strict=True) if name) for row in rows))
     metafunc.parametrize(
         wanted, [[CASES.get(value, value) for value in row] for row in rows], ids=["-".join(row) for row in rows]

@@ -145,6 +145,12 @@ def ddp(folder: Path) -> dict:
     except posswap.PosswapError as error:
         seen["uneven"] = str(error)
 
+    seen["schemes"] = []  # DistributedDataParallel raises in a second step where a parameter got no gradient in the first
+    for scheme in ("learned", "sinusoidal", "rotary:fraction=0.5", "none", "relative:vectors=sinusoidal"):
+        model = posswap.swap(posswap.restore(gpt2()), scheme)
+        model, _ = train(model, even_rows(), TrainingConfig(max_steps=2, batch_size=8, learning_rate=1e-2), progress=False)
+        seen["schemes"].append(sum(p.detach().double().sum().item() for p in model.parameters()))
+
     torch.manual_seed(PartialState().process_index)
     shared = torch.nn.Linear(3, 2)
     share_weights(shared)

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from conftest import KINDS
 
 from hf_posswap.measure import attention_by_distance
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.only(cases=KINDS)
 def test_against_eager_probabilities(model, family, backend, tokens, side):
     """For every scheme and family: a loop over the probabilities of the same model in eager attention, padding left out."""
     mask = torch.ones_like(tokens)

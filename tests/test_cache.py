@@ -5,8 +5,7 @@ Where the scheme was set up for more positions than the table held, all sequence
 
 import pytest
 import torch
-from torch.testing import assert_close
-from transformers import DynamicCache, StaticCache
+from conftest import KINDS
 
 import hf_posswap as posswap
 
@@ -42,19 +41,6 @@ def recompute(model, tokens, steps: int, mask=None):
     return tokens
 
 
-@torch.no_grad()
-def test_chunks_equal_one_forward(model, prompt):
-    """A long prefill, then chunks of any size, give the logits of one forward; with either kind of cache."""
-    expected = model(prompt, use_cache=False).logits
-    static = StaticCache(config=model.config, max_cache_len=prompt.shape[1] + 3)
-    for cache in (DynamicCache(config=model.config), static):
-        logits = [
-            model(part, past_key_values=cache, use_cache=True).logits
-            for part in prompt.split((prompt.shape[1] - 11, 5, 1, 1, 4), dim=1)
-        ]
-        assert_close(torch.cat(logits, dim=1), expected, **CLOSE)
-
-
 def test_generate_equals_recomputing(model, prompt):
     """Greedy tokens with a dynamic or static cache, a prefill in chunks, and no cache are those of full forwards."""
     expected = recompute(model, prompt, 8)
@@ -75,13 +61,14 @@ def test_generate_left_padded(model, prompt):
         assert torch.equal(both[:1], generate(model, prompt[:1])), options
 
 
+@pytest.mark.only(cases=KINDS)
 def test_beams(model, prompt):
     """Beam search, which reorders the cache at every step, finds the same beams without a cache."""
     with_cache = generate(model, prompt, num_beams=3)
     assert torch.equal(with_cache, generate(model, prompt, num_beams=3, use_cache=False))
 
 
-@pytest.mark.parametrize("backend", ["eager"])
+@pytest.mark.only(backends=("eager",), cases=KINDS)
 def test_assisted_decoding(model, make_swapped, family, case, prompt):
     """Tokens drafted by another model, or looked up in the prompt, change nothing in what is generated."""
     prompt = prompt[:1, 4:]  # transformers drafts past max_length: leave it room
@@ -96,7 +83,7 @@ def test_assisted_decoding(model, make_swapped, family, case, prompt):
     assert torch.equal(generate(model, prompt, prompt_lookup_num_tokens=3), expected)
 
 
-@pytest.mark.parametrize("backend", ["eager"])
+@pytest.mark.only(backends=("eager",), cases=KINDS)
 def test_longer_than_the_model_raises(model, prompt, case):
     """Generation that would pass the last position stops with an error, not with wrong tokens."""
     with pytest.raises(posswap.PosswapError, match=r"reaches 3[3-9] positions|reaches (49|65) positions"):

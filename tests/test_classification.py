@@ -66,8 +66,7 @@ def _files(folder, model="bert", **options):
     return {"model": str(folder / model), **files, **FAST, **options}
 
 
-@pytest.mark.parametrize("model", ["bert", "gpt2"])
-@pytest.mark.parametrize("scheme", ["original", "rotary", "relative:clip=4"])
+@pytest.mark.parametrize(("model", "scheme"), [("bert", "relative:clip=4"), ("gpt2", "rotary"), ("bert", "original")])
 def test_what_can_be_learnt_is_learnt(recipe, folder, model, scheme):
     """Which of two animals comes first: every scheme learns it, and no positions at all do not, in an encoder."""
     module = recipe("downstream_classification")

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from conftest import KINDS
 from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification, GPT2ForSequenceClassification, GPT2LMHeadModel
 
@@ -29,6 +30,7 @@ def delta(make_model, tmp_path):
     return make
 
 
+@pytest.mark.only(cases=KINDS)
 def test_round_trip(delta, case, family, tokens):
     """Base and delta are the swapped model, to the last bit; restored, the base is what it was."""
     base, model, folder = delta(family, case.scheme, max_positions=case.max_positions)

@@ -66,6 +66,11 @@ def test_two_processes_take_the_steps_of_one(alone, together):
         assert rank["ragged"] == pytest.approx(alone["ragged"], abs=1e-4) and rank["tokens"] == alone["tokens"]
 
 
+def test_every_scheme_has_gradients_for_all_parameters(together):
+    """DistributedDataParallel finds no unused parameter, and processes hold the same weights after each."""
+    assert together[0]["schemes"] == together[1]["schemes"] and len(set(together[0]["schemes"])) == 5
+
+
 def test_weights_are_those_of_the_first(alone, together):
     """What one process has fitted, all have, before any training."""
     assert together[0]["shared"] == together[1]["shared"] == alone["shared"]
@@ -162,12 +167,11 @@ train(model, rows, TrainingConfig(max_steps=1, batch_size=2), progress=False)
 """
 
 
-@pytest.mark.parametrize("options", [["--cpu", "--num_processes", "2"], ["--multi_gpu", "--num_processes", "2"]])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_fewer_processes_than_asked_for(tmp_path, options):
-    """accelerate starts one process, or two that do not know of each other: both are refused with the command that works."""
+def test_fewer_processes_than_asked_for(tmp_path):
+    """accelerate starts two processes that do not know of each other: refused, with the command that works."""
     (tmp_path / "job.py").write_text(SMALL)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", *options]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
     common = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     done = _start([*launch, *common, str(tmp_path / "job.py")])
     assert done.returncode != 0 and "torchrun --nproc-per-node" in done.stderr

@@ -30,6 +30,7 @@ from hf_posswap.sharing.native_encoders import ESM, JINA, ROFORMER
 GPT_NEOX = {ours: theirs for ours, theirs in ALL_GPT_NEOX.items() if ours.config_class is GPT2Config}
 KIN = JINA | ESM | {ours: theirs for ours, theirs in ALL_GPT_NEOX.items() if ours not in GPT_NEOX}
 HEADS = {kind.__name__: kind for kind in SWAPPED_CLASSES if kind.config_class in (BertConfig, GPT2Config)}
+ADDED = ("sinusoidal", "sinusoidal-raw-t2t", "ladder-concatenate", "learned-interpolate", "none", "learned")
 SCALINGS = [
     None,
     {"rope_type": "linear", "factor": 2.0},
@@ -68,16 +69,21 @@ def _roformer_is_causal() -> bool:
     return torch.equal(model(tokens).logits[:, 0], model(torch.cat([tokens[:, :-1], tokens[:, :1]], dim=1)).logits[:, 0])
 
 
+KINDS = [
+    ("interleaved", 1.0, torch.float32),
+    ("half", 0.5, torch.float32),
+    ("interleaved", 0.5, torch.bfloat16),
+    ("half", 1.0, torch.float64),
+]
+
+
 @pytest.mark.parametrize(
-    ("layout", "fraction", "dtype"),
+    ("head", "layout", "fraction", "dtype"),
     [
-        ("interleaved", 1.0, torch.float32),
-        ("half", 0.5, torch.float32),
-        ("interleaved", 0.5, torch.bfloat16),
-        ("half", 1.0, torch.float64),
+        *((head, *KINDS[turn % 4]) for turn, head in enumerate([*ROFORMER, *GPT_NEOX])),
+        *((head, *kind) for head in (BertModel, GPT2LMHeadModel) for kind in KINDS),
     ],
 )
-@pytest.mark.parametrize("head", [*ROFORMER, *GPT_NEOX], ids=lambda kind: kind.__name__)
 def test_rotary_heads(make_swapped, bert_tokenizer, head, layout, fraction, dtype):
     """RoFormer and GPT-NeoX compute what BERT and GPT-2 with rotary positions do, far past the trained length."""
     bert = head in ROFORMER
@@ -125,9 +131,8 @@ def test_tables_of_kin(make_swapped, family):
 
 
 @pytest.mark.parametrize(
-    "case", ["sinusoidal", "sinusoidal-raw-t2t", "ladder-concatenate", "learned-interpolate", "none", "learned"]
+    ("head", "case"), [(head, ADDED[(2 * turn + more) % 6]) for turn, head in enumerate(HEADS) for more in (0, 1)]
 )
-@pytest.mark.parametrize("head", HEADS)
 def test_additive_heads(make_swapped, head, case):
     """What is added to the embeddings becomes the family's own table: every head, to the last bit."""
     from conftest import CASES
@@ -251,9 +256,10 @@ def test_real_checkpoints(name):
     tokenizer = AutoTokenizer.from_pretrained(source)
     bert = name == "minilm"
     model = (AutoModel if bert else AutoModelForCausalLM).from_pretrained(source)
-    posswap.swap(model, posswap.Rotary(mark_first=bert), max_positions=1024)
+    longest = 576 if bert else 320
+    posswap.swap(model, posswap.Rotary(mark_first=bert), max_positions=longest)
     certificate = posswap.export_native(model, tokenizer).certificate
-    assert max(certificate.text) == 1024 > model.config.position_scheme["trained_positions"]
+    assert max(certificate.text) == longest > model.config.position_scheme["trained_positions"]
     assert 0 < certificate.largest < (1e-5 if bert else 1e-3) and certificate.deviation > 0.1
 
 

@@ -114,20 +114,6 @@ def test_damage_is_a_naive_loop(pair, side):
         assert got == pytest.approx(error.item(), rel=0.05)  # the spread is taken about each batch's own mean
 
 
-def test_damage_grows_with_noise(make_model, family):
-    """More noise, more damage, in every layer."""
-    plain, found = make_model(family), []
-    for size in (0.01, 0.1, 0.5):
-        noisy = make_model(family)
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in noisy.base_model.parameters():
-                parameter.add_(size * torch.randn(parameter.shape, generator=generator))
-        found.append(damage(noisy, plain, [padded()]))
-    assert found[0].total < found[1].total < found[2].total
-    assert all(a < b < c for a, b, c in zip(*(one.by_layer for one in found), strict=True))
-
-
 def test_damage_does_not_see_where_padding_is(make_swapped):
     """For models that compare places alone, padding on the left costs what padding on the right does."""
     models = [make_swapped("bert", "relative:clip=4", seed=seed) for seed in (0, 1)]
@@ -149,7 +135,12 @@ def test_order_sensitivity(make_model):
     assert order_sensitivity(model, text(8)) > 1e-3
     posswap.swap(model, "none")
     assert abs(order_sensitivity(model, text(8))) < 1e-5
-    assert order_sensitivity(make_model("gpt2"), text(8)) > 1e-3
+    model, mixed, generator = make_model("gpt2"), text(8), torch.Generator().manual_seed(0)
+    for row in mixed:
+        row[1:-1] = row[1:-1][torch.randperm(18, generator=generator)]
+    last, other = (model(ids).logits[:, -1].log_softmax(-1) for ids in (text(8), mixed))
+    expected = kl_div(other, last, log_target=True, reduction="batchmean").item()
+    assert order_sensitivity(model, text(8)) == pytest.approx(expected, rel=1e-4) and expected > 1e-3
 
 
 def test_own_text(make_model, monkeypatch):
@@ -191,8 +182,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "scheme"), [(name, ("relative:clip=4", "rotary")[turn % 2]) for turn, name in enumerate(KINDS)]
+)
 def test_kinds(make_model, name, scheme):
     """Heads and settings of all kinds, in training mode with checkpointed activations."""
     family, options, measure = KINDS[name]
@@ -204,7 +196,9 @@ def test_kinds(make_model, name, scheme):
     assert report.after.measure == measure and report.after.total < report.before.total
 
 
-@pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary"])
+@pytest.mark.parametrize(
+    ("family", "scheme"), [("bert", "relative:clip=4"), ("bert-decoder", "rotary"), ("gpt2", "relative:clip=4")]
+)
 def test_what_stands_under_padding_does_not_matter(make_model, family, scheme, monkeypatch):
     """Neither as queries nor as keys do masked tokens leave a trace in a fit, nor in the closed form that it starts from."""
     models, mask = [posswap.swap(make_model(family).double(), scheme) for _ in range(2)], padded(rows=60)["attention_mask"]

@@ -16,22 +16,27 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 COLA = datasets.Features({"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["wrong", "right"])})
 SENTENCES = [f"The cat sat on {number} {'mats' if number % 2 else 'hats'}." for number in range(60)]
 READ = """
-import json, sys, time
+import json, runpy, sys, time
 time.sleep = lambda seconds: None  # the client waits between its tries
 from hf_posswap.errors import PosswapError
 from hf_posswap.data.tables import TableConfig, read_task
 from hf_posswap.data.text import read_documents
-seen = []
-for name in sys.argv[1:]:
+for line in sys.stdin:
+    kind, *arguments = json.loads(line)
     try:
-        if name.startswith("text "):
-            seen.append(read_documents(name.removeprefix("text "), split="validation"))
+        if kind == "text":
+            seen = read_documents(*arguments, split="validation")
+        elif kind == "run":
+            sys.argv = arguments
+            runpy.run_path(arguments[0], run_name="__main__")
         else:
-            task = read_task(TableConfig(dataset=name))
-            seen.append([task.label_names, len(task.train), len(task.validation), task.validation.texts[0]])
+            task = read_task(TableConfig(dataset=kind))
+            seen = [task.label_names, len(task.train), len(task.validation), task.validation.texts[0]]
     except PosswapError as error:
-        seen.append(str(error))
-print(json.dumps(seen))
+        seen = str(error)
+    except SystemExit as stop:
+        seen = stop.code
+    print("=>", json.dumps(seen), flush=True)
 """
 
 
@@ -46,22 +51,26 @@ def _card(config: str, splits: tuple[str, ...]) -> File:
     return File(f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n".encode())
 
 
-@pytest.fixture
-def hub(tmp_path):
-    """GLUE's CoLA, whose test labels are secret, wikitext, a private data set and one that is a script."""
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """GLUE's CoLA, whose test labels are secret, and copies of it; wikitext, a private data set and one that is a script."""
+    tmp_path = tmp_path_factory.mktemp("data")
     with Hub.serve() as hub:
         labels = [number % 2 for number in range(60)]
         part = {"sentence": SENTENCES[:20], "label": labels[:20]}
         whole, held = (_parquet(tmp_path, rows, COLA) for rows in ({"sentence": SENTENCES, "label": labels}, part))
         secret = _parquet(tmp_path, {"sentence": SENTENCES[:5], "label": [-1] * 5}, COLA)
         lines = _parquet(tmp_path, {"text": ["", " = A title = \n", "The cat sat on the mat. \n"]})
+        glue = {
+            "README.md": _card("cola", ("train", "validation", "test")),
+            "cola/train-00000-of-00001.parquet": whole,
+            "cola/validation-00000-of-00001.parquet": held,
+            "cola/test-00000-of-00001.parquet": secret,
+        }
         contents = {
-            "nyu-mll/glue": {
-                "README.md": _card("cola", ("train", "validation", "test")),
-                "cola/train-00000-of-00001.parquet": whole,
-                "cola/validation-00000-of-00001.parquet": held,
-                "cola/test-00000-of-00001.parquet": secret,
-            },
+            "nyu-mll/glue": glue,
+            "faulty/glue503": glue,
+            "faulty/glue0": glue,
             "Salesforce/wikitext": {
                 "README.md": _card("wikitext-2-raw-v1", ("train", "validation")),
                 "wikitext-2-raw-v1/train-00000-of-00001.parquet": lines,
@@ -76,58 +85,79 @@ def hub(tmp_path):
         yield hub
 
 
-def _run(hub, home, command, **variables):
-    environment = os.environ | hub.environment(home) | variables
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=300, check=False)
+class Reader:
+    """A process that reads from this Hub whatever it is asked for."""
+
+    def __init__(self, hub, home, **variables):
+        environment = os.environ | hub.environment(home) | variables
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen([sys.executable, "-c", READ], text=True, env=environment, **pipes)
+
+    def __call__(self, *asked):
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+        return json.loads(next(line for line in self.process.stdout if line.startswith("=> "))[3:])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.communicate()
 
 
-def _read(hub, home, *names, **variables):
-    done = _run(hub, home, ["-c", READ, *names], **variables)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Where the process keeps what it has read."""
+    return tmp_path_factory.mktemp("home")
 
 
-def test_reading(hub, tmp_path):
+@pytest.fixture(scope="module")
+def read(hub, home):
+    """The process that reads."""
+    with Reader(hub, home) as reader:
+        yield reader
+
+
+def test_reading(hub, home, read):
     """By the names that people write, with labels' names; once read, without a network; what cannot be is an error."""
     expected = [["wrong", "right"], 60, 20, SENTENCES[0]]
-    text = "text wikitext:wikitext-2-raw-v1"
-    names = ("glue/cola", "nyu-mll/glue:cola", text, "glue/nothing", "other/private", "other/script", "no/such")
-    seen = dict(zip(names, _read(hub, tmp_path, *names), strict=True))
-    assert seen["glue/cola"] == seen["nyu-mll/glue:cola"] == expected
-    assert seen[text] == [" = A title = \n", "The cat sat on the mat. \n"]
+    assert read("glue/cola") == read("nyu-mll/glue:cola") == expected
+    assert read("text", "wikitext:wikitext-2-raw-v1") == [" = A title = \n", "The cat sat on the mat. \n"]
     for name, says in (
         ("glue/nothing", "nothing.*cola"),
         ("other/private", "exist"),
         ("other/script", "scripts are no longer supported"),
         ("no/such", "exist"),
     ):
-        assert re.search(f"cannot read the Hub data set .*{says}", seen[name]), seen[name]
-    assert _read(hub, tmp_path, "glue/cola", HF_HUB_OFFLINE="1") == [expected]
+        seen = read(name)
+        assert re.search(f"cannot read the Hub data set .*{says}", seen), seen
+    with Reader(hub, home, HF_HUB_OFFLINE="1") as offline:
+        assert offline("glue/cola") == expected
 
 
 @pytest.mark.parametrize("status", [503, 0])
-def test_faults(hub, tmp_path, status):
+def test_faults(hub, read, status):
     """A Hub that answers with an error, or cuts the connection, is an error of one line; the same again goes on."""
     for method in ("GET", "HEAD"):
         hub.fail_next(method, "datasets", status, times=1000)
-    assert _read(hub, tmp_path, "glue/cola")[0].startswith("cannot read the Hub data set nyu-mll/glue, cola: ")
+    assert read(f"faulty/glue{status}/cola").startswith(f"cannot read the Hub data set faulty/glue{status}, cola: ")
     hub.faults.clear()
     hub.fail_next("GET", "/cola/validation-", status)
-    first, again = _read(hub, tmp_path, "glue/cola", "glue/cola")
+    first, again = (read(f"faulty/glue{status}/cola") for _ in range(2))
+    hub.faults.clear()
     assert again[1:3] == [60, 20]
     assert status == 0 or first.startswith("cannot read the Hub data set")  # a cut connection may be asked again at once
 
 
-def test_recipe(hub, make_model, tmp_path):
+def test_recipe(read, make_model, tmp_path):
     """A recipe learns from a Hub data set as from a file."""
-    options = ["--dataset", "glue/cola", "--max-steps", "2", "--batch-size", "8", "--report-to", "none"]
     make_model("bert").save_pretrained(tmp_path / "model")
     words = sorted({word.lower() for sentence in SENTENCES for word in sentence.rstrip(".").split() if word.isalpha()})
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *map(str, range(10)), *words]
     BertTokenizer(vocab={word: number for number, word in enumerate(words)}).save_pretrained(tmp_path / "model")
-    options += ["--model", str(tmp_path / "model")]
-    recipe = str(RECIPES / "downstream_classification.py")
-    done = _run(hub, tmp_path / "home", [recipe, *options, "--output", str(tmp_path / "run")])
-    assert done.returncode == 0, done.stderr[-3000:]
+    options = ["--dataset", "glue/cola", "--max-steps", "2", "--batch-size", "8", "--report-to", "none"]
+    options += ["--model", str(tmp_path / "model"), "--output", str(tmp_path / "run")]
+    assert not read("run", str(RECIPES / "downstream_classification.py"), *options)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["data"]["source"] == "glue/cola" and result["data"]["labels"] == ["wrong", "right"]

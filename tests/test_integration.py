@@ -1,8 +1,4 @@
-"""Swapped models in the hands of others: torch.compile, bfloat16, PEFT, Trainer, pipelines, DDP, flex attention."""
-
-import shutil
-import subprocess
-import sys
+"""Swapped models in the hands of others: torch.compile, bfloat16, PEFT, Trainer, pipelines, flex attention."""
 
 import pytest
 import torch
@@ -24,7 +20,6 @@ FAMILIES = ("bert", "gpt2")
 SCHEMES = ("learned", "sinusoidal", "relative:clip=4", "rotary:fraction=0.5", "none")
 # Every scheme with every family; what else a test varies takes turns.
 PAIRS = [(FAMILIES[turn % 2], SCHEMES[turn % 5]) for turn in range(10)]
-PHASES = ("rotary", "sinusoidal", "sinusoidal:project=false", "rotary:layout=half,fraction=0.5")
 TARGETS = {"bert": ["query", "key", "value"], "gpt2": ["c_attn"]}
 # PEFT asks for `is_gradient_checkpointing`, which transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning")
@@ -79,10 +74,9 @@ def test_compile_scaled_rotary(make_swapped, kind, tokens, fresh_compiler):
         assert_close(compiled(tokens, use_cache=False).logits, model(tokens, use_cache=False).logits, **CLOSE)
 
 
-@pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary"])
-def test_compiled_gradients(make_swapped, scheme, tokens, fresh_compiler):
+def test_compiled_gradients(make_swapped, tokens, fresh_compiler):
     """Training through a compiled model gives the gradients of the model itself."""
-    model = make_swapped("gpt2", scheme)
+    model = make_swapped("gpt2", "relative:clip=4")
     model(tokens, use_cache=False).logits.square().mean().backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
@@ -93,23 +87,6 @@ def test_compiled_gradients(make_swapped, scheme, tokens, fresh_compiler):
 
 
 # -- numbers -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("family", "scheme"), list(zip(FAMILIES * 2, PHASES, strict=True)))
-@pytest.mark.parametrize("offset", [0, 100_000])
-def test_bfloat16_phases(make_swapped, family, scheme, offset, tokens):
-    """A bfloat16 model keeps to the same weights in float32, at position 100,000 as closely as at 0."""
-    model = make_swapped(family, scheme, max_positions=131_072).bfloat16()
-    twin = make_swapped(family, scheme, max_positions=131_072)
-    twin.load_state_dict({name: value.float() for name, value in model.state_dict().items()})
-    position_ids = torch.arange(offset, offset + 20)[None]
-    with torch.no_grad():
-        actual = model(tokens, position_ids=position_ids).logits
-        expected = twin(tokens, position_ids=position_ids).logits
-    assert actual.dtype == torch.bfloat16 and actual.isfinite().all()
-    error = (actual.float() - expected).norm() / expected.norm()
-    # bfloat16 phases would be off by whole turns there: an error of about 1
-    assert error < 0.05
 
 
 def test_rotary_phases_are_float32(make_swapped):
@@ -125,7 +102,9 @@ def test_rotary_phases_are_float32(make_swapped):
     assert_close(sin[0, 0].double(), angles.sin(), rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize(("family", "scheme", "backend"), [(*pair, ("eager", "sdpa")[i // 5]) for i, pair in enumerate(PAIRS)])
+@pytest.mark.parametrize(
+    ("family", "scheme", "backend"), [(*pair, ("eager", "sdpa")[i // 3]) for i, pair in enumerate(PAIRS[5:])]
+)
 def test_autocast(make_swapped, family, scheme, backend, tokens):
     """Under autocast to bfloat16 every scheme runs and trains, close to float32."""
     model = make_swapped(family, scheme, backend)
@@ -151,7 +130,7 @@ def add_lora(model, family: str) -> PeftModel:
     return adapted.eval()
 
 
-@pytest.mark.parametrize(("family", "scheme", "swap_first"), [(*pair, i < 5) for i, pair in enumerate(PAIRS)])
+@pytest.mark.parametrize(("family", "scheme", "swap_first"), [(*pair, i % 3 > 0) for i, pair in enumerate(PAIRS[:5])])
 @pytest.mark.filterwarnings("ignore:query and key projections are wrapped:UserWarning")
 def test_lora(make_model, family, scheme, swap_first, tokens, tmp_path):
     """The adapter's effect goes through the scheme: its output is that of the weights it is merged into."""
@@ -274,68 +253,18 @@ def test_trainer_and_text_generation(make_swapped, position_parameters, gpt2_tok
     assert text.startswith("the cat")
 
 
-# -- several processes ---------------------------------------------------------------------------------------------
-
-
-DDP = """
-import sys
-import torch
-from accelerate import Accelerator, debug_launcher
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
-import hf_posswap
-
-def steps(folders):
-    torch.set_num_threads(1)
-    accelerator = Accelerator(cpu=True)
-    assert accelerator.num_processes == 2
-    for folder in folders:
-        auto = AutoModelForMaskedLM if "/bert" in folder else AutoModelForCausalLM
-        model = auto.from_pretrained(folder).train()
-        wrapped = accelerator.prepare(model)
-        assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
-        for step in range(2):  # DDP raises in the second where a parameter got no gradient in the first
-            seed = torch.Generator().manual_seed(2 * step + accelerator.process_index)
-            tokens = torch.randint(2, 98, (2, 12), generator=seed)
-            accelerator.backward(wrapped(input_ids=tokens, labels=tokens).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        sums = accelerator.gather(torch.stack([p.detach().double().sum() for p in model.parameters()])[None])
-        assert torch.equal(sums[0], sums[1]) and sums.isfinite().all()
-        if accelerator.is_main_process:
-            print("trained", folder, flush=True)
-
-debug_launcher(steps, args=(sys.argv[1:],), num_processes=2)
-"""
-
-
-def test_ddp_finds_no_unused_parameter(make_swapped, tmp_path):
-    """Two processes train every scheme with DistributedDataParallel, and hold the same weights after each."""
-    folders = []
-    for number, scheme in enumerate(SCHEMES):
-        family = FAMILIES[number % 2]
-        folders.append(str(tmp_path / f"{family}{number}"))
-        make_swapped(family, scheme).save_pretrained(folders[-1])
-    done = subprocess.run([sys.executable, "-c", DDP, *folders], capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("trained") == len(folders) == 5
-
-
 # -- flex attention ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
-    shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"),
-    reason="flex attention on a CPU is compiled: it needs a C++ compiler and AVX2",
-)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch|transformers")  # inductor, and transformers' masks
-def test_flex_attention(make_swapped, tokens, fresh_compiler):
-    """Schemes that leave attention to the backend agree under flex attention and sdpa; GPT-2 has no flex."""
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch|transformers", "ignore:flex_attention called without")
+def test_flex_attention(make_swapped, tokens):
+    """Schemes that leave attention to the backend agree under flex attention and sdpa; GPT-2 has no flex. Not compiled here."""
     model = make_swapped("bert-decoder", "rotary:fraction=0.5", "sdpa")
     mask = torch.ones_like(tokens)
     mask[1, 13:] = 0
     with torch.no_grad():
         expected = model(tokens, attention_mask=mask).logits
         model.set_attn_implementation("flex_attention")
-        actual = model(tokens, attention_mask=mask).logits
+        with torch.compiler.set_stance("force_eager"):
+            actual = model(tokens, attention_mask=mask).logits
     assert_close(actual[mask.bool()], expected[mask.bool()], rtol=1e-3, atol=1e-3)

@@ -69,7 +69,7 @@ SPINE = ("attention", "span_cache", "surgery", "forward", "checkpoint", "target"
 def test_the_spine_asks_no_wing():
     """Each part of the spine imports schemes, families, functions of tensors, and the parts before it."""
     for place, name in enumerate(SPINE):
-        beneath = ("errors", "schemes", "architectures", "functional", "assets", *SPINE[:place])
+        beneath = ("errors", "evaluating", "schemes", "architectures", "functional", "assets", *SPINE[:place])
         imports = top_level_imports(ROOT / f"{name}.py")
         ours = {one for one in imports if one.startswith("hf_posswap.")}
         assert len(imports) > 2 and all(one.split(".")[1] in beneath for one in ours), (name, ours)

@@ -185,6 +185,7 @@ def test_saying_is_what_generate_writes(make_model, gpt2_tokenizer):
     ]
     said, ranked = recall_keys(model, asked)
     assert said == [True] * 3 + [False] * 3
+    best = []
     for text, first in zip(asked, ranked, strict=True):
         scores = []
         for key in text.candidates:
@@ -192,6 +193,12 @@ def test_saying_is_what_generate_writes(make_model, gpt2_tokenizer):
             logits = model(ids).logits[0, -5:-1].log_softmax(-1)
             scores.append(logits.gather(-1, ids[0, -4:, None]).mean().item())
         assert first is (scores[0] > max(scores[1:]))
+        order = sorted(range(len(scores)), key=lambda place: -scores[place])
+        best.append([text.candidates[place] for place in order])
+    for place in (0, 1):  # the likeliest as the key, and the second
+        chosen = [[keys[place], *keys[:place], *keys[place + 1 :]] for keys in best]
+        texts = [PasskeyText([*t.input_ids[:-4], *keys[0]], t.start, 0, keys) for t, keys in zip(asked, chosen, strict=True)]
+        assert recall_keys(model, texts)[1] == [place == 0] * 6
 
 
 def test_pointing(make_model, bert_tokenizer):

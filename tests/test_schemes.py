@@ -96,31 +96,6 @@ def test_relative_equals_double_loop(situation, share_heads, values):
     assert_close(output, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_relative_gradients():
-    """Gradients of queries, keys, values and both tables equal finite differences."""
-    torch.manual_seed(0)
-    module = posswap.Relative(clip=2).attention_module(geometry(head_dim=2)).double()
-    states = [torch.randn(1, 2, 5, 2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    tables = [torch.randn(2, 5, 2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
-    slots = torch.arange(5)[None]
-
-    def attend(query, key, value, key_table, value_table):
-        weights = {"key_table": key_table, "value_table": value_table}
-        arguments = (query, key, value, None, module.prepare(slots + 0, slots, None, slots))
-        return torch.func.functional_call(_Attend(module), {f"module.{k}": v for k, v in weights.items()}, arguments)
-
-    assert torch.autograd.gradcheck(attend, (*states, *tables))
-
-
-class _Attend(torch.nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, *arguments):
-        return self.module.attend(*arguments, scaling=0.7, dropout=0.0, causal=True, return_probabilities=False)[0]
-
-
 # -- sinusoidal ----------------------------------------------------------------------------------------------------
 
 
@@ -252,19 +227,6 @@ def test_rotary_turns_complex_numbers(theta, fraction, turning, layout):
                     number = complex(states[b, h, i, x], states[b, h, i, y]) * turn
                     expected[b, h, i, x], expected[b, h, i, y] = number.real, number.imag
     assert_close(query, expected, rtol=0, atol=1e-6, check_dtype=False)
-
-
-def test_rotary_layouts_are_a_permutation_apart():
-    """Dimension m of `half` is 2m of `interleaved`, and m + R/2 is 2m + 1."""
-    torch.manual_seed(0)
-    states, slots = torch.randn(1, 2, 6, 8), torch.arange(6)[None]
-    order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
-    turned = []
-    for layout, given in (("interleaved", states), ("half", states[..., order])):
-        module = posswap.Rotary(layout=layout).attention_module(geometry())
-        turned.append(module.rotate(given, module.prepare(slots, slots, 6, None)))
-    assert_close(turned[0][..., order], turned[1])
-    assert not torch.equal(turned[0], turned[1])
 
 
 def test_rotary_orders_dimensions_by_speed():

@@ -110,6 +110,16 @@ def test_static_caches_and_moved_ones(make, text):
         make("gpt2", "rotary", span=7)(text[:, :1], past_key_values=cache)
 
 
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@torch.no_grad()
+def test_packed_texts_stay_apart(make, text, backend):
+    """Without a mask, texts are told by their positions; nothing of one is near the other, nor are its first tokens."""
+    model = make("gpt2", "rotary", backend, span=6, first=2)
+    positions = torch.cat([torch.arange(25), torch.arange(15)]).expand(2, -1)
+    alone = torch.cat([model(part, use_cache=False).logits for part in text.split([25, 15], dim=1)], dim=1)
+    assert_close(model(text, position_ids=positions, use_cache=False).logits, alone, rtol=1e-4, atol=1e-4)
+
+
 @torch.no_grad()
 def test_generating(make, text):
     """Greedily and with beams, a padded batch: what a forward without a cache would choose."""

@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from conftest import KINDS
 from transformers import BertModel
 
 import hf_posswap as posswap
@@ -68,7 +69,9 @@ def test_restore_keeps_a_training_mode_and_dtype(make_model, tokens):
     model(tokens)
 
 
-@pytest.mark.parametrize("scheme", ["none", "relative:clip=4", "sinusoidal", "learned"])
+@pytest.mark.parametrize(
+    ("family", "scheme"), [("bert", "relative:clip=4"), ("bert-decoder", "sinusoidal"), ("gpt2", "learned")]
+)
 def test_restore_keeps_training(make_model, family, scheme):
     """Weights that the swap did not rewrite stay as they were trained, queries and keys too; if that is asked for."""
     model = make_model(family)
@@ -96,6 +99,7 @@ def test_restore_keeps_other_changes_of_the_config(make_model, family):
     assert model.config.max_position_embeddings == 32 and not hasattr(model.config, "position_scheme")
 
 
+@pytest.mark.only(cases=KINDS)
 def test_a_second_swap_starts_from_the_original(make_model, family, case, tokens):
     """A chain of swaps ends where its last swap alone would have gone."""
     chained, alone = make_model(family), make_model(family)
@@ -108,6 +112,7 @@ def test_a_second_swap_starts_from_the_original(make_model, family, case, tokens
     assert chained.config.to_dict() == alone.config.to_dict()
 
 
+@pytest.mark.only(cases=KINDS)
 def test_models_do_not_influence_each_other(make_model, family, case, tokens):
     """Models that share their config object and class stay as they are while one of them is swapped and restored."""
     model = make_model(family)
@@ -241,20 +246,6 @@ def test_attention_options_of_gpt2(make_model, option, tokens):
     torch.testing.assert_close(outputs[2], outputs[0], rtol=1e-4, atol=1e-4)
 
 
-def test_optimizer_keeps_working(make_model, tokens):
-    """An optimizer made after the swap trains a swapped model; the loss goes down."""
-    model = make_model("gpt2").train()
-    posswap.swap(model, "relative:clip=4")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(10):
-        losses.append(model(tokens, labels=tokens).loss)
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < 0.7 * losses[0]
-
-
 def test_pickle(make_model, family, tokens):
     """A whole model can be pickled: its classes are found by name. The copy restores to the original."""
     model = make_model(family)
@@ -273,11 +264,3 @@ def test_headless_part_of_a_model(make_model):
     assert posswap.describe(model.bert).new == posswap.Rotary()
     posswap.restore(model.bert)
     assert type(model.bert) is BertModel
-
-
-def test_strings_and_instances_agree(make_model, tokens):
-    """A scheme written as a string is the same swap as the instance."""
-    outputs = []
-    for scheme in ("rotary:theta=500,fraction=0.5", posswap.Rotary(theta=500, fraction=0.5)):
-        outputs.append(posswap.swap(make_model("gpt2"), scheme)(tokens).logits)
-    assert torch.equal(*outputs)

@@ -28,13 +28,19 @@ __all__ = [
     "Roberta",
     "XLMRoberta",
     "family_of",
+    "find_family",
     "longest_input",
 ]
 
 
+def find_family(model_type: str) -> Architecture | None:
+    """Return the family that a `model_type` is of, swapped or not; None where it is not known."""
+    return ARCHITECTURES.get(model_type.removeprefix("posswap-"))
+
+
 def family_of(config: PreTrainedConfig) -> Architecture:
-    """Return the family of a model, swapped or not, by its config."""
-    return ARCHITECTURES[config.model_type.removeprefix("posswap-")]
+    """Return the family of a model that can be swapped, or is, by its config."""
+    return find_family(config.model_type)
 
 
 def longest_input(config: PreTrainedConfig) -> int:

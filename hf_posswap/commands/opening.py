@@ -7,7 +7,7 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_c
 from huggingface_hub.errors import GatedRepoError, HFValidationError, HTTPError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.architectures import find_family
 from hf_posswap.assets import EMBEDDED_MODELS, model_source
 from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.errors import CheckpointError, PosswapError
@@ -67,7 +67,7 @@ def _config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
     kind = written.get("model_type")
     if not isinstance(kind, str):
         raise CheckpointError(f"config.json of {source} names no model_type: add the family, bert or gpt2")
-    if kind.removeprefix("posswap-") not in ARCHITECTURES and not (trust_remote_code and "auto_map" in written):
+    if find_family(kind) is None and not (trust_remote_code and "auto_map" in written):
         raise unsupported(kind, f"{source}, a {kind!r} model")
     with _one_line(f"config.json of {source} cannot be read", "give the config that was saved with the weights"):
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)

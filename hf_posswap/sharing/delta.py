@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from hf_posswap.architectures import ARCHITECTURES, Architecture, longest_input
+from hf_posswap.architectures import Architecture, find_family, longest_input
 from hf_posswap.checkpoint import DIGEST, SwappedModel, config_entry, on_hub, scheme_in, span_in
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.provenance import write_json
@@ -175,8 +175,8 @@ def weights_hash(model: PreTrainedModel) -> str:
 
 def saved_weights_hash(folder: Path) -> str:
     """Return `weights_hash` of the swapped model that a folder holds, from its files, one tensor after the other."""
-    family = json.loads((folder / "config.json").read_text())["model_type"].removeprefix("posswap-")
-    prefix = f"{ARCHITECTURES[family].base_class.base_model_prefix}."
+    family = find_family(json.loads((folder / "config.json").read_text())["model_type"])
+    prefix = f"{family.base_class.base_model_prefix}."
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, framework="pt")) for path in folder.glob("*.safetensors")]
         where = {name: file for file in files for name in file.keys()}

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedModel
 from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
+from hf_posswap.evaluating import evaluating
 from hf_posswap.provenance import weight_hashes, write_json
 from hf_posswap.schemes.rotary import Rotary
 from hf_posswap.sharing.native import Converted, with_table
@@ -123,17 +124,12 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
             f"no class of transformers has {scheme.name} positions in its attention: share the swapped model as it is, which "
             "loads wherever hf_posswap is installed"
         )
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with evaluating(model):
         exported, left_out, holds_for = convert(model, stock, tokenizer)
         exported.to(model.device).eval()
         if model.can_generate():
             exported.generation_config = copy.deepcopy(model.generation_config)
         certificate = certify(model, exported, tokenizer, left_out=left_out, holds_for=holds_for)
-    finally:
-        for module, training in modes.items():
-            module.training = training
     return NativeExport(exported, certificate, tokenizer)
 
 

@@ -24,6 +24,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from hf_posswap.architectures import family_of
 from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES, read_config_entry, scheme_in
 from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.experiments.comparison import check_budgets, load_runs
@@ -105,7 +106,7 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
     about = {"class": _class_name(config, folder), "max_positions": getattr(config, "max_position_embeddings", None)}
     if type(config) in CONFIG_CLASSES.values():
         read_config_entry(config)  # or why not
-        return "swapped", config.position_scheme, {"family": config.model_type.removeprefix("posswap-"), **about}
+        return "swapped", config.position_scheme, {"family": family_of(config).model_type, **about}
     if (folder / PARITY_FILE).is_file():
         entry = _report(folder / PARITY_FILE, "certificate").get("position_scheme")
         if not isinstance(entry, dict) or "trained_positions" not in entry:

@@ -11,7 +11,7 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.architectures import find_family
 from hf_posswap.errors import DataError, UnsupportedModelError
 
 IGNORED = -100  # the label that transformers' losses leave out
@@ -139,7 +139,7 @@ def collate_packed(model: PreTrainedModel) -> Callable[[list[dict]], dict]:
         UnsupportedModelError: An attention implementation that takes no such mask.
     """
     config = model.config
-    architecture = ARCHITECTURES.get(config.model_type.removeprefix("posswap-"))
+    architecture = find_family(config.model_type)
     causal = architecture.is_causal(config) if architecture else config.is_decoder
     implementation = config._attn_implementation
     if implementation not in ("eager", "sdpa"):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from hf_posswap.architectures import ARCHITECTURES
+from hf_posswap.architectures import find_family
 from hf_posswap.errors import PosswapError
 from hf_posswap.training.budget import TrainingConfig
 
@@ -119,7 +119,7 @@ def layer_class_names(model: torch.nn.Module) -> list[str] | None:
     transformers' own list also names BERT's embeddings, whose weights the head shares, and layers are the same after a swap.
     """
     config = getattr(model, "config", None)
-    architecture = ARCHITECTURES.get(getattr(config, "model_type", "").removeprefix("posswap-"))
+    architecture = find_family(getattr(config, "model_type", ""))
     return architecture and sorted({type(layer).__name__ for layer in architecture.layers(model.base_model)})
 
 
