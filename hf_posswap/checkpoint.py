@@ -174,6 +174,17 @@ class SwappedModel:
     def _digest(self) -> torch.Tensor:
         return digest(*read_config_entry(self.config), span_in(self.config.position_scheme))
 
+    def init_continuous_batching(self, *args, **kwargs):
+        """As in transformers, for `generate_batch`, where attention sees all that its paged cache holds and no distances."""
+        first = getattr(self.architecture.self_attentions(self.base_model)[0], "positions", None)
+        span = state_of(self).span is not None
+        if span or (first is not None and (first.needs_key_positions or first.attend is not None or first.bias is not None)):
+            raise PosswapError(
+                f"{self.position_scheme.name} positions{' with a span' * span} cannot use the paged cache of generate_batch: "
+                "call generate with a padded batch"
+            )
+        return super().init_continuous_batching(*args, **kwargs)
+
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
         """Do nothing: transformers would save a copy of this module with the model; what is saved is `STUB`."""

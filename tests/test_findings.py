@@ -71,7 +71,7 @@ def test_restore_after_a_merged_adapter(make_model, tokens, fitted):
     assert not posswap.describe(merged).swapped
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning", "ignore:Could not find a config file:UserWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning", "ignore:Could not find a config")
 @pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
 def test_an_adapter_of_a_swapped_model_on_a_plain_one(make_model, tokens, tmp_path, task):
     """PEFT puts it there without a word; whatever is done with it next here is an error, and on its own base it is right."""
@@ -191,3 +191,22 @@ def test_lengths_beyond_reason(make_model, family):
     for length in (16_777_217, 10**12, 10**30):
         with pytest.raises(posswap.PosswapError, match="must be an integer from 32, what the model holds now, to 16,777,216"):
             posswap.swap(make_model(family), "rotary", max_positions=length)
+
+
+@pytest.mark.parametrize(("scheme", "span"), [("relative:clip=4", None), ("none", 8)])
+def test_continuous_batching(make_model, scheme, span):
+    """A paged cache shows attention no distances: an error, where there were empty lists."""
+    model = posswap.swap(make_model("gpt2", "sdpa"), scheme, span=span)
+    with pytest.raises(posswap.PosswapError, match=f"{scheme[:4]}.* cannot use the paged cache of generate_batch"):
+        model.generate_batch([[5, 6, 7], [8, 9]])
+
+
+@torch.no_grad()
+def test_an_exported_program_takes_any_batch(make_swapped, tokens):
+    """Relative positions leave batch and length as free as rotary ones, in `torch.export` and so in ONNX."""
+    model = make_swapped("gpt2", "relative:clip=4", "sdpa", max_positions=64, n_layer=1).base_model
+    model.config.use_cache = False
+    free = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(model, (tokens,), dynamic_shapes=free, strict=False)
+    other = tokens.repeat(2, 2)[:3, :33]
+    assert_close(program.module()(other)[0], model(other)[0], rtol=1e-4, atol=1e-4)
