@@ -74,8 +74,6 @@ class PositionedAttention(nn.Module):
         if shared_positions.span is not None:
             output, probabilities = self._banded(query, key, value, shared_positions, causal, dropout).transpose(1, 2), None
         elif self.positions.attend is not None:
-            if kwargs.get("cache") is not None:
-                raise PosswapError("these positions compute attention themselves and cannot use a paged cache: use generate()")
             output, probabilities = self.positions(
                 "attend",
                 query,

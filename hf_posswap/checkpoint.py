@@ -18,8 +18,8 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import validate_repo_id
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
@@ -180,6 +180,17 @@ class SwappedModel:
     def _digest(self) -> torch.Tensor:
         return digest(*read_config_entry(self.config), span_in(self.config.position_scheme))
 
+    def init_continuous_batching(self, *args, **kwargs):
+        """As in transformers, for `generate_batch`, where attention sees all that its paged cache holds and no distances."""
+        first = getattr(self.architecture.self_attentions(self.base_model)[0], "positions", None)
+        span = state_of(self).span is not None
+        if span or (first is not None and (first.needs_key_positions or first.attend is not None or first.bias is not None)):
+            raise PosswapError(
+                f"{self.position_scheme.name} positions{' with a span' * span} cannot use the paged cache of generate_batch: "
+                "call generate with a padded batch"
+            )
+        return super().init_continuous_batching(*args, **kwargs)
+
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
         """Do nothing: transformers would save a copy of this module with the model; what is saved is `STUB`."""
@@ -196,6 +207,12 @@ class SwappedModel:
             ) from error
         _check_loaded(model, info, str(pretrained_model_name_or_path))
         return (model, info) if output_loading_info else model
+
+    @staticmethod
+    def _load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs):
+        """As in transformers, which casts whatever a file holds: the only place where its dtypes can be seen."""
+        _check_dtypes(model, state_dict, checkpoint_files or ())
+        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
 
 
 def register_architecture(architecture: Architecture) -> Architecture:
@@ -237,11 +254,28 @@ def register_architecture(architecture: Architecture) -> Architecture:
     return architecture
 
 
-def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
-    """Raise unless position weights are all there, all read, numbers, and of the scheme that the config names."""
+def _position_modules(model: "SwappedModel") -> dict[str, torch.nn.Module]:
     owner, name = model.architecture.table_owner(model.base_model)
     table = getattr(owner, name)
-    ours = {place: one for place, one in model.named_modules() if one is table or isinstance(one, AttentionPositions)}
+    return {place: one for place, one in model.named_modules() if one is table or isinstance(one, AttentionPositions)}
+
+
+def _check_dtypes(model: "SwappedModel", state_dict: dict | None, files) -> None:
+    """Raise where position weights are integers: fractions are lost, and a cast would not tell."""
+    ours = {f"{place}.{name}" for place, one in _position_modules(model).items() for name, _ in one.named_parameters()}
+    dtypes = {name: str(value.dtype) for name, value in (state_dict or {}).items()}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}
+    for name, dtype in dtypes.items():
+        mine = any(f".{one}".endswith(f".{name}") or name.endswith(f".{one}") for one in ours)  # with or without a head
+        if mine and not dtype.removeprefix("torch.").lower().startswith(("f", "bf")):
+            raise CheckpointError(f"{name} is {dtype}, not floating point: the checkpoint is broken, get it again")
+
+
+def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
+    """Raise unless position weights are all there, all read, numbers, and of the scheme that the config names."""
+    ours = _position_modules(model)
 
     def among_ours(keys) -> list[str]:
         names = [key[0] if isinstance(key, tuple) else key for key in keys]
@@ -263,7 +297,7 @@ def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
                 raise CheckpointError(
                     f"{source}: {place}.{one} holds NaN or infinite numbers: the checkpoint is broken, get it again"
                 )
-    kept = getattr(table, DIGEST)
+    kept = next(getattr(one, DIGEST) for one in ours.values() if DIGEST in one._buffers)
     edited = model.config.position_scheme.get("edited") is True
     if not edited and not kept.is_meta and not torch.equal(kept.cpu(), model._digest()):
         raise CheckpointError(

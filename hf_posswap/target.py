@@ -5,7 +5,7 @@ import sys
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posswap.architectures import ARCHITECTURES, Architecture, find_family
 from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedModel
@@ -68,6 +68,11 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
         )
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedModelError("this model is quantized: swap the full-precision checkpoint, then quantize")
+    if not isinstance(model, SwappedModel) and any(map(_for_swapped, (getattr(model, "peft_config", None) or {}).values())):
+        raise PosswapError(
+            "this adapter was trained on a swapped model and has been put on a plain one, where it means nothing: load the "
+            "swapped model, or swap this one without the adapter, then load the adapter"
+        )
     base = model.base_model
     owner, name = architecture.table_owner(base)
     table = getattr(owner, name, None)
@@ -95,6 +100,17 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
                 "checkpoint with device_map"
             )
     return model, architecture
+
+
+def _for_swapped(adapter) -> bool:
+    """Whether a PEFT config says that its adapter was trained on a swapped model: by the class, or by the base's config."""
+    if (adapter.auto_mapping or {}).get("base_model_class", "").startswith("Posswap"):
+        return True
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(adapter.base_model_name_or_path or "", local_files_only=True)
+    except OSError:
+        return False
+    return str(config.get("model_type")).startswith("posswap-")
 
 
 # transformers' models that are composed of others, each with its own config.

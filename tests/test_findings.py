@@ -6,10 +6,10 @@ import shutil
 import accelerate
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, BertLMHeadModel, BertModel, EncoderDecoderModel
+from transformers import AutoModel, AutoModelForCausalLM, BertLMHeadModel, BertModel, EncoderDecoderModel
 
 import hf_posswap as posswap
 
@@ -71,6 +71,25 @@ def test_restore_after_a_merged_adapter(make_model, tokens, fitted):
     assert not posswap.describe(merged).swapped
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning", "ignore:Could not find a config")
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_an_adapter_of_a_swapped_model_on_a_plain_one(make_model, tokens, tmp_path, task):
+    """PEFT puts it there without a word; whatever is done with it next here is an error, and on its own base it is right."""
+    model = posswap.swap(make_model("gpt2"), "rotary")
+    model.save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager").eval()
+    options = LoraConfig(target_modules=["c_attn"], task_type=task, fan_in_fan_out=True, init_lora_weights=False)
+    adapted = get_peft_model(model, options)
+    adapted.save_pretrained(tmp_path / "adapter")
+    wrong = PeftModel.from_pretrained(make_model("gpt2"), tmp_path / "adapter")
+    for use in (posswap.describe, lambda one: posswap.swap(one, "rotary")):
+        with pytest.raises(posswap.PosswapError, match="trained on a swapped model"):
+            use(wrong)
+    right = PeftModel.from_pretrained(posswap.swap(make_model("gpt2"), "rotary"), tmp_path / "adapter")
+    assert posswap.describe(right).swapped
+    assert torch.equal(right(tokens).logits, adapted(tokens).logits)
+
+
 def test_parts_of_a_composed_model(make_model, tmp_path):
     """Swapped first and composed then, parts are saved and loaded; the other way round is refused."""
     encoder = make_model("bert", head=BertModel)
@@ -130,14 +149,21 @@ def test_an_edited_config_that_is_meant(saved):
     assert posswap.describe(model).trained_positions == 31
 
 
-def test_broken_position_weights(saved):
-    """NaN in a table."""
+@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM])
+def test_broken_position_weights(saved, auto_class):
+    """NaN in a table, and integers, which transformers would cast."""
 
     def break_one(tensors):
         next(value for name, value in tensors.items() if "key_table" in name)[0, 0, 0] = float("nan")
 
+    def round_one(tensors):
+        name = next(name for name in tensors if "key_table" in name)
+        tensors[name] = tensors[name].to(torch.int32)
+
     with pytest.raises(posswap.CheckpointError, match="key_table holds NaN or infinite numbers"):
-        AutoModelForCausalLM.from_pretrained(saved(weights=break_one))
+        auto_class.from_pretrained(saved(weights=break_one))
+    with pytest.raises(posswap.CheckpointError, match="key_table is I32, not floating point"):
+        auto_class.from_pretrained(saved(weights=round_one))
 
 
 def test_another_vocabulary(saved):
@@ -165,3 +191,22 @@ def test_lengths_beyond_reason(make_model, family):
     for length in (16_777_217, 10**12, 10**30):
         with pytest.raises(posswap.PosswapError, match="must be an integer from 32, what the model holds now, to 16,777,216"):
             posswap.swap(make_model(family), "rotary", max_positions=length)
+
+
+@pytest.mark.parametrize(("scheme", "span"), [("relative:clip=4", None), ("none", 8)])
+def test_continuous_batching(make_model, scheme, span):
+    """A paged cache shows attention no distances: an error, where there were empty lists."""
+    model = posswap.swap(make_model("gpt2", "sdpa"), scheme, span=span)
+    with pytest.raises(posswap.PosswapError, match=f"{scheme[:4]}.* cannot use the paged cache of generate_batch"):
+        model.generate_batch([[5, 6, 7], [8, 9]])
+
+
+@torch.no_grad()
+def test_an_exported_program_takes_any_batch(make_swapped, tokens):
+    """Relative positions leave batch and length as free as rotary ones, in `torch.export` and so in ONNX."""
+    model = make_swapped("gpt2", "relative:clip=4", "sdpa", max_positions=64, n_layer=1).base_model
+    model.config.use_cache = False
+    free = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(model, (tokens,), dynamic_shapes=free, strict=False)
+    other = tokens.repeat(2, 2)[:3, :33]
+    assert_close(program.module()(other)[0], model(other)[0], rtol=1e-4, atol=1e-4)

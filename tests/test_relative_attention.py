@@ -255,6 +255,31 @@ def test_threads_do_not_share_anything():
             assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_large_scores_in_half_precision(dtype):
+    """Scores of a hundred are sums in float32: what rounding them to half precision would cost is many times this."""
+    torch.manual_seed(0)
+    tensors = [states.detach().to(dtype) for states in inputs((1, 2, 300, 300, 16), head_dim=48)]
+    tensors[:3] = [4 * states for states in tensors[:3]]
+    exact = relative_attention(*(states.double() for states in tensors), clip=16)
+    for implementation in ("window", "fused"):
+        rounded = relative_attention(*tensors, clip=16, implementation=implementation).double()
+        assert (rounded - exact).norm() / exact.norm() < torch.finfo(dtype).eps / 2
+
+
+def test_gradients_by_torch_func():
+    """`torch.func.grad` gives what autograd gives."""
+    tensors = inputs((1, 2, 6, 6, 2))
+    mask = padding("left", 1, 6)
+
+    def loss(*tensors):
+        return relative_attention(*tensors, clip=2, key_mask=mask).square().sum()
+
+    expected = torch.autograd.grad(loss(*tensors), tensors)
+    for ours, theirs in zip(torch.func.grad(loss, argnums=tuple(range(5)))(*tensors), expected, strict=True):
+        assert_close(ours, theirs)
+
+
 def test_second_derivatives_are_refused():
     """Differentiable once; asking for more is an error, not a wrong number."""
     tensors = inputs((1, 1, 5, 5, 2))

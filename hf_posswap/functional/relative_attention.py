@@ -89,7 +89,8 @@ def attend(query, key, value, key_table, value_table, clip, causal, key_mask, dr
         first_value = value_table[..., :1, :] if value_table.dim() == 3 else value_table[None, :1]
         if dropout:  # what is kept of a row does not sum to one
             value, first_value = value + first_value, None
-    return WindowedAttention.apply(query, key, value, relative_keys, relative_values, first_value, key_mask, plan)
+    seed = int(torch.randint(2**62, ())) if dropout else None  # one draw from the caller's generator
+    return WindowedAttention.apply(query, key, value, relative_keys, relative_values, first_value, key_mask, plan, seed)[0]
 
 
 def _relative_to_far_left(table: torch.Tensor, clip: int, causal: bool, dtype: torch.dtype) -> torch.Tensor:

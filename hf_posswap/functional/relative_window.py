@@ -131,6 +131,8 @@ class Group:
         self.first_value = None if first_value is None else table(first_value)
         # Sums, exponentials and what is added up over blocks: in float32 at least.
         self.precise = torch.promote_types(query.dtype, torch.float32)
+        # And products that become scores: rounded to bfloat16, a score of 64 is off by a quarter.
+        self.for_scores = [states.to(self.precise) for states in (self.query, self.key, self.key_table)]
         self.mask = None
         if key_mask is not None:
             lowest = torch.finfo(self.precise).min / 2  # not -inf: a row without keys must not become NaN on the way
@@ -148,9 +150,10 @@ class Group:
 
         They are in units of log 2, for exp2: torch.exp takes up to a hundred times as long where it underflows.
         """
-        plan, query = self.plan, self.query[:, block.rows]
-        by_distance = _product(query, self.key_table.mT, self.precise, plan.scale, LOG2_E)  # (G, rows, R - 1)
-        scores = self.spread(block, scratch, query, self.key, by_distance, plan.scale, LOG2_E, -math.inf)
+        plan, (query, key, key_table) = self.plan, self.for_scores
+        query = query[:, block.rows]
+        by_distance = _product(query, key_table.mT, self.precise, plan.scale * LOG2_E)  # (G, rows, R - 1)
+        scores = self.spread(block, scratch, query, key, by_distance, plan.scale * LOG2_E, -math.inf)
         if plan.causal:
             scores[..., block.triangle].masked_fill_(self.triangle[: block.size, : block.size - 1] > 0, -math.inf)
         if self.mask is not None:
@@ -158,10 +161,10 @@ class Group:
             scores.view(shape)[..., block.columns].add_(self.mask[..., block.keys])
         return scores, by_distance[..., -1:]
 
-    def spread(self, block: Block, scratch, rows, near, by_distance, scale: float, unit: float, outside: float) -> torch.Tensor:
-        """Return scale * unit * rows . near for the keys of the window, plus what belongs to their distances."""
+    def spread(self, block: Block, scratch, rows, near, by_distance, scale: float, outside: float) -> torch.Tensor:
+        """Return scale * rows . near for the keys of the window, plus what belongs to their distances."""
         plan, window = self.plan, self.window(block, scratch)
-        _product_into(window[..., block.columns], rows, near[:, block.keys].mT, scale, unit)
+        _product_into(window[..., block.columns], rows, near[:, block.keys].mT, scale)
         window[..., : block.columns.start] = outside
         window[..., block.columns.stop :] = outside
         if by_distance is not None:
@@ -217,18 +220,19 @@ class Group:
 
 
 class WindowedAttention(torch.autograd.Function):
-    """(B, H, Q, D), (B, H, K, D) twice, tables relative to the far left (H or 1, N, D), a^V_0 -> (B, H, Q, D)."""
+    """(B, H, Q, D), (B, H, K, D) twice, tables relative to the far left (H or 1, N, D), a^V_0 -> (B, H, Q, D), log-sum-exps.
+
+    The seed is that of dropout; every block makes its own from it.
+    """
 
     @staticmethod
-    def forward(ctx, query, key, value, key_table, value_table, first_value, key_mask, plan):
+    def forward(query, key, value, key_table, value_table, first_value, key_mask, plan, seed):
         batch, heads, queries, head_dim = query.shape
         # As the projection that follows reads it; no copy then.
         output = query.new_empty(batch, queries, heads, head_dim).transpose(1, 2)
         precise = torch.promote_types(query.dtype, torch.float32)
         logsumexp = torch.empty(batch, heads, queries, dtype=precise, device=query.device)
         scratch, spare = (_scratch(plan, batch, heads, precise, query.device) for _ in range(2))
-        # One draw from the caller's generator; every block then has its own seed.
-        seed = int(torch.randint(2**62, ())) if plan.dropout else None
         number = 0
         for where in plan.groups(batch, heads):
             group = Group(plan, where, query, key, value, key_table, value_table, first_value, key_mask, spare)
@@ -268,13 +272,17 @@ class WindowedAttention(torch.autograd.Function):
         empty = _rows_without_keys(key_mask, plan)
         if empty is not None:
             output.masked_fill_(empty, 0)
-        ctx.save_for_backward(query, key, value, key_table, value_table, first_value, key_mask, output, logsumexp)
-        ctx.plan, ctx.seed = plan, seed
-        return output
+        return output, logsumexp
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):  # apart from forward, for torch.func
+        *tensors, ctx.plan, ctx.seed = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_output):
+    def backward(ctx, grad_output, _):
         query, key, value, key_table, value_table, first_value, key_mask, output, logsumexp = ctx.saved_tensors
         plan, precise = ctx.plan, logsumexp.dtype
         batch, heads, _, _ = query.shape
@@ -309,7 +317,7 @@ class WindowedAttention(torch.autograd.Function):
                 number += 1
                 # Gradients of the probabilities ...
                 by_distance = None if value_table is None else _product(block_grad, group.value_table.mT, precise)
-                window = group.spread(block, grad_scratch, block_grad, group.value, by_distance, 1.0, 1.0, 0.0)
+                window = group.spread(block, grad_scratch, block_grad, group.value, by_distance, 1.0, 0.0)
                 dropped = weights
                 if kept is not None:
                     window.mul_(kept)
@@ -362,7 +370,7 @@ class WindowedAttention(torch.autograd.Function):
         if first_value is not None:  # probabilities sum to one
             grad_first = grad_output.sum((0, 2), dtype=precise)[:, None].sum_to_size(first_value.shape).to(first_value.dtype)
         grads = [grad.to(query.dtype) for grad in grads]
-        return *grads, table(grad_tables[0], key_table), table(grad_tables[1], value_table), grad_first, None, None
+        return *grads, table(grad_tables[0], key_table), table(grad_tables[1], value_table), grad_first, None, None, None
 
 
 def _scratch(plan: Plan, batch: int, heads: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -379,19 +387,19 @@ def _rows_without_keys(key_mask: torch.Tensor | None, plan: Plan) -> torch.Tenso
     return (seen == 0)[:, None, :, None]
 
 
-def _product(left, right, dtype: torch.dtype, scale: float = 1.0, unit: float = 1.0) -> torch.Tensor:
-    """Return scale * unit * left @ right, (G, N, M), in `dtype`."""
+def _product(left, right, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    """Return scale * left @ right, (G, N, M), in `dtype`."""
     out = torch.empty(len(left), left.shape[1], right.shape[2], dtype=dtype, device=left.device)
-    _product_into(out, left, right, scale, unit)
+    _product_into(out, left, right, scale)
     return out
 
 
-def _product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float, unit: float = 1.0) -> None:
+def _product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
     if out.dtype == left.dtype:
         # beta=0: the input is not read.
-        torch.baddbmm(out.new_empty(1, 1, 1), left, right, beta=0, alpha=scale * unit, out=out)
-    else:  # scaled before it is rounded: in float16 the product might be infinite
-        torch.mul(torch.bmm(left * scale if scale != 1 else left, right), unit, out=out)
+        torch.baddbmm(out.new_empty(1, 1, 1), left, right, beta=0, alpha=scale, out=out)
+    else:
+        torch.mul(torch.bmm(left, right), scale, out=out)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float = 1.0) -> None:
