@@ -1,4 +1,4 @@
-"""What `pip install hf_posswap` leaves out: libraries of the extra `recipes`, and the line that says so.
+"""What `pip install hf_posswap` leaves out: libraries of extras, and the line that says which extra has one.
 
 Swapping, fitting, saving, loading, exporting and sharing need none of them.
 """
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from hf_posswap.errors import PosswapError
 
 RECIPES = ("accelerate", "datasets", "evaluate", "matplotlib", "scipy", "sklearn", "tensorboard")
+EXTRAS = dict.fromkeys(RECIPES, "recipes") | {"sentence_transformers": "sentence-transformers"}  # library -> extra
 
 
 class MissingExtraError(PosswapError, ImportError):
@@ -26,6 +27,7 @@ def extra() -> Iterator[None]:
         yield
     except ImportError as error:
         library = (error.name or "").partition(".")[0]
-        if library not in RECIPES or isinstance(error, MissingExtraError):
+        if library not in EXTRAS or isinstance(error, MissingExtraError):
             raise
-        raise MissingExtraError(f'this needs {library}, which is not installed: pip install "hf_posswap[recipes]"') from None
+        line = f'this needs {library}, which is not installed: pip install "hf_posswap[{EXTRAS[library]}]"'
+        raise MissingExtraError(line) from None

@@ -42,6 +42,7 @@ class Undo:
     weights: dict[str, tuple]  # of each tensor but positions: see `weights_beside_positions`
     config_fields: dict
     name_or_path: str
+    limits: dict[str, int]  # of the pipeline around it
 
 
 @dataclass

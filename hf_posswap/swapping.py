@@ -22,6 +22,7 @@ from hf_posswap.checkpoint import (
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
 from hf_posswap.functional.closed_form import balance
+from hf_posswap.pipelines import check_reads, is_pipeline, limits, set_limits
 from hf_posswap.schemes import SCHEMES, Scheme, parse_scheme
 from hf_posswap.surgery import (
     Snapshot,
@@ -55,7 +56,8 @@ def swap(
     """Replace the learned absolute positions of a pretrained model by another scheme, in place; return the model.
 
     Args:
-        model: A BERT or GPT-2 model of transformers, with any head, or a PEFT model around one.
+        model: A BERT or GPT-2 model of transformers, with any head, a PEFT model around one, or a pipeline of
+            sentence-transformers that begins with one: it then reads `max_positions` tokens.
         scheme: An instance such as `Rotary(theta=500_000)`, or a string such as "rotary:theta=500000,fraction=0.5".
         max_positions: The longest input the swapped model shall take; the checkpoint's own length by default.
         warm_start: Start as close to the original as its weights allow: project sinusoids onto the old table, keep the
@@ -98,7 +100,8 @@ def swap(
             "or save the model and load it again to swap from where it is now"
         )
     start = take_snapshot(target, architecture, weights=False) if undo is None else undo.snapshot
-    max_positions = _check_max_positions(max_positions, start)
+    asked, max_positions = max_positions, _check_max_positions(max_positions, start)
+    check_reads(model, max_positions if asked is None else None)
     geometry = geometry_of(target.config, max_positions, _trained_positions(start))
     scheme.check(geometry)
     near = _check_span(span, first, max_positions)
@@ -117,7 +120,10 @@ def swap(
         raise
     found = fingerprint(target, architecture), weights_beside_positions(target, architecture)
     name = target.name_or_path if undo is None else undo.name_or_path
-    state_of(target).undo = Undo(original, *found, copy.deepcopy(vars(target.config)), name)
+    reads = limits(model) if undo is None else undo.limits or limits(model)
+    state_of(target).undo = Undo(original, *found, copy.deepcopy(vars(target.config)), name, reads)
+    if asked is not None:
+        set_limits(model, asked)
     # The checkpoint it came from holds the original: an adapter that named it as its base would load onto that one.
     target.name_or_path = ""
     return model
@@ -200,6 +206,7 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
     revert(target, architecture, undo.snapshot)
     vars(target.config).update(since)
     target.name_or_path = undo.name_or_path
+    set_limits(model, undo.limits)
     return model
 
 
@@ -236,7 +243,8 @@ def original(model: PreTrainedModel, *, share_weights: bool = False, keep_traini
     target, architecture = find_target(model)
     own = {id(p) for attention in architecture.self_attentions(target.base_model) for p in attention.parameters()}
     shared = {id(p): p for p in target.parameters() if share_weights and id(p) not in own}
-    twin = copy.deepcopy(target, shared)  # what deepcopy finds in its memo, it does not copy
+    whole = model if is_pipeline(model) else target
+    twin = copy.deepcopy(whole, shared)  # what deepcopy finds in its memo, it does not copy
     restore(twin, keep_training=keep_training)
     return twin.eval() if share_weights else twin.eval().requires_grad_(False)
 

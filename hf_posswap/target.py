@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_posswap.architectures import ARCHITECTURES, Architecture, find_family
 from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedModel
 from hf_posswap.errors import PosswapError, UnsupportedModelError
+from hf_posswap.pipelines import unwrap
 
 # Families that people ask for, and why they cannot be.
 _PAIRS = "an encoder and a decoder have a table each, and a scheme would have to go into both"
@@ -41,13 +42,16 @@ def unsupported(kind: str, what: str) -> UnsupportedModelError:
 
 def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Architecture]:
     """Return the transformers model to work on and its family, or raise saying why it cannot be swapped."""
+    model = unwrap(model)
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
         model = model.get_base_model()
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or getattr(model, "_compiled_call_impl", None):
         raise UnsupportedModelError("this model is compiled already: swap first, then compile")
     if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(f"a {type(model).__name__} cannot be swapped: pass a transformers model, or a PEFT one")
+        raise UnsupportedModelError(
+            f"a {type(model).__name__} cannot be swapped: pass a model of transformers, PEFT or sentence-transformers"
+        )
     kind = model.config.model_type
     architecture = find_family(kind)
     if architecture is None:

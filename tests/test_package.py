@@ -63,7 +63,18 @@ def test_relative_attention_knows_no_models():
 
 
 # What a swap is, each imported by those after it; no wing (fitting, measure, sharing, ...) is asked by any of them.
-SPINE = ("attention", "span_cache", "surgery", "forward", "checkpoint", "target", "warm_start", "swapping", "describing")
+SPINE = (
+    "attention",
+    "span_cache",
+    "surgery",
+    "forward",
+    "checkpoint",
+    "pipelines",
+    "target",
+    "warm_start",
+    "swapping",
+    "describing",
+)
 
 
 def test_the_spine_asks_no_wing():

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from hf_posswap.commands.new_folder import new_folder
-from hf_posswap.commands.opening import TRUST_HELP, open_model, open_tokenizer
+from hf_posswap.commands.opening import TRUST_HELP, loading, open_tokenizer, open_whole
 from hf_posswap.sharing.export import export_native
 from hf_posswap.terminal import say
 
@@ -18,13 +18,16 @@ def export_command(
 ):
     """Write a swapped model as a stock class of transformers that computes the same, and say how near it comes.
 
+    A pipeline of sentence-transformers stays one, and loads without hf_posswap.
+
     BERT with rotary positions becomes RoFormer, GPT-2 GPT-NeoX; what is added to the embeddings becomes a plain table.
     """
     with new_folder(output) as folder:
-        loaded = open_model(model, trust_remote_code=trust_remote_code)
+        loaded = open_whole(model, trust_remote_code=trust_remote_code)
         tokenizer = open_tokenizer(model, trust_remote_code=trust_remote_code)
         say("exporting, and comparing both models on the same tokens")
         native = export_native(loaded, tokenizer)
         native.save_pretrained(folder)
     typer.echo(native.certificate)
-    typer.echo(f"saved to {output}: {type(native.model).__name__}.from_pretrained({str(output)!r}), without hf_posswap")
+    line = loading(native.model if native.pipeline is None else native.pipeline, output)
+    typer.echo(f"saved to {output}: {line}, without hf_posswap")

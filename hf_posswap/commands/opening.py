@@ -11,6 +11,8 @@ from hf_posswap.architectures import find_family
 from hf_posswap.assets import EMBEDDED_MODELS, model_source
 from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.errors import CheckpointError, PosswapError
+from hf_posswap.extras import extra
+from hf_posswap.pipelines import is_pipeline, kind_of
 from hf_posswap.target import unsupported
 from hf_posswap.terminal import say
 
@@ -53,11 +55,33 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel
     return model
 
 
+def open_whole(name: str, *, trust_remote_code: bool = False):
+    """Load a model as `open_model` does, or the pipeline of sentence-transformers that it is the first module of."""
+    source = model_source(name)
+    _config(source, trust_remote_code)
+    kind = kind_of(source)
+    if kind is None:
+        return open_model(name, trust_remote_code=trust_remote_code)
+    with extra():
+        import sentence_transformers
+    say(f"loading {name}, a {kind}")
+    with _one_line(f"{name} cannot be loaded as a {kind}", "copy or download it again"):
+        return getattr(sentence_transformers, kind)(source, device="cpu", trust_remote_code=trust_remote_code)
+
+
 def open_tokenizer(name: str, *, trust_remote_code: bool = False):
     """Return the tokenizer of such a model, or None: where it has none, transformers makes one up with hardly a word."""
     with _one_line(f"the tokenizer of {name} cannot be read", "copy or download it again"):
         tokenizer = AutoTokenizer.from_pretrained(model_source(name), trust_remote_code=trust_remote_code)
     return tokenizer if len(tokenizer) > 10 else None
+
+
+def loading(model, folder: Path) -> str:
+    """Return the line of Python that loads what was saved."""
+    name, place = type(model).__name__, repr(str(folder))
+    if is_pipeline(model):
+        return f"{name}({place})"
+    return f"AutoModel...from_pretrained({place})" if name.startswith("Posswap") else f"{name}.from_pretrained({place})"
 
 
 def _config(source: str, trust_remote_code: bool) -> PreTrainedConfig:

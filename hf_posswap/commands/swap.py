@@ -10,13 +10,14 @@ from transformers import PreTrainedModel
 
 from hf_posswap.architectures import family_of, longest_input
 from hf_posswap.commands.new_folder import new_folder
-from hf_posswap.commands.opening import TRUST_HELP, open_model, open_tokenizer
+from hf_posswap.commands.opening import TRUST_HELP, loading, open_tokenizer, open_whole
 from hf_posswap.data.calibration import text_batches, written_text
 from hf_posswap.data.text import read_documents, stdlib_prose
 from hf_posswap.describing import describe
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.fitting.choosing import choose
 from hf_posswap.fitting.fit import fit as fit_swapped
+from hf_posswap.pipelines import is_pipeline, unwrap
 from hf_posswap.provenance import provenance
 from hf_posswap.schemes import SCHEMES, parse_scheme
 from hf_posswap.swapping import swap
@@ -52,15 +53,16 @@ def swap_command(
     """Swap a checkpoint's positions, fit the new ones if asked to, and save the result.
 
     Swapped are BERT, RoBERTa, XLM-RoBERTa, CamemBERT and GPT-2 models with learned positions and any head of transformers', in
-    full precision. Not swapped: quantized models, other families (OPT, ELECTRA, ...), and models that are rotary or relative
-    already.
+    full precision, and pipelines of sentence-transformers around them, which stay whole. Not swapped: quantized models, other
+    families (OPT, ELECTRA, ...), and models that are rotary or relative already.
     """
     for name, value in (("--fit-tokens", fit_tokens), ("--reconstruct", reconstruct), ("--text-column", text_column)):
         if fit is None and value is not None:
             raise PosswapError(f"{name} is about a fit: pass --fit FILE or --fit auto, too")
     chosen = parse_scheme(scheme)
     with new_folder(output) as folder:
-        loaded = open_model(model, trust_remote_code=trust_remote_code)
+        whole = open_whole(model, trust_remote_code=trust_remote_code)
+        loaded, piped = unwrap(whole), is_pipeline(whole)
         tokenizer = open_tokenizer(model, trust_remote_code=trust_remote_code)
         batches, words = None, None
         if fit is not None:
@@ -71,7 +73,7 @@ def swap_command(
             say(f"choosing {', '.join(chosen.open_options())} of {chosen.name} by short fits")
             chosen = choose(loaded, chosen, batches, max_positions=max_positions, progress=bar)
         say(f"swapping to {chosen}")
-        swap(loaded, chosen, max_positions=max_positions, warm_start=not cold, span=span, first=first)
+        swap(whole, chosen, max_positions=max_positions, warm_start=not cold, span=span, first=first)
         report = None
         if batches is not None:
             steps = 100 if reconstruct is None else reconstruct
@@ -79,16 +81,16 @@ def swap_command(
             report = replace(fit_swapped(loaded, batches, reconstruct=steps, progress=bar), text=words)
             typer.echo(report)
         say(f"saving to {output}")
-        loaded.save_pretrained(folder)
+        whole.save_pretrained(str(folder))
         if report is not None:
             report.save(folder, command=provenance()["command"])
-        if tokenizer is not None:
+        if tokenizer is not None and not piped:
             tokenizer.model_max_length = longest_input(loaded.config)
             tokenizer.save_pretrained(folder)
     typer.echo(replace(describe(loaded), can_restore=False))  # this process ends, and the original with it
     if tokenizer is None:
         typer.echo(f"no tokenizer saved: {model} has none for this model")
-    typer.echo(f"saved to {output}: import hf_posswap, then AutoModel...from_pretrained({str(output)!r})")
+    typer.echo(f"saved to {output}: import hf_posswap, then {loading(whole, output)}")
 
 
 def _calibration(

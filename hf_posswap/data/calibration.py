@@ -5,7 +5,7 @@ measured on, which decided nothing (report). `text_batches` splits text into the
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -78,6 +78,21 @@ def text_batches(
     return TextBatches(*parts)
 
 
+def read_texts(batches, tokenizer: PreTrainedTokenizerBase | None, max_length: int, **options):
+    """Return `text_batches` of these where they are texts in a list, with its options; batches as they are."""
+    texts = isinstance(batches, Sequence) and not isinstance(batches, str) and len(batches) and isinstance(batches[0], str)
+    if not texts:
+        return batches
+    if tokenizer is None:
+        raise DataError(
+            "these are texts, and there is no tokenizer to read them with: pass tokenizer=, or what "
+            "posswap.text_batches(texts, tokenizer, max_length) returns"
+        )
+    if not all(isinstance(text, str) for text in batches):
+        raise DataError("some of the texts are no strings: give texts alone, or batches of token ids alone")
+    return text_batches(list(batches), tokenizer, max_length, **options)
+
+
 def mixed_lengths(longest: int) -> list[int]:
     """Return the lengths that an encoder is fitted at: the longest, and by quarters down to 16 or so.
 
@@ -138,7 +153,9 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
     checked = []
     given = [batches] if isinstance(batches, torch.Tensor) or hasattr(batches, "keys") else batches
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise DataError(f"batches must be token ids (N, L), or an iterable of such or of dicts, not {type(given).__name__}")
+        raise DataError(
+            f"batches must be texts in a list, token ids (N, L), or an iterable of such or of dicts, not {type(given).__name__}"
+        )
     for batch in given:
         batch = dict(batch) if hasattr(batch, "keys") else {"input_ids": batch}
         unknown = sorted(set(batch) - set(_KEYS))

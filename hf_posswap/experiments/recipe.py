@@ -38,6 +38,7 @@ from hf_posswap.architectures import longest_input
 from hf_posswap.errors import CheckpointError, Interrupted, PosswapError
 from hf_posswap.experiments.models import cost, load_model, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig, RunOptions, SwapOptions, command_line, read_config
+from hf_posswap.pipelines import is_pipeline
 from hf_posswap.provenance import lock, prepare_output, provenance, weight_hashes, without_home, write_json
 from hf_posswap.terminal import run_program
 from hf_posswap.training.launching import save_trained
@@ -107,6 +108,10 @@ def _finite(value: torch.Tensor) -> bool:
 
 
 def _save_model(model: PreTrainedModel, source: str, folder: Path) -> None:
+    if is_pipeline(model):  # which has its tokenizer
+        if PartialState().is_main_process:
+            model.save_pretrained(str(folder))
+        return
     tokenizer = load_tokenizer(source)
     tokenizer.model_max_length = longest_input(model.config)
     save_trained(model, folder)

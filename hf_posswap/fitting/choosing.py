@@ -7,14 +7,16 @@ from dataclasses import replace
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.architectures import longest_input
-from hf_posswap.data.calibration import Batch, TextBatches, check_batches
+from hf_posswap.data.calibration import Batch, TextBatches, check_batches, read_texts
 from hf_posswap.errors import PosswapError
 from hf_posswap.fitting.fit import fit
+from hf_posswap.pipelines import tokenizer_of
 from hf_posswap.schemes import Scheme, parse_scheme
 from hf_posswap.swapping import swap
+from hf_posswap.target import find_target
 
 _TOKENS_A_TRIAL = 16_384
 
@@ -29,6 +31,7 @@ def choose(
     seed: int = 0,
     progress: bool = True,
     window: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Scheme:
     """Return the scheme with every "auto" replaced by the value that hurts this model least; the model itself stays as it is.
 
@@ -44,7 +47,7 @@ def choose(
         reconstruct: Steps for each layer and candidate.
         seed: As for `posswap.fit`.
         progress: Show a bar.
-        window: As for `posswap.fit`.
+        window, tokenizer: As for `posswap.fit`.
 
     Text to report on, if the batches have any (`text_batches`), is not looked at.
 
@@ -62,7 +65,10 @@ def choose(
     if not scheme.open_options():
         options = ", ".join(scheme.choices) or "none of this scheme's"
         raise PosswapError(f"{scheme} has no option that is 'auto'; options that may be are: {options}")
-    longest = max_positions or longest_input(model.config)
+    tokenizer, (model, architecture) = tokenizer or tokenizer_of(model), find_target(model)
+    trained, causal = longest_input(model.config), architecture.is_causal(model.config)
+    longest = max_positions or trained
+    batches = read_texts(batches, tokenizer, longest, causal=causal, window=window or trained, seed=seed)
     if isinstance(batches, TextBatches):
         text = TextBatches(
             *(_thin(check_batches(part, model, longest), share) for part, share in ((batches, 0.9), (batches.select, 0.1)))

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.architectures import Architecture, longest_input
 from hf_posswap.checkpoint import SwappedModel
@@ -26,6 +26,7 @@ from hf_posswap.data.calibration import (
     check_batches,
     few_tokens,
     random_tokens,
+    read_texts,
     split_batches,
     written_text,
 )
@@ -33,6 +34,8 @@ from hf_posswap.errors import CheckpointError, DataError, PosswapError, Unsuppor
 from hf_posswap.fitting.layerwise import LayerFit, Walk, opening
 from hf_posswap.measure.damage import Damage, damage
 from hf_posswap.measure.reading import LongText, Reading
+from hf_posswap.pipelines import reads as reads_whole
+from hf_posswap.pipelines import tokenizer_of
 from hf_posswap.provenance import provenance, weight_hashes, without_home, write_json
 from hf_posswap.sharing.delta import saved_weights_hash, weights_hash
 from hf_posswap.surgery import is_part, undo_of
@@ -170,15 +173,16 @@ def fit(
     seed: int = 0,
     progress: bool = True,
     window: int | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> FitReport:
     """Fit a freshly swapped model to its original on some text, in place; return what that cost and won.
 
     Args:
-        model: A swapped model. Only the weights of self-attention, and its positions, change; `restore` still gives
-            the original back bit for bit.
-        batches: Token ids (N, L), or an iterable of such of differing lengths, or of dicts with `input_ids`,
-            `attention_mask` and `token_type_ids`. Mix lengths up to the longest input you care about, also beyond what the
-            original reads: it then reads through a window that slides by a quarter. `text_batches` makes them of text.
+        model: A swapped model, or the pipeline of sentence-transformers around it. Only the weights of self-attention, and its
+            positions, change; `restore` still gives the original back bit for bit.
+        batches: Texts in a list, which `text_batches` cuts; or token ids (N, L), or an iterable of such of differing
+            lengths, or of dicts with `input_ids`, `attention_mask` and `token_type_ids`. Mix lengths up to the longest input
+            you care about, also beyond what the original reads: it then reads through a window that slides by a quarter.
             None: a causal model writes text itself, an encoder gets random tokens, which real text beats.
         reconstruct: Steps of Adam for each layer; 0 is the closed form alone, where the scheme has one.
         original_model: The original, if this process does not keep it: for a model loaded from a swapped checkpoint.
@@ -187,6 +191,7 @@ def fit(
         progress: Show a bar.
         window: Tokens that the original reads at once where a batch is longer. By default as many as it has positions for;
             fewer where it was tuned on fewer (MiniLM: 128).
+        tokenizer: What texts are read with; a pipeline has its own.
 
     Other text than what is fitted on tells what is kept, and other text again is what the report is measured on, if batches
     come from `text_batches`. Of other batches every tenth sequence is held out for both.
@@ -215,12 +220,14 @@ def fit(
     modes = {module: module.training for one in (target, teacher) for module in one.modules()}
     try:
         target.eval(), teacher.eval()
+        causal = architecture.is_causal(target.config)
         if batches is None:
-            causal = architecture.is_causal(target.config)
             if causal and not (teacher.can_generate() and teacher.get_output_embeddings() is not None):
                 raise DataError("this model has no language-modelling head to write its own text with: pass batches")
             batches = (written_text if causal else random_tokens)(teacher, seed=seed, length=reads)
             text = "written by the model" if causal else "random tokens"
+        own, longest = tokenizer or tokenizer_of(model), reads_whole(model, longest_input(target.config))
+        batches = read_texts(batches, own, longest, causal=causal, window=window or reads, seed=seed)
         fitted, select, report = _parts(batches, target)
         counts = [sum(int(batch["attention_mask"].sum()) for batch in part) for part in (fitted, report or select)]
         if counts[0] < 4 * target.config.hidden_size or not select:

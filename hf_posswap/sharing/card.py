@@ -19,6 +19,7 @@ from hf_posswap.assets import EMBEDDED_MODELS
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.experiments.comparison import background, markdown, row_label
 from hf_posswap.experiments.page import plots
+from hf_posswap.pipelines import KINDS
 from hf_posswap.provenance import write_json
 from hf_posswap.schemes import scheme_from_dict
 from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, data_of, gather, own_rows
@@ -208,7 +209,10 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
         scheme_name=scheme.name,
         options=options,
         name=name,
-        auto_class=_auto_class(model["class"]),
+        auto_class=model.get("pipeline") or _auto_class(model["class"]),
+        load="" if model.get("pipeline") else ".from_pretrained",
+        library="sentence_transformers" if model.get("pipeline") else "transformers",
+        tokenizer=model["tokenizer"] and not model.get("pipeline"),
         exportable=_exportable(model, scheme),
         fit=fit,
         damage=_damage(fit) if fit else "",
@@ -377,9 +381,11 @@ def _limits(content: dict, scheme) -> list[str]:
 def _metadata(content: dict, index: list[EvalResult], license: str | None, name: str) -> dict:
     model = content["model"]
     base = model["base_model"]
+    delta, pipeline = model["kind"] == "delta", model.get("pipeline")
+    task = KINDS[pipeline] if pipeline else _PIPELINES.get(_auto_class(model["class"]))
     data = {
-        "library_name": "hf_posswap" if model["kind"] == "delta" else "transformers",
-        "pipeline_tag": None if model["kind"] == "delta" else _PIPELINES.get(_auto_class(model["class"])),
+        "library_name": "hf_posswap" if delta else "sentence-transformers" if pipeline else "transformers",
+        "pipeline_tag": None if delta else task,
         "license": license,
         "tags": ["hf_posswap", f"position-{model['position_scheme']['name']}"],
     }

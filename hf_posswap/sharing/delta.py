@@ -106,7 +106,7 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
     Raises:
         CheckpointError: The delta is incomplete, of a newer format, or of another base model; nothing is changed.
     """
-    target, architecture = find_target(base_model)
+    target, architecture = find_target(base_model)  # of a pipeline, the model inside
     if isinstance(target, SwappedModel):
         raise PosswapError("this model is swapped already: load the plain checkpoint")
     if not isinstance(folder_or_id, (str, Path)):
@@ -140,13 +140,13 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
             f"{folder_or_id} was made from other weights or heads ({known}): load that model, in the dtype it was in"
         )
     try:
-        near = span_in(entry)
-        swap(target, scheme_in(entry), max_positions=longest, warm_start=False, **near._asdict() if near else {})
+        near, asked = span_in(entry), None if longest == longest_input(target.config) else longest
+        swap(base_model, scheme_in(entry), max_positions=asked, warm_start=False, **near._asdict() if near else {})
     except PosswapError as error:
         raise CheckpointError(f"{folder_or_id} holds a scheme that cannot be used: {error}") from None
     wanted = _position_weights(target, architecture)
     if problem := _misfit(weights, wanted):
-        restore(target)
+        restore(base_model)
         raise CheckpointError(f"{folder_or_id} does not hold the weights of its scheme ({problem}): get the delta again")
     with torch.no_grad():
         for name, value in wanted.items():

@@ -25,11 +25,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedModel
 from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
 from hf_posswap.evaluating import evaluating
+from hf_posswap.pipelines import around, is_pipeline, tokenizer_of
 from hf_posswap.provenance import weight_hashes, write_json
 from hf_posswap.schemes.rotary import Rotary
 from hf_posswap.sharing.native import Converted, with_table
@@ -54,12 +56,13 @@ class NativeExport:
     model: PreTrainedModel
     certificate: Certificate
     tokenizer: PreTrainedTokenizerBase | None = None
+    pipeline: nn.Module | None = None  # of sentence-transformers, with the stock model inside
 
     def __repr__(self) -> str:
         return str(self.certificate)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write weights, config, tokenizer and parity.json into a new folder.
+        """Write weights, config, tokenizer and parity.json into a new folder; of a pipeline all that it has.
 
         Raises:
             CheckpointError: The folder has something in it.
@@ -67,8 +70,8 @@ class NativeExport:
         folder = Path(folder)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise CheckpointError(f"{folder} exists already: choose another folder")
-        self.model.save_pretrained(folder)
-        if self.tokenizer is not None:
+        (self.model if self.pipeline is None else self.pipeline).save_pretrained(str(folder))
+        if self.tokenizer is not None and self.pipeline is None:
             self.tokenizer.save_pretrained(folder)
         about = {"format": 1, "weights": weight_hashes(folder), "certificate": asdict(self.certificate)}
         write_json(folder / PARITY_FILE, about)
@@ -79,8 +82,9 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     """Return a swapped model as a stock class of transformers; the swapped one stays as it is.
 
     Args:
-        model: A swapped model, in any dtype, on one device.
-        tokenizer: The one it reads with, for [CLS] and for the certificate's real text. Saved with the model.
+        model: A swapped model, in any dtype, on one device, or a pipeline of sentence-transformers around one.
+        tokenizer: The one it reads with, for [CLS] and for the certificate's real text. Saved with the model. A pipeline
+            has its own.
 
     Raises:
         UnsupportedModelError: No native class computes the same function; the message says why.
@@ -94,6 +98,7 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     >>> type(native.model).__name__, native.model.config.max_position_embeddings, native.certificate.largest < 1e-4
     ('RoFormerForMaskedLM', 1024, True)
     """
+    pipeline, tokenizer = model if is_pipeline(model) else None, tokenizer or tokenizer_of(model)
     model, _ = find_target(model, dispatched=True)
     if not isinstance(model, SwappedModel):
         raise UnsupportedModelError(f"this {type(model).__name__} has not been swapped: there is nothing to export")
@@ -130,7 +135,7 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
         if model.can_generate():
             exported.generation_config = copy.deepcopy(model.generation_config)
         certificate = certify(model, exported, tokenizer, left_out=left_out, holds_for=holds_for)
-    return NativeExport(exported, certificate, tokenizer)
+    return NativeExport(exported, certificate, tokenizer, None if pipeline is None else around(pipeline, exported))
 
 
 def _check_weights(model: SwappedModel) -> None:

@@ -4,6 +4,7 @@ The client uploads contents by their hash and retries that by itself. The commit
 may split it in several: weights, card and what is deleted become visible at once. It is tried again where the Hub is busy.
 """
 
+import json
 import re
 import time
 from collections.abc import Sequence
@@ -36,9 +37,10 @@ NAMES = {
     *("config.json", "generation_config.json", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.txt", "vocab.json", "merges.txt"),
-    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),  # of sentence-transformers
+    *(PIPELINE := ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")),
 }
-BELOW = (rf"{PICTURES}/[\w.-]+\.png", rf"{re.escape(EVAL_RESULTS)}/[\w.-]+\.yaml", r"1_Pooling/config\.json")
+BELOW = (rf"{PICTURES}/[\w.-]+\.png", rf"{re.escape(EVAL_RESULTS)}/[\w.-]+\.yaml")
+MODULE = r"\d+_\w+/(config\.json|model\.safetensors)"  # of a pipeline of sentence-transformers, behind the model
 IGNORED = {".git", ".cache", ".DS_Store", "__pycache__"}
 
 _WAITS = (1, 2, 4, 8, 16)  # seconds between tries of a commit
@@ -123,7 +125,7 @@ def check_files(folder: Path) -> list[str]:
             raise CheckpointError(f"{path} leads out of the folder: put the file itself there")
         if not path.is_file():  # a pipe, which would never end
             raise CheckpointError(f"{path} is no file: remove it")
-        if name not in NAMES and not re.fullmatch(r"[\w.-]+\.(safetensors|png)", name) and not _matches(name, BELOW):
+        if name not in NAMES and not re.fullmatch(r"[\w.-]+\.(safetensors|png)", name) and not _matches(name, (*BELOW, MODULE)):
             raise CheckpointError(
                 f"{path} is no part of a shared model: move it elsewhere, or share what save_pretrained has written. What is "
                 f"shared are weights (.safetensors), pictures, and {', '.join(sorted(NAMES))}"
@@ -156,6 +158,12 @@ def _check_code(folder: Path, files: Sequence[str]) -> None:
         named |= set(map(str, found.values() if isinstance(found, dict) else [found]))
         if found and (path != folder / "config.json" or not named <= allowed):
             raise CheckpointError(f"{path} has an auto_map to other code, and what is shared is run: save the model again")
+    modules = json.loads((folder / "modules.json").read_text()) if "modules.json" in files else []
+    if foreign := [one for one in modules if not str(one.get("type")).startswith("sentence_transformers.")]:
+        raise CheckpointError(
+            f"{folder / 'modules.json'} names {foreign[0].get('type')!r:.100}, and what is shared is run: share pipelines with "
+            "sentence-transformers' own modules"
+        )
     if stub is not None and not (is_stub(stub) and named == {f"{Path(STUB).stem}.{name}" for name in imports}):
         raise CheckpointError(
             f"{folder / STUB} is not what is saved with this model, and code that is shared is run: save the model again"
@@ -178,8 +186,8 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def _of_a_model(name: str) -> bool:
     """Whether a file on the Hub belongs to the model that is there, and not to the repository."""
-    own = {RESULTS_FILE, FIT_FILE, PARITY_FILE, ABOUT, STUB, "config.json", "generation_config.json"}
-    weights = (r"[\w.-]+\.safetensors", r".*\.index\.json", r"pytorch_model.*\.bin")
+    own = {*PIPELINE, RESULTS_FILE, FIT_FILE, PARITY_FILE, ABOUT, STUB, "config.json", "generation_config.json"}
+    weights = (MODULE, r"[\w.-]+\.safetensors", r".*\.index\.json", r"pytorch_model.*\.bin")
     return name in own or _matches(name, (*weights, rf"{PICTURES}/\d+-.*\.png", rf"{re.escape(EVAL_RESULTS)}/hf_posswap\.yaml"))
 
 

@@ -29,6 +29,7 @@ from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES, read_config_e
 from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.experiments.comparison import check_budgets, load_runs
 from hf_posswap.fitting.fit import FIT_FILE
+from hf_posswap.pipelines import kind_of
 from hf_posswap.provenance import weight_hashes, without_home
 from hf_posswap.schemes import Scheme, parse_scheme
 from hf_posswap.sharing.delta import ABOUT
@@ -74,6 +75,7 @@ def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str 
             "kind": kind,
             **about,
             "weights": weights,
+            "pipeline": kind_of(folder),
             "tokenizer": (folder / "tokenizer_config.json").is_file(),
             "position_scheme": scheme.to_dict(),
             "trained_positions": entry["trained_positions"],

@@ -1,0 +1,132 @@
+"""Finding long documents by short passages: documents, passages, ways of reading with a short model, and recall.
+
+An embedder that reads fewer tokens than a document has is read around its limit in one of these ways, all of them in one
+call of `encode`, so that each can be trained by sentence-transformers' own trainer as it will be used:
+
+    truncated   the first tokens
+    ends        the first half and the last half of what it reads
+    chunks      all tokens, piece by piece; the mean of the pieces' vectors, of length 1
+    whole       as it is: for an embedder that reads enough
+"""
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch.nn import functional
+from transformers import PreTrainedTokenizerBase
+
+from hf_posswap.data.text import wraps
+from hf_posswap.errors import DataError
+
+Way = Literal["whole", "truncated", "ends", "chunks"]
+
+
+class Passage(NamedTuple):
+    """Some tokens of a document, as text."""
+
+    text: str
+    document: int  # its number
+    place: float  # of its first token in the document, from 0 to 1
+
+
+def cut_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[str]:
+    """Cut texts into documents of about so many tokens, between words; what is left at an end is dropped, and what is double.
+
+    Raises:
+        DataError: No text is so long.
+    """
+    documents = []
+    for text in texts:
+        ends = _word_ends(text, tokenizer)
+        starts = range(0, len(ends) - tokens + 1, tokens)
+        documents += [text[ends[start - 1] if start else 0 : ends[start + tokens - 1]].strip() for start in starts]
+    if not documents:
+        raise DataError(f"no text has {tokens:,} tokens, the length of a document: give longer texts, or ask for fewer tokens")
+    return list(dict.fromkeys(documents))
+
+
+def draw_passages(
+    documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: int, each: int, seed: int
+) -> list[Passage]:
+    """Draw passages of so many tokens from each document, one from each of `each` equal parts of it.
+
+    Raises:
+        DataError: A document has too few tokens for that.
+    """
+    generator, passages = torch.Generator().manual_seed(seed), []
+    for number, document in enumerate(documents):
+        ends = _word_ends(document, tokenizer)
+        room = (len(ends) - tokens) / each
+        if room < 1:
+            raise DataError(
+                f"document {number} has {len(ends)} tokens, too few for {each} passages of {tokens}: give longer documents, "
+                "or ask for shorter passages"
+            )
+        for part in range(each):
+            start = int(room * (part + float(torch.rand(1, generator=generator))))
+            text = document[ends[start - 1] if start else 0 : ends[start + tokens - 1]].strip()
+            passages.append(Passage(text, number, start / len(ends)))
+    return passages
+
+
+def _word_ends(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return where the word of each token ends, so that no cut goes through one."""
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ends, words = [end for _, end in found["offset_mapping"]], found.word_ids()
+    for place in range(len(ends) - 2, -1, -1):
+        if words[place] is not None and words[place] == words[place + 1]:
+            ends[place] = ends[place + 1]
+    return ends
+
+
+def pieces_of(ids: list[int], tokenizer: PreTrainedTokenizerBase, way: Way, size: int) -> list[list[int]]:
+    """Return what is read of a text: lists of at most `size` token ids, each with what the tokenizer puts around a text.
+
+    >>> from transformers import GPT2Tokenizer
+    >>> [pieces_of(list(range(7)), GPT2Tokenizer(), way, 4) for way in ("truncated", "ends", "chunks")]
+    [[[0, 1, 2, 3]], [[0, 1, 5, 6]], [[0, 1, 2, 3], [4, 5, 6]]]
+    """
+    edge = 1 if wraps(tokenizer) else 0
+    first, body, last = ids[:edge], ids[edge : len(ids) - edge], ids[len(ids) - edge :]
+    room = size - 2 * edge
+    if way == "whole" or len(body) <= room:
+        return [ids]
+    if way == "chunks":
+        return [first + body[start : start + room] + last for start in range(0, len(body), room)]
+    return [first + (body[:room] if way == "truncated" else body[: room // 2] + body[room // 2 - room :]) + last]
+
+
+def read_as(pipeline, way: Way, size: int, longest: int) -> None:
+    """Let a SentenceTransformer take texts of up to `longest` tokens, in place, though its model reads `size`: see above."""
+    tokenizer, counts = pipeline.tokenizer, []
+    pipeline.max_seq_length = longest
+
+    def cut(module, arguments):
+        features, *rest = arguments
+        real = [row[mask.bool()].tolist() for row, mask in zip(features["input_ids"], features["attention_mask"], strict=True)]
+        pieces = [pieces_of(ids, tokenizer, way, size) for ids in real]
+        counts[:] = map(len, pieces)
+        padded = tokenizer.pad({"input_ids": [ids for one in pieces for ids in one]}, return_tensors="pt")
+        padded = {name: padded[name].to(features["input_ids"].device) for name in ("input_ids", "attention_mask")}
+        kept = {name: value for name, value in features.items() if name != "token_type_ids"}
+        return kept | padded, *rest
+
+    def join(module, arguments, features):
+        means = [part.mean(0) for part in features["sentence_embedding"].split(counts)]
+        features["sentence_embedding"] = functional.normalize(torch.stack(means), dim=-1)
+        return features
+
+    if way != "whole":
+        pipeline[0].register_forward_pre_hook(cut)
+        pipeline[-1].register_forward_hook(join)
+
+
+def recall(documents: torch.Tensor, queries: torch.Tensor, answers: Sequence[int]) -> torch.Tensor:
+    """Return for each query (Q, E) whether its document is the nearest by cosine: (Q,) bool.
+
+    Documents are (D, E), or (D, N, E) with several vectors each, the nearest of which counts.
+    """
+    documents = functional.normalize(documents, dim=-1).view(len(documents), -1, documents.shape[-1])
+    scores = torch.einsum("qe,dne->qdn", functional.normalize(queries, dim=-1), documents).amax(-1)
+    return scores.argmax(-1) == torch.tensor(answers, device=scores.device)

@@ -1,0 +1,122 @@
+"""Pipelines of sentence-transformers: a model of transformers with its tokenizer, pooling, normalisation and prompts.
+
+The one file that knows them. `find_target` asks `unwrap` for the model inside, a swap sets how much the whole reads, and
+commands ask `kind_of` what a folder holds. Nothing here imports sentence-transformers: who has a pipeline has done so. Names
+differ between its versions 5 and 6; what is asked for here, both have.
+"""
+
+import copy
+import json
+import sys
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import cached_file
+
+from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
+
+KINDS = {  # class -> the Hub's name for what it does
+    "SentenceTransformer": "sentence-similarity",
+    "CrossEncoder": "text-ranking",
+    "SparseEncoder": "feature-extraction",
+}
+
+
+def is_pipeline(model) -> bool:
+    """Whether this is a SentenceTransformer, a CrossEncoder or a SparseEncoder."""
+    library = sys.modules.get("sentence_transformers")
+    return isinstance(model, tuple(getattr(library, kind) for kind in KINDS if hasattr(library, kind)))
+
+
+def unwrap(model):
+    """Return the model of transformers, or PEFT's around one, inside a pipeline; whatever is no pipeline as it is."""
+    if not is_pipeline(model):
+        return model
+    holder, inner = _holder(model), _inner(model)
+    if not isinstance(inner, nn.Module):
+        raise UnsupportedModelError(
+            f"this {type(model).__name__} begins with {type(holder).__name__}, which holds no PyTorch model of transformers "
+            f"({type(inner).__name__}): give one that begins with a Transformer, loaded with backend='torch'"
+        )
+    return inner
+
+
+def tokenizer_of(model) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of a pipeline; a plain model has none."""
+    return getattr(_holder(model), "tokenizer", None) if is_pipeline(model) else None
+
+
+def around(pipeline, model):
+    """Return a copy of a pipeline with another model inside; the model itself is not copied."""
+    return copy.deepcopy(pipeline, {id(_inner(pipeline)): model})
+
+
+def limits(model) -> dict[str, int]:
+    """Return how many tokens a pipeline reads before it cuts, by each place that says so; the last one counts."""
+    return {name: getattr(place, name) for name, place in _places(model).items()}
+
+
+def set_limits(model, values: int | dict[str, int]) -> None:
+    """Let a pipeline read so many tokens, or as many as `limits` said; nothing happens to a plain model."""
+    for name, place in _places(model).items():
+        setattr(place, name, values if isinstance(values, int) else values.get(name, getattr(place, name)))
+
+
+def reads(model, longest: int) -> int:
+    """Return how many of a model's `longest` tokens are left where a pipeline around it cuts texts."""
+    return min([longest] + [value for value in limits(model).values() if value is not None][-1:])
+
+
+def check_reads(model, longest: int | None) -> None:
+    """Raise where a pipeline cannot batch texts, or would hand its model more than `longest` tokens (None: it will be told)."""
+    if not is_pipeline(model):
+        return
+    if tokenizer_of(model) is None or tokenizer_of(model).pad_token is None:
+        raise PosswapError(
+            f"the tokenizer of this {type(model).__name__} has no padding token, so texts cannot be put in one batch: set "
+            "model.tokenizer.pad_token first, to its eos_token for one"
+        )
+    if longest is not None and (given := reads(model, sys.maxsize)) > longest:
+        raise PosswapError(
+            f"max_seq_length={given:,} is more than the {longest:,} tokens that the swapped model would take: pass "
+            f"max_positions={given}, or lower max_seq_length first"
+        )
+
+
+def kind_of(source: str | Path) -> str | None:
+    """Return which of `KINDS` a folder or a repository of the Hub holds, by its files; None: a plain model, or nothing."""
+    if _read(source, "modules.json") is None:  # before version 6 a CrossEncoder left no more than this
+        return "CrossEncoder" if "sentence_transformers" in (_read(source, "config.json") or ()) else None
+    about = _read(source, "config_sentence_transformers.json")
+    kind = (about if isinstance(about, dict) else {}).get("model_type", "SentenceTransformer")
+    if kind not in KINDS:
+        raise CheckpointError(f"{source} holds a {kind!r:.50} of sentence-transformers: known are {', '.join(KINDS)}")
+    return kind
+
+
+def _read(source: str | Path, name: str):
+    names = ("gated_repo", "missing_entries", "connection_errors")
+    path = cached_file(str(source), name, **{f"_raise_exceptions_for_{what}": False for what in names})
+    try:
+        return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{name} of {source} cannot be read ({error}): copy or download it again") from None
+
+
+def _holder(pipeline) -> nn.Module:
+    """Return the module that holds model and tokenizer: the first one, or in 5.x a CrossEncoder itself."""
+    return pipeline[0] if isinstance(pipeline, nn.Sequential) else pipeline
+
+
+def _inner(pipeline):
+    holder = _holder(pipeline)
+    return getattr(holder, "auto_model", None) or getattr(holder, "model", None)
+
+
+def _places(model) -> dict[str, object]:
+    if not is_pipeline(model):
+        return {}
+    holder = _holder(model)
+    places = {"model_max_length": tokenizer_of(model)} if tokenizer_of(model) is not None else {}
+    return places | ({"max_seq_length": holder} if "max_seq_length" in vars(holder) else {})

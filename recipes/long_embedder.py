@@ -1,0 +1,264 @@
+"""An embedder that reads long documents in one go: swap, long fit, then pairs without labels, by sentence-transformers.
+
+    python recipes/long_embedder.py --scheme rotary --train-file books/ --validation-file plays.txt --save-model
+    python recipes/long_embedder.py --read chunks --chunk 128 --train-file books/ --validation-file plays.txt   # the bar
+    python recipes/long_embedder.py --scheme rotary --tokens 4096 --cached 4 --train-file my-documents.csv
+    accelerate launch recipes/long_embedder.py --scheme rotary --train-file books/
+
+A pair is a passage of a document and the document; the other documents of its batch are what it is not. A brake holds the
+passages, which are short texts, at the vectors that the original gives them (--brake: its weight), so that what was good at
+short texts stays so. `original` is the bar: the same model, not swapped, tuned alike, reading as --read says. Rates, chunks and
+brakes are to be chosen by the figures on select text, the last tenth of the documents trained on, which no step sees.
+
+Figures: recall, the share of passages whose document is the nearest of all, on documents of --validation-file; `early` and
+`late` of passages from the first and the last third; `select`, the same as recall on select text; `kept`, the mean cosine of
+short select passages with the original's vectors; `sts`, Spearman's rho on --sts, and `sts_original`.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import set_seed
+from torch import nn
+from torch.nn import functional
+
+import hf_posswap as posswap
+from hf_posswap.architectures import longest_input
+from hf_posswap.assets import model_source
+from hf_posswap.data.tables import read_table
+from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.models import cost
+from hf_posswap.experiments.options import SwapOptions
+from hf_posswap.experiments.recipe import main
+from hf_posswap.experiments.text_tasks import TextOptions, documents
+from hf_posswap.extras import extra
+from hf_posswap.measure.retrieval import Way, cut_documents, draw_passages, read_as, recall
+from hf_posswap.pipelines import unwrap
+from hf_posswap.training.launching import share_weights
+from hf_posswap.training.run_log import announce
+
+with extra():
+    from datasets import Dataset
+    from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+    from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+    from sentence_transformers.sentence_transformer.losses import (
+        CachedMultipleNegativesRankingLoss,
+        MultipleNegativesRankingLoss,
+    )
+
+EACH = 6  # passages of a document that is measured on
+TEMPERATURE = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TextOptions, SwapOptions):
+    """How long documents are, how they are read, and how the embedder is tuned to find them."""
+
+    QUESTION = "Does it find a long document by a passage of it, wherever that stands?"
+    FIGURES = {
+        "recall": "share of passages whose document is the nearest of all",
+        "early": "the same, of passages from the first third of the document",
+        "late": "of passages from its last third",
+        "select": "recall on text that tells which rates to take",
+        "kept": "cosine of short texts' vectors with the original's",
+        "sts": "Spearman's rho on pairs of sentences",
+    }
+    FORBIDDEN_STARTS = {"scratch": "an embedder from scratch finds nothing"}
+
+    start: str = "fit"
+    span: int | None = 128
+    first: int = 1
+    tokens: Annotated[int, "Of a document, and of the longest input of the swapped model."] = 1024
+    passage: Annotated[int, "Tokens of a passage."] = 48
+    window: Annotated[int, "What the original reads at once in the long fit: the length that it was tuned at."] = 128
+    read: Annotated[Way, "How the original reads a document; a swapped model reads it whole."] = "chunks"
+    chunk: Annotated[int, "Tokens that the original reads at once."] = 128
+    max_steps: Annotated[int, "Steps on pairs; 0: measure what is there."] = 60
+    batch_size: Annotated[int, "Pairs of a step, over all processes."] = 12
+    learning_rate: Annotated[float, "The peak, after a tenth of the steps; then down to 0 as a cosine."] = 5e-5
+    brake: Annotated[float, "Weight of 1 - cosine of the passages' vectors with the original's."] = 1.0
+    cached: Annotated[int, "Pairs at once in memory, for large batches (GradCache); 0: all."] = 0
+    bf16: Annotated[bool, "Tune in bfloat16 where that loses little (autocast)."] = False
+    checkpoint_every: Annotated[int, "Steps between checkpoints, for --resume; 0: none."] = 0
+    documents: Annotated[int, "Documents to find, at most."] = 120
+    sts: Annotated[str | None, "A table of sentence1, sentence2 and label."] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least_one("tokens", "passage", "window", "chunk", "documents")
+        if self.batch_size < 2:
+            raise PosswapError(f"batch_size={self.batch_size}: a pair is told from the others of its batch, give 2 or more")
+        if min(self.max_steps, self.cached, self.checkpoint_every) < 0 or self.brake < 0 or not self.learning_rate > 0:
+            raise PosswapError("max_steps, cached, checkpoint_every and brake must be 0 or more, and learning_rate above 0")
+
+
+def run(config: Config, folder: Path, resume: bool) -> dict:
+    """Swap, fit, tune on pairs, measure."""
+    set_seed(config.seed)
+    original = load(config.model)
+    tokenizer, body = original.tokenizer, config.tokens - 2
+    cut = [cut_documents(documents(config, split, causal=False), tokenizer, body) for split in ("train", "validation")]
+    training, select, test = cut[0][: -max(1, len(cut[0]) // 10)], cut[0][-max(1, len(cut[0]) // 10) :], cut[1]
+    if config.max_steps and len(training) < config.batch_size:
+        raise DataError(
+            f"{len(training)} different documents of {config.tokens} tokens do not fill a batch of {config.batch_size}: give "
+            "more text, or a smaller batch_size"
+        )
+    asked = {
+        name: (texts, draw_passages(texts, tokenizer, config.passage, EACH, seed=0))
+        for name, texts in (("recall", spread(test, config.documents)), ("select", spread(select, config.documents // 3)))
+    }
+    begun = folder / "start"
+    embedder = load(str(begun) if resume and begun.is_dir() else config.model)
+    if config.scheme != ORIGINAL and not posswap.describe(embedder).swapped:
+        swap_and_fit(embedder, config, training)
+        if PartialState().is_main_process:
+            embedder.save_pretrained(str(begun))
+    elif config.scheme == ORIGINAL:
+        read_as(embedder, config.read, config.chunk, config.tokens)
+    if config.max_steps:
+        tune(embedder, original, pairs(config, training, tokenizer), config, folder, resume)
+    announce("measuring")
+    figures, details = measure(embedder, original, config, asked)
+    return {"figures": figures, "cost": cost(unwrap(embedder)) | details.pop("cost"), "model": embedder, "details": details}
+
+
+def load(name: str) -> SentenceTransformer:
+    """Load a pipeline, or a plain encoder with mean pooling."""
+    return SentenceTransformer(model_source(name), device=str(PartialState().device))
+
+
+def swap_and_fit(embedder: SentenceTransformer, config: Config, training: list[str]) -> None:
+    """Give an embedder the positions of the run; the main process fits them to the original behind its window."""
+    longest = config.max_positions or max(config.tokens, longest_input(unwrap(embedder).config))
+    warm, window = config.start != "cold", config.window if config.window < config.tokens else None
+    posswap.swap(embedder, config.scheme, max_positions=longest, warm_start=warm, span=config.span, first=config.first)
+    if config.start == "fit" and PartialState().is_main_process:
+        announce("fitting")
+        text = posswap.text_batches(
+            training, embedder.tokenizer, config.tokens, tokens=config.fit_tokens, window=window, seed=config.seed
+        )
+        posswap.fit(embedder, text, reconstruct=config.fit_steps, seed=config.seed, window=window)
+    share_weights(embedder)
+
+
+def pairs(config: Config, training: list[str], tokenizer) -> list:
+    """Draw a passage for each pair: every document once before any comes again."""
+    wanted, drawn = config.max_steps * config.batch_size, []
+    generator = torch.Generator().manual_seed(config.seed)
+    while len(drawn) < wanted:
+        seed = int(torch.randint(2**31, (1,), generator=generator))
+        few = [training[i] for i in torch.randperm(len(training), generator=generator)[: wanted - len(drawn)].tolist()]
+        drawn += [(one.text, few[one.document]) for one in draw_passages(few, tokenizer, config.passage, 1, seed)]
+    return drawn
+
+
+class PairsWithBrake(nn.Module):
+    """MultipleNegativesRankingLoss, and how far passages have gone from the vectors (B, E) that come as labels."""
+
+    def __init__(self, model: SentenceTransformer, brake: float, cached: int):
+        super().__init__()
+        self.model, self.brake, self.cached = model, brake, cached
+        options = {"scale": 1 / TEMPERATURE, "gather_across_devices": PartialState().num_processes > 1}
+        kind = CachedMultipleNegativesRankingLoss if cached else MultipleNegativesRankingLoss
+        self.pairs = kind(model, **options, **({"mini_batch_size": cached} if cached else {}))
+
+    def forward(self, features, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a batch; columns are read apart, since together passages would be padded to documents."""
+        passages, documents = features
+        if self.cached:
+            loss, short = self.pairs([passages, documents], None), self.model(passages)["sentence_embedding"]
+        else:
+            short, long = (self.model(part)["sentence_embedding"].float() for part in (passages, documents))
+            with torch.autocast(short.device.type, enabled=False):
+                loss = self.pairs.compute_loss_from_embeddings([short, long], None)
+        return loss + self.brake * (1 - functional.cosine_similarity(short, labels, dim=-1)).mean()
+
+
+def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: bool) -> None:
+    """Tune an embedder on pairs, in place, with sentence-transformers' trainer."""
+    announce("tuning")
+    passages, long = map(list, zip(*drawn, strict=True))
+    dataset = Dataset.from_dict({"anchor": passages, "positive": long, "label": original.encode(passages).tolist()})
+    if getattr(unwrap(embedder), "pooler", None) is not None:  # nothing reaches it, and processes wait for every gradient
+        unwrap(embedder).pooler.requires_grad_(False)
+    if config.batch_size % PartialState().num_processes:
+        raise PosswapError(f"batch_size={config.batch_size} does not divide into {PartialState().num_processes} processes")
+    cpu, output = PartialState().device.type == "cpu", folder / "trainer"
+    arguments = SentenceTransformerTrainingArguments(
+        output_dir=str(output),
+        max_steps=config.max_steps,
+        per_device_train_batch_size=config.batch_size // PartialState().num_processes,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=config.max_steps // 10,
+        batch_sampler="no_duplicates",  # a document twice in a batch would be its own false negative
+        seed=config.seed,
+        bf16=config.bf16,
+        use_cpu=cpu,
+        ddp_backend="gloo" if cpu and PartialState().num_processes > 1 else None,
+        ddp_broadcast_buffers=False,  # each part of a batch is read by itself, and buffers are in use until the gradients are
+        save_strategy="steps" if config.checkpoint_every else "no",
+        save_steps=config.checkpoint_every or 500,
+        save_total_limit=1,
+        save_only_model=False,
+        logging_steps=max(1, config.max_steps // 10),
+        report_to="none",
+        dataloader_pin_memory=not cpu,
+    )
+    trainer = SentenceTransformerTrainer(
+        model=embedder,
+        args=arguments,
+        train_dataset=dataset,
+        loss=PairsWithBrake(embedder, config.brake, config.cached),
+    )
+    trainer.train(resume_from_checkpoint=(resume and any(output.glob("checkpoint-*"))) or None)
+    embedder.eval()
+
+
+def spread(items: list, count: int) -> list:
+    """Return at most so many items, evenly spread."""
+    count = max(1, min(count, len(items)))
+    return [items[number * len(items) // count] for number in range(count)]
+
+
+@torch.no_grad()
+def measure(embedder, original, config: Config, asked: dict[str, tuple[list, list]]) -> tuple[dict, dict]:
+    """Return the figures of a run; and each query's hit, and the documents read in a second."""
+    figures, found, seconds = {}, {}, 0.0
+    for name, (texts, passages) in asked.items():
+        started = time.perf_counter()
+        long = embedder.encode(texts, batch_size=8, convert_to_tensor=True)
+        seconds = time.perf_counter() - started if name == "recall" else seconds
+        short = embedder.encode([one.text for one in passages], convert_to_tensor=True)
+        hits = recall(long, short, [one.document for one in passages]).cpu()
+        found[name] = [(one.place, bool(hit)) for one, hit in zip(passages, hits, strict=True)]
+        figures[name] = share(found[name])
+    figures["early"] = share([one for one in found["recall"] if one[0] < 1 / 3])
+    figures["late"] = share([one for one in found["recall"] if one[0] >= 2 / 3])
+    before = original.encode([one.text for one in passages], convert_to_tensor=True)
+    figures["kept"] = float(functional.cosine_similarity(short, before, dim=-1).mean())
+    if config.sts:
+        table = read_table(config.sts)
+        columns = [table[name][:] for name in ("sentence1", "sentence2", "label")]
+        evaluator = EmbeddingSimilarityEvaluator(*columns, write_csv=False)
+        figures |= {"sts": evaluator(embedder)["spearman_cosine"], "sts_original": evaluator(original)["spearman_cosine"]}
+    error = (figures["recall"] * (1 - figures["recall"]) / len(found["recall"])) ** 0.5
+    count = len(asked["recall"][0])
+    details = {"documents": count, "queries": len(found["recall"]), "standard_error": error}
+    details["hits"] = "".join(str(int(hit)) for _, hit in found["recall"])
+    return figures, details | {"cost": {"documents_per_second": count / seconds}}
+
+
+def share(found: list) -> float:
+    """Return the share of hits."""
+    return sum(hit for _, hit in found) / max(1, len(found))
+
+
+if __name__ == "__main__":
+    main(Config, run)

@@ -1,0 +1,202 @@
+"""Pipelines of sentence-transformers: swapped whole, fitted on texts, saved, loaded, restored, exported, shared."""
+
+import json
+import subprocess
+import sys
+
+import hf_posswap_cli
+import numpy as np
+import pytest
+import torch
+from conftest import WORDS
+from huggingface_hub import ModelCard
+from torch import nn
+from transformers import BertForMaskedLM, BertForSequenceClassification, BertModel
+
+import hf_posswap as posswap
+from hf_posswap.pipelines import kind_of, limits
+from hf_posswap.sharing.hub import check_files
+
+library = pytest.importorskip("sentence_transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore:Importing from 'sentence_transformers.models'")  # as 5.x calls them
+
+LONG = " ".join(WORDS[number * number % len(WORDS)] for number in range(200))
+TEXTS = ["the cat sat on the mat", "a happy dog", LONG]
+KINDS = {
+    "SentenceTransformer": (BertModel, "sentence-similarity"),
+    "CrossEncoder": (BertForSequenceClassification, "text-ranking"),
+    "SparseEncoder": (BertForMaskedLM, "feature-extraction"),
+}
+
+
+def says(pipeline) -> np.ndarray:
+    """What a pipeline answers on the texts; their norms and directions both count."""
+    if isinstance(pipeline, library.CrossEncoder):
+        return pipeline.predict([(text, TEXTS[0]) for text in TEXTS], activation_fn=nn.Identity())
+    return pipeline.encode(TEXTS, convert_to_tensor=True).to_dense().numpy()
+
+
+@pytest.fixture
+def make_pipeline(make_model, bert_tokenizer, tmp_path):
+    """The factory of tiny pipelines: the sentence one pools [CLS], normalises, and has a prompt that is always put in front."""
+
+    def make(kind: str = "SentenceTransformer"):
+        folder = tmp_path / f"plain-{kind}"
+        make_model("bert", head=KINDS[kind][0], hidden_act="tanh", num_labels=1).save_pretrained(folder)
+        bert_tokenizer.model_max_length = 24
+        bert_tokenizer.save_pretrained(folder)
+        if kind != "SentenceTransformer":
+            return getattr(library, kind)(str(folder), device="cpu")
+        from sentence_transformers.models import Normalize, Pooling, Transformer
+
+        modules = [Transformer(str(folder)), Pooling(64, pooling_mode="cls"), Normalize()]
+        prompts = {"prompts": {"query": "the dog "}, "default_prompt_name": "query"}
+        return library.SentenceTransformer(modules=modules, device="cpu", **prompts)
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_swap_save_load_restore_export(make_pipeline, kind, tmp_path):
+    """A pipeline reads more after the swap, says the same when it is loaded or exported, and is itself again when restored."""
+    pipeline = make_pipeline(kind)
+    before, reads = says(pipeline), limits(pipeline)
+    assert posswap.swap(pipeline, posswap.Rotary(mark_first=False), max_positions=96) is pipeline
+    assert set(limits(pipeline).values()) == {96} and set(reads.values()) == {24}
+    assert posswap.describe(pipeline).max_positions == 96 and posswap.describe(pipeline).swapped
+    swapped = says(pipeline)
+    assert np.abs(swapped - before).max() > 1e-3
+    twin = posswap.original(pipeline)
+    assert type(twin) is type(pipeline) and limits(twin) == reads and np.allclose(says(twin), before, atol=1e-5)
+    assert set(limits(pipeline).values()) == {96}
+    pipeline.save_pretrained(str(tmp_path / "swapped"))
+    assert kind_of(tmp_path / "swapped") == kind
+    loaded = getattr(library, kind)(str(tmp_path / "swapped"), device="cpu")
+    assert np.abs(says(loaded) - swapped).max() < 1e-6 and limits(loaded) == limits(pipeline)
+    assert getattr(loaded, "prompts", None) == getattr(pipeline, "prompts", None)
+    native = posswap.export_native(loaded)
+    native.save_pretrained(tmp_path / "native")
+    stock = getattr(library, kind)(str(tmp_path / "native"), device="cpu")
+    assert "RoFormer" in (tmp_path / "native" / "config.json").read_text() and limits(stock) == limits(pipeline)
+    for exported in (native.pipeline, stock):
+        assert np.abs(says(exported) - swapped).max() < 1e-5
+    assert posswap.restore(pipeline) is pipeline and limits(pipeline) == reads
+    assert np.array_equal(says(pipeline), before)
+
+
+def test_in_a_fresh_process(make_pipeline, tmp_path):
+    """With the import, with trusted code and without it, and exported without the package: the same vectors, normalised."""
+    pipeline = posswap.swap(make_pipeline(), posswap.Rotary(mark_first=False), max_positions=96)
+    pipeline.save_pretrained(str(tmp_path / "swapped"))
+    posswap.export_native(pipeline).save_pretrained(tmp_path / "native")
+    np.save(tmp_path / "vectors.npy", says(pipeline))
+    code = """
+import sys
+import numpy as np
+from sentence_transformers import SentenceTransformer
+wanted, texts = np.load("vectors.npy"), sys.argv[1:]
+def same(folder, **options):
+    pipeline = SentenceTransformer(folder, device="cpu", **options)
+    vectors = pipeline.encode(texts)
+    assert abs(vectors - wanted).max() < 1e-6 and abs(np.linalg.norm(vectors, axis=1) - 1).max() < 1e-5
+    assert pipeline.max_seq_length == pipeline.tokenizer.model_max_length == 96
+same("native")
+assert "hf_posswap" not in sys.modules
+same("swapped", trust_remote_code=True)
+import hf_posswap
+same("swapped")
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code, *TEXTS]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_fit_on_texts(make_pipeline, make_model, bert_tokenizer):
+    """Texts are enough for a pipeline; a plain model needs a tokenizer for them, and then says the same as with batches."""
+    texts = [LONG] * 16
+    pipeline = posswap.swap(make_pipeline(), "rotary")
+    assert pipeline.max_seq_length == 24  # nobody asked for more
+    report = posswap.fit(pipeline, texts, reconstruct=2, progress=False)
+    assert report.longest == 24 and report.after.total < report.before.total
+    plain = [posswap.swap(make_model("bert"), "rotary") for _ in range(2)]
+    with pytest.raises(posswap.DataError, match="posswap.text_batches"):
+        posswap.fit(plain[0], texts)
+    with pytest.raises(posswap.DataError, match="texts in a list"):
+        posswap.fit(plain[0], LONG)
+    one = posswap.fit(plain[0], texts, tokenizer=bert_tokenizer, reconstruct=2, progress=False)
+    batches = posswap.text_batches(texts, bert_tokenizer, 32)
+    other = posswap.fit(plain[1], batches, reconstruct=2, progress=False)
+    assert one.sha256 == other.sha256
+    scheme = posswap.choose(make_pipeline(), "rotary:fraction=auto", texts, reconstruct=1, progress=False)
+    assert scheme.fraction in (1, 0.5, 0.25)
+
+
+def test_delta(make_pipeline, tmp_path):
+    """A delta goes from one pipeline onto another, which then reads as much."""
+    pipeline = posswap.swap(make_pipeline(), "relative:clip=4", max_positions=64)
+    with torch.no_grad():
+        for name, parameter in pipeline.named_parameters():
+            if ".positions." in name:
+                parameter.normal_()
+    posswap.save_delta(pipeline, tmp_path / "delta")
+    other = posswap.load_delta(make_pipeline(), tmp_path / "delta")
+    assert other.max_seq_length == 64 and np.array_equal(says(other), says(pipeline))
+    assert posswap.restore(other).max_seq_length == 24
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_folders_stay_whole(make_pipeline, kind, tmp_path, monkeypatch, capsys):
+    """The commands keep what is around the model, and the card is one of sentence-transformers."""
+    pipeline = make_pipeline(kind)
+    pipeline.save_pretrained(str(tmp_path / "plain"))
+
+    def call(*arguments) -> str:
+        monkeypatch.setattr("sys.argv", ["hf-posswap", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            hf_posswap_cli.main()
+        said = capsys.readouterr()
+        assert stop.value.code == 0, said.err
+        return said.out
+
+    folder, scheme = tmp_path / "swapped", "rotary:mark_first=false"
+    assert f"{kind}('" in call("swap", tmp_path / "plain", "--scheme", scheme, "--max-positions", 64, "--output", folder)
+    assert "max positions             64 (trained with 32)" in call("describe", folder)
+    assert "without hf_posswap" in call("export", folder, "--output", tmp_path / "native")
+    call("card", folder, "--base-model", "local:tiny", "--license", "mit")
+    posswap.swap(pipeline, scheme, max_positions=64)
+    for saved in (folder, tmp_path / "native"):
+        assert np.abs(says(getattr(library, kind)(str(saved), device="cpu")) - says(pipeline)).max() < 1e-5
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.library_name == "sentence-transformers" and card.data.pipeline_tag == KINDS[kind][1]
+    assert f'{kind}("swapped")' in card.text and "AutoTokenizer" not in card.text.partition("What the swap cost")[0]
+    assert "modules.json" in check_files(folder)
+    modules = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps([*modules, {"type": "somebody.Else", "path": "", "name": "x", "idx": 9}]))
+    with pytest.raises(posswap.CheckpointError, match="what is shared is run"):
+        check_files(folder)
+
+
+def test_refusals(make_pipeline, bert_tokenizer):
+    """What cannot be swapped is an error with a remedy, and nothing is changed."""
+    from sentence_transformers.models import StaticEmbedding
+
+    static = library.SentenceTransformer(
+        modules=[StaticEmbedding(bert_tokenizer.backend_tokenizer, embedding_dim=8)], device="cpu"
+    )
+    with pytest.raises(posswap.UnsupportedModelError, match="StaticEmbedding, which holds no PyTorch model"):
+        posswap.swap(static, "rotary")
+    pipeline = make_pipeline()
+    before = says(pipeline)
+    pipeline.max_seq_length = 100
+    with pytest.raises(posswap.PosswapError, match="max_seq_length=100 is more than the 32 .* pass max_positions=100"):
+        posswap.swap(pipeline, "rotary")
+    pipeline.max_seq_length = 24
+    pipeline.tokenizer.pad_token = None
+    with pytest.raises(posswap.PosswapError, match="no padding token"):
+        posswap.swap(pipeline, "rotary", max_positions=64)
+    pipeline.tokenizer.pad_token = "[PAD]"
+    assert not posswap.describe(pipeline).swapped and np.array_equal(says(pipeline), before)
+    posswap.swap(pipeline, "rotary", max_positions=64).max_seq_length = 128
+    with pytest.raises(posswap.SequenceTooLongError, match="set up for 64"):
+        pipeline.encode(LONG)
