@@ -1,5 +1,6 @@
 """What test_distributed.py starts under torchrun: `distributed_job.py MODE FOLDER`. Every process writes what it saw."""
 
+import gc
 import json
 import os
 import runpy
@@ -212,6 +213,7 @@ def deepspeed(folder: Path) -> dict:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # see conftest.py
     torch.set_num_threads(1)
     mode, folder = sys.argv[1], Path(sys.argv[2])
     found = {"ddp": ddp, "fsdp": fsdp, "deepspeed": deepspeed}[mode](folder)

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 JOB = '''
-import json, os, random, signal, sys, time
+import gc, json, os, random, signal, sys, time
 from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from hf_posswap.training import TrainingConfig, train
 
+gc.freeze()  # see conftest.py
 torch.set_num_threads(1)
 folder, every, steps = Path(sys.argv[1]), 2, 20
 

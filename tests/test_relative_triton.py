@@ -55,8 +55,15 @@ def test_without_gpu(monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype, head_dim, flags", [("bf16", 64, (False, True, True)), ("fp32", 16, (True, False, False))])
-@pytest.mark.parametrize("kernel", ["_forward", "_backward_queries", "_backward_keys"])
+@pytest.mark.parametrize(
+    "kernel, dtype, head_dim, flags",
+    [
+        ("_forward", "bf16", 64, (False, True, True)),
+        ("_forward", "fp32", 16, (True, False, False)),
+        ("_backward_queries", "fp32", 64, (True, True, True)),
+        ("_backward_keys", "bf16", 16, (False, False, True)),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_compiles(kernel, dtype, head_dim, flags, monkeypatch, tmp_path):
     """The compiler for CUDA, which needs no GPU, accepts what the interpreter runs, and it fits any GPU's shared memory."""
