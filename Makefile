@@ -10,7 +10,7 @@ FAST = contract swap checkpoint schemes delta export cache inputs
 # Threads that wait for one that has lost its core should not spin: see recipes/README.md. Read when torch is imported.
 export GOMP_SPINCOUNT ?= 1000
 
-.PHONY: demo compare test test-oldest lint notebooks clean
+.PHONY: demo compare test test-oldest test-peer test-peer-part fuzz lint notebooks clean
 
 # Two minutes: what a swap costs and what a fit wins back, on the two embedded models.
 demo: .venv/ready
@@ -32,6 +32,16 @@ notebooks: .venv/ready
 # The oldest transformers that is supported, in an environment of its own.
 test-oldest: .venv-oldest/ready
 	.venv-oldest/bin/python -m pytest $(FAST:%=tests/test_%.py)
+
+# transformers' own model tests on swapped classes: all families and schemes, and a part of a minute.
+test-peer: .venv/ready
+	.venv/bin/python tests/peer/run.py
+test-peer-part: .venv/ready
+	.venv/bin/python tests/peer/run.py bert=rotary gpt2=relative:clip=4
+
+# New examples for tests/test_machines.py, a hundred times as many as `make test` tries.
+fuzz: .venv/ready
+	FUZZ=100 .venv/bin/python -m pytest tests/test_machines.py
 
 lint: .venv/ready
 	.venv/bin/ruff check
