@@ -27,11 +27,9 @@ from torch import nn
 from torch.nn import functional
 
 import hf_posswap as posswap
-from hf_posswap.architectures import longest_input
-from hf_posswap.assets import model_source
-from hf_posswap.data.tables import read_table
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.embedders import load_embedder, sts, swap_embedder
 from hf_posswap.experiments.models import cost
 from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.experiments.recipe import main
@@ -39,13 +37,11 @@ from hf_posswap.experiments.text_tasks import TextOptions, documents
 from hf_posswap.extras import extra
 from hf_posswap.measure.retrieval import Way, cut_documents, draw_passages, read_as, recall
 from hf_posswap.pipelines import unwrap
-from hf_posswap.training.launching import share_weights
 from hf_posswap.training.run_log import announce
 
 with extra():
     from datasets import Dataset
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-    from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
     from sentence_transformers.sentence_transformer.losses import (
         CachedMultipleNegativesRankingLoss,
         MultipleNegativesRankingLoss,
@@ -100,7 +96,7 @@ class Config(TextOptions, SwapOptions):
 def run(config: Config, folder: Path, resume: bool) -> dict:
     """Swap, fit, tune on pairs, measure."""
     set_seed(config.seed)
-    original = load(config.model)
+    original = load_embedder(config.model)
     tokenizer, body = original.tokenizer, config.tokens - 2
     cut = [cut_documents(documents(config, split, causal=False), tokenizer, body) for split in ("train", "validation")]
     training, select, test = cut[0][: -max(1, len(cut[0]) // 10)], cut[0][-max(1, len(cut[0]) // 10) :], cut[1]
@@ -114,9 +110,9 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         for name, texts in (("recall", spread(test, config.documents)), ("select", spread(select, config.documents // 3)))
     }
     begun = folder / "start"
-    embedder = load(str(begun) if resume and begun.is_dir() else config.model)
+    embedder = load_embedder(str(begun) if resume and begun.is_dir() else config.model)
     if config.scheme != ORIGINAL and not posswap.describe(embedder).swapped:
-        swap_and_fit(embedder, config, training)
+        swap_embedder(embedder, config, training, tokens=config.tokens, window=config.window)
         if PartialState().is_main_process:
             embedder.save_pretrained(str(begun))
     elif config.scheme == ORIGINAL:
@@ -126,25 +122,6 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     announce("measuring")
     figures, details = measure(embedder, original, config, asked)
     return {"figures": figures, "cost": cost(unwrap(embedder)) | details.pop("cost"), "model": embedder, "details": details}
-
-
-def load(name: str) -> SentenceTransformer:
-    """Load a pipeline, or a plain encoder with mean pooling."""
-    return SentenceTransformer(model_source(name), device=str(PartialState().device))
-
-
-def swap_and_fit(embedder: SentenceTransformer, config: Config, training: list[str]) -> None:
-    """Give an embedder the positions of the run; the main process fits them to the original behind its window."""
-    longest = config.max_positions or max(config.tokens, longest_input(unwrap(embedder).config))
-    warm, window = config.start != "cold", config.window if config.window < config.tokens else None
-    posswap.swap(embedder, config.scheme, max_positions=longest, warm_start=warm, span=config.span, first=config.first)
-    if config.start == "fit" and PartialState().is_main_process:
-        announce("fitting")
-        text = posswap.text_batches(
-            training, embedder.tokenizer, config.tokens, tokens=config.fit_tokens, window=window, seed=config.seed
-        )
-        posswap.fit(embedder, text, reconstruct=config.fit_steps, seed=config.seed, window=window)
-    share_weights(embedder)
 
 
 def pairs(config: Config, training: list[str], tokenizer) -> list:
@@ -202,6 +179,7 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
         bf16=config.bf16,
         use_cpu=cpu,
         ddp_backend="gloo" if cpu and PartialState().num_processes > 1 else None,
+        ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,  # each part of a batch is read by itself, and buffers are in use until the gradients are
         save_strategy="steps" if config.checkpoint_every else "no",
         save_steps=config.checkpoint_every or 500,
@@ -244,10 +222,7 @@ def measure(embedder, original, config: Config, asked: dict[str, tuple[list, lis
     before = original.encode([one.text for one in passages], convert_to_tensor=True)
     figures["kept"] = float(functional.cosine_similarity(short, before, dim=-1).mean())
     if config.sts:
-        table = read_table(config.sts)
-        columns = [table[name][:] for name in ("sentence1", "sentence2", "label")]
-        evaluator = EmbeddingSimilarityEvaluator(*columns, write_csv=False)
-        figures |= {"sts": evaluator(embedder)["spearman_cosine"], "sts_original": evaluator(original)["spearman_cosine"]}
+        figures |= {"sts": sts(embedder, config.sts), "sts_original": sts(original, config.sts)}
     error = (figures["recall"] * (1 - figures["recall"]) / len(found["recall"])) ** 0.5
     count = len(asked["recall"][0])
     details = {"documents": count, "queries": len(found["recall"]), "standard_error": error}

@@ -68,6 +68,28 @@ _RECIPES = {
             "candidates": "share of texts in which the key is likelier than nine others",
         },
     },
+    "long_embedder": {
+        "question": "Does it find a long document by a passage of it?",
+        "task": "sentence-similarity",
+        "figures": {
+            "recall": "share of passages whose document is the nearest of all",
+            "early": "the same, of passages from the first third of the document",
+            "late": "of passages from its last third",
+            "select": "recall on text that told which rates to take",
+            "kept": "cosine of short texts' vectors with the original's",
+            "sts": "Spearman's rho on pairs of sentences",
+        },
+    },
+    "retrieval": {
+        "question": "What does it find in long documents?",
+        "task": "sentence-similarity",
+        "figures": {
+            "passkey": "share of questions whose document of N tokens is the first of 100",
+            "needle": "the same, with a fact in prose",
+            "beir": "nDCG@10",
+            "sts": "Spearman's rho on pairs of sentences",
+        },
+    },
     "listops": {
         "question": "Nested expressions (ListOps)",
         "figures": {"majority": "what guessing the commonest answer gets"},

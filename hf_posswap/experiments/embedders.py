@@ -1,0 +1,51 @@
+"""Embedders of recipes: a pipeline of sentence-transformers by its name on the command line, with the positions of a run."""
+
+from collections.abc import Sequence
+
+from accelerate import PartialState
+
+from hf_posswap.architectures import longest_input
+from hf_posswap.assets import model_source
+from hf_posswap.data.calibration import text_batches
+from hf_posswap.data.tables import read_table
+from hf_posswap.experiments.options import SwapOptions
+from hf_posswap.extras import extra
+from hf_posswap.fitting.fit import fit
+from hf_posswap.pipelines import unwrap
+from hf_posswap.swapping import swap
+from hf_posswap.training.launching import share_weights
+from hf_posswap.training.run_log import announce
+
+with extra():
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+
+
+def load_embedder(name: str) -> SentenceTransformer:
+    """Load a pipeline, or a plain encoder with mean pooling."""
+    return SentenceTransformer(model_source(name), device=str(PartialState().device))
+
+
+def swap_embedder(
+    embedder: SentenceTransformer, config: SwapOptions, texts: Sequence[str], *, tokens: int, window: int, longest: int = 0
+) -> None:
+    """Give an embedder the positions of a run, in place; it then reads `longest` tokens, or `tokens`, or as many as it had.
+
+    The main process fits it on texts of up to `tokens`, which the original reads through a window; others get its weights.
+    """
+    longest = config.max_positions or max(tokens, longest, longest_input(unwrap(embedder).config))
+    warm, window = config.start != "cold", window if window < tokens else None
+    swap(embedder, config.scheme, max_positions=longest, warm_start=warm, span=config.span, first=config.first)
+    if config.start == "fit" and PartialState().is_main_process:
+        announce("fitting")
+        options = {"tokens": config.fit_tokens, "window": window, "seed": config.seed}
+        text = text_batches(list(texts), embedder.tokenizer, tokens, **options)
+        fit(embedder, text, reconstruct=config.fit_steps, seed=config.seed, window=window)
+    share_weights(embedder)
+
+
+def sts(embedder: SentenceTransformer, path: str) -> float:
+    """Return Spearman's rho of cosines with what people say, on a table of sentence1, sentence2 and label."""
+    table = read_table(path)
+    columns = [table[name][:] for name in ("sentence1", "sentence2", "label")]
+    return EmbeddingSimilarityEvaluator(*columns, write_csv=False)(embedder)["spearman_cosine"]

@@ -1,0 +1,97 @@
+"""What does an embedder find in long documents? Pass keys and needles as LongEmbed hides them, folders in BEIR's format, STS.
+
+    python recipes/retrieval.py --scheme rotary --start fit --span 128                 # MiniLM, 256 to 4,096 tokens
+    python recipes/retrieval.py --scheme original --read truncated                     # the bars: the original, which reads ...
+    python recipes/retrieval.py --scheme original --read chunks --chunk 128            # ... around its limit
+    python recipes/retrieval.py --model runs/long-embedder/model --scheme original --read whole --beir nfcorpus --sts sts.csv
+
+Measured by sentence-transformers' own evaluators, so that other embedders' figures stand beside these. `read whole` is for a
+model that reads enough: one of recipes/long_embedder.py, say.
+
+Figures: passkey_N and needle_N, the share of 50 questions whose document is the first of 100 of N tokens; beir_NAME, nDCG@10;
+sts, Spearman's rho.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from hf_posswap.errors import PosswapError
+from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.embedders import load_embedder, sts, swap_embedder
+from hf_posswap.experiments.models import cost
+from hf_posswap.experiments.options import SwapOptions
+from hf_posswap.experiments.recipe import main
+from hf_posswap.experiments.text_tasks import TextOptions, documents
+from hf_posswap.extras import extra
+from hf_posswap.measure.retrieval import Way, read_as
+from hf_posswap.measure.retrieval_sets import RetrievalSet, needles, passkeys, read_beir
+from hf_posswap.pipelines import unwrap
+from hf_posswap.training.run_log import announce
+
+with extra():
+    from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TextOptions, SwapOptions):
+    """What is looked for, and how it is read."""
+
+    QUESTION = "What does it find in long documents?"
+    FIGURES = {
+        "passkey": "share of questions whose document of N tokens is the first of 100, made of one sentence in filler",
+        "needle": "the same, with a fact in prose",
+        "beir": "nDCG@10",
+        "sts": "Spearman's rho on pairs of sentences",
+    }
+    FORBIDDEN_STARTS = {"scratch": "an embedder from scratch finds nothing"}
+
+    first: int = 1
+    lengths: Annotated[tuple[int, ...], "Tokens of pass key and needle documents; repeatable."] = (256, 512, 1024, 2048, 4096)
+    window: Annotated[int, "What the original reads at once in a long fit: the length that it was tuned at."] = 128
+    fit_length: Annotated[int, "Tokens of the longest texts of the start `fit`."] = 1024
+    read: Annotated[Way, "How the original reads a document; a swapped model reads it whole."] = "truncated"
+    chunk: Annotated[int | None, "Tokens that the original reads at once. Default: as many as it takes."] = None
+    beir: Annotated[tuple[str, ...], "Folders with corpus.jsonl, queries.jsonl and qrels/test.tsv; repeatable."] = ()
+    sts: Annotated[str | None, "A table of sentence1, sentence2 and label."] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least_one("window", "fit_length", "chunk")
+        if any(length < 64 for length in self.lengths):
+            raise PosswapError(f"lengths={self.lengths}: a document needs 64 tokens or more")
+
+
+def run(config: Config, folder: Path, resume: bool) -> dict:
+    """Swap, fit, look for what was hidden."""
+    embedder = load_embedder(config.model)
+    beir = {Path(place).name: read_beir(place) for place in config.beir}
+    longest, reads = max([*config.lengths, embedder.max_seq_length]), config.chunk or embedder.max_seq_length
+    if config.scheme != ORIGINAL:
+        texts = documents(config, "train", causal=False) if config.start == "fit" else ()
+        length = min(config.fit_length, longest)
+        swap_embedder(embedder, config, texts, tokens=length, window=config.window, longest=longest)
+    else:
+        read_as(embedder, config.read, reads, longest)
+    text = documents(config, "validation", causal=False)
+    figures = {}
+    for length in config.lengths:
+        announce(f"looking in documents of {length} tokens")
+        figures[f"passkey_{length}"] = found(embedder, passkeys(embedder.tokenizer, length), "accuracy@1")
+        figures[f"needle_{length}"] = found(embedder, needles(embedder.tokenizer, length, text), "accuracy@1")
+    for name, one in beir.items():
+        announce(f"looking in {name}")
+        figures[f"beir_{name}"] = found(embedder, one, "ndcg@10")
+    if config.sts:
+        figures["sts"] = sts(embedder, config.sts)
+    return {"figures": figures, "cost": cost(unwrap(embedder)), "model": embedder}
+
+
+def found(embedder, one: RetrievalSet, figure: str) -> float:
+    """Return a figure of sentence-transformers' evaluator on one set."""
+    scores = InformationRetrievalEvaluator(*one, batch_size=8, write_csv=False)(embedder)
+    return next(float(value) for name, value in scores.items() if name.endswith(f"cosine_{figure}"))
+
+
+if __name__ == "__main__":
+    main(Config, run)
