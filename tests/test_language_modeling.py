@@ -412,6 +412,7 @@ def test_read_on(gpt2, text, tmp_path, monkeypatch):
     assert all(list(result["figures"]) == ["loss_32", "loss_64", "loss_128"] for result in results.values())
     assert results["whole"]["figures"] != results["near"]["figures"]
     generation = results["near"]["details"]["generation"]
+    assert list(results["near"]["details"]["milliseconds a token read"]) == ["32", "64", "128"]
     assert generation["tokens"] == 60 and generation["keys in the cache"] == 8 + 2 - 1
 
 
