@@ -57,9 +57,7 @@ class Config(TextOptions, SwapOptions):
     tune_steps: Annotated[int, "Steps of training on the next token, after the fit; 0: none."] = 0
     tune_tokens: Annotated[int, "Tokens of such a step, in blocks as long as the fit's; the original's: of its length."] = 4096
     learning_rate: Annotated[float, "Its peak; the rate rises for a tenth of the steps and falls as a cosine to zero."] = 6e-4
-    generate: Annotated[
-        int, "Also generate this many tokens, timing the first and the last thousand, and reading; 0: do not."
-    ] = 0
+    generate: Annotated[int, "Also generate this many tokens, and time their first and last thousand, and reading."] = 0
 
     def __post_init__(self):
         super().__post_init__()
@@ -119,7 +117,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     if config.generate:
         announce(f"generating {config.generate} tokens")
         details["generation"] = generation(model, blocks[:1, : min(64, trained)], config.generate, trained)
-        details["milliseconds a token read"] = {end: reading(model, blocks[:1, :end]) for end in ends}
+        details["milliseconds a token read"] = {end: reading(model, blocks[:1].view(-1, end)) for end in ends}
     return {"figures": figures, "cost": cost(model, done), "model": model, "details": details}
 
 
@@ -147,13 +145,13 @@ def generation(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, window
 
 @torch.no_grad()
 def reading(model: PreTrainedModel, text: torch.Tensor) -> float:
-    """Return milliseconds a token of reading (1, L) at once, the median of five."""
+    """Return milliseconds a token of reading (N, L) at once, the median of five; N * L is the same for all lengths."""
     times, text = [], text.to(model.device)
     for _ in range(5):
         started = time.perf_counter()
         model.base_model(text, use_cache=False)
         times.append(time.perf_counter() - started)
-    return 1000 * sorted(times)[2] / text.shape[1]
+    return 1000 * sorted(times)[2] / text.numel()
 
 
 if __name__ == "__main__":
