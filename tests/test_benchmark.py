@@ -130,3 +130,15 @@ def test_the_loop_and_a_bare_one_do_the_same(monkeypatch, make_model, tmp_path):
     for pair in pairs:
         assert pair["losses"][0] == pytest.approx(pair["losses"][1], abs=1e-4)
         assert pair["bare_seconds"] > 0 and pair["loop_seconds"] > 0
+
+
+def test_the_verbs_are_measured(monkeypatch):
+    """recipes/benchmark_swap.py does each verb, and memory is at least the model's own."""
+    monkeypatch.syspath_prepend(str(RECIPES))
+    verbs = importlib.import_module("benchmark_swap")
+    config = verbs.Config(layers=1, hidden=48, texts=20, length=32, steps=1, scheme="relative:clip=4")
+    found = verbs.verbs(config, "gpt2")
+    assert list(found) == ["model", "swap", "fit", "save", "restore", "load"]
+    assert all(found[verb]["seconds"] >= 0 and found[verb]["memory"] > 0 for verb in list(found)[1:])
+    with pytest.raises(PosswapError, match="known are bert, gpt2"):
+        verbs.Config(family=("t5",))

@@ -28,7 +28,7 @@ KEPT = Path(__file__).parents[2] / "runs" / "peer"
 SCHEMES = ("learned", "sinusoidal", "relative:clip=4", "rotary", "none")
 SIZES = {
     "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 66,
-    "intermediate_size": 37, "pad_token_id": 98, "bos_token_id": 97, "eos_token_id": 97, "num_labels": 3,
+    "intermediate_size": 37, "pad_token_id": 98, "bos_token_id": 97, "eos_token_id": 97,
 }  # fmt: skip
 SPECIAL = ("ForPreTraining", "DoubleHeads")  # need inputs that only the tests of their own family know
 KNOWN = {  # name of the test: why it fails for swapped classes
@@ -62,7 +62,7 @@ def common_tests() -> types.ModuleType:
 class Tester:
     """What transformers' tests ask for a config, inputs and sizes."""
 
-    batch_size, seq_length, is_training = 3, 7, True
+    batch_size, seq_length, num_choices, is_training = 3, 7, 4, True
     hidden_size, num_hidden_layers, num_attention_heads = SIZES["hidden_size"], 2, SIZES["num_attention_heads"]
 
     def __init__(self, family: str, scheme: str | None):

@@ -1,0 +1,103 @@
+"""What the verbs themselves cost: time and memory of swap, fit, save, restore and load, on models of real sizes.
+
+    python recipes/benchmark_swap.py --output runs/verbs
+    python recipes/benchmark_swap.py --family gpt2 --scheme relative --output runs/verbs-gpt2
+
+Models have random weights, in float32, and each is worked on in a process of its own, one verb after the other. Seconds are CPU
+time. Memory is the highest resident memory of the process while the verb runs, above its level before there was a model, over
+the bytes of the model's weights: 1 is the model alone. Linux only.
+"""
+
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from benchmark_attention import _resident
+from transformers import AutoModel, BertConfig, BertModel, GPT2Config, GPT2Model
+
+import hf_posswap as posswap
+from hf_posswap.errors import PosswapError
+from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.options import RunOptions
+from hf_posswap.experiments.recipe import main
+
+FAMILIES = {"bert": (BertModel, BertConfig), "gpt2": (GPT2Model, GPT2Config)}  # defaults are BERT-base and GPT-2 small
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunOptions):
+    """What is swapped, and the text of the fit."""
+
+    QUESTION = "What do swap, fit, save, restore and load cost in time and memory?"
+    FIGURES = {"seconds": "CPU time of the verb", "memory": "highest resident memory meanwhile, as a multiple of the model's"}
+    FORBIDDEN_STARTS = dict.fromkeys(("cold", "fit", "scratch"), "weights are random here")
+
+    family: Annotated[tuple[str, ...], "bert (base), gpt2 (small); repeatable."] = tuple(FAMILIES)
+    scheme: str = "rotary"
+    max_positions: int = 2048
+    layers: Annotated[int, "12 in both."] = 12
+    hidden: Annotated[int, "768 in both."] = 768
+    texts: Annotated[int, "Of the fit, random tokens."] = 20
+    length: int = 256
+    steps: Annotated[int, "Of the fit, for each layer; 100 by default there."] = 10
+    threads: int = 1
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least_one("max_positions", "layers", "hidden", "texts", "length", "threads")
+        if unknown := [family for family in self.family if family not in FAMILIES]:
+            raise PosswapError(f"family={unknown[0]!r} is not known; known are {', '.join(FAMILIES)}")
+        if self.scheme == ORIGINAL:
+            raise PosswapError("scheme='original' would swap nothing: name a scheme")
+
+
+def verbs(config: Config, family: str) -> dict[str, dict[str, float]]:
+    """Return seconds and memory of each verb, in a process that does nothing else."""
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    kind, config_class = FAMILIES[family]
+    before, found = _resident("VmRSS"), {}
+    sizes = {"num_hidden_layers": config.layers, "hidden_size": config.hidden, "intermediate_size": 4 * config.hidden}
+    model = kind(config_class(**sizes)).eval()
+    size = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
+    text = torch.randint(5, 5000, (config.texts, config.length))
+    with tempfile.TemporaryDirectory() as folder:
+        work = {
+            "swap": lambda: posswap.swap(model, config.scheme, max_positions=config.max_positions),
+            "fit": lambda: posswap.fit(model, text, reconstruct=config.steps, progress=False),
+            "save": lambda: model.save_pretrained(folder),
+            "restore": lambda: posswap.restore(model),
+            "load": lambda: AutoModel.from_pretrained(folder),  # a second model beside the first
+        }
+        for verb, do in work.items():
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the high-water mark
+            started = time.process_time()
+            do()
+            seconds = time.process_time() - started
+            found[verb] = {"seconds": round(seconds, 2), "memory": round((_resident("VmHWM") - before) / size, 2)}
+    return {"model": {"mib": round(size)}, **found}
+
+
+def run(config: Config, folder: Path, resume: bool) -> dict:
+    """Measure each family in a process of its own."""
+    details = {}
+    for family in config.family:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            details[family] = process.submit(verbs, config, family).result()
+    figures = {
+        f"{family}_{verb}_{name}": value
+        for family, found in details.items()
+        for verb, measured in found.items()
+        if verb != "model"
+        for name, value in measured.items()
+    }
+    return {"figures": figures, "cost": {}, "details": details}
+
+
+if __name__ == "__main__":
+    main(Config, run)
