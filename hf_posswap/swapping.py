@@ -229,8 +229,9 @@ def _check_mixture(target: PreTrainedModel, architecture: Architecture, undo: Un
 def original(model: PreTrainedModel, *, share_weights: bool = False, keep_training: bool = False) -> PreTrainedModel:
     """Return the model that a swapped one was made from, as a second model next to it: a teacher without a download.
 
-    It is a copy without gradients, in evaluation mode. With `share_weights` it shares all weights but those of self-attention
-    with the swapped model, which saves memory as long as only attention is changed. `keep_training`: see `restore`.
+    It is a copy without gradients, in evaluation mode; of a pipeline, the whole. With `share_weights` it shares all weights but
+    those of self-attention with the swapped model, which saves memory as long as only attention is changed.
+    `keep_training`: see `restore`.
 
     Raises:
         PosswapError: The original is not kept: the model is not swapped, or was loaded from a swapped checkpoint.

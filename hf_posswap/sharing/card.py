@@ -315,10 +315,12 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
     legend += [f"*{name.replace('_', ' ')}*: {words}" for name, words in asks.get("figures", {}).items() if _shown(name, runs)]
     comes = ", which comes with hf_posswap" if config["model"] in EMBEDDED_MODELS else ""
     fits = f" Fits read up to {config['fit_tokens']:,} tokens, {config['fit_steps']} steps a layer." if "fit" in starts else ""
+    trained = "nothing was trained"
+    if "max_steps" in config:
+        trained = f"each run had {said('max_steps')} steps of {said('batch_size')}, peak learning rate {said('learning_rate')}"
     about = (
-        f"{'; '.join(legend)}.\n\nThe base model here is `{said('model')}`{comes}; each run had {said('max_steps')} steps of "
-        f"{said('batch_size')}, peak learning rate {said('learning_rate')}, on {data_of(config)}.{fits} Rows with this "
-        f"model's positions: {', '.join(f'*{row}*' for row in rows)}. "
+        f"{'; '.join(legend)}.\n\nThe base model here is `{said('model')}`{comes}; {trained}, on {data_of(config)}.{fits} Rows "
+        f"with this model's positions: {', '.join(f'*{row}*' for row in rows)}. "
     )
     if kept:
         about += f"The weights in this folder are those of *{row_label(kept[0], vary)}*, seed {kept[0]['config']['seed']}."
