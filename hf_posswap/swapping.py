@@ -56,8 +56,8 @@ def swap(
     """Replace the learned absolute positions of a pretrained model by another scheme, in place; return the model.
 
     Args:
-        model: A BERT or GPT-2 model of transformers, with any head, a PEFT model around one, or a pipeline of
-            sentence-transformers that begins with one: it then reads `max_positions` tokens.
+        model: One of transformers' models of a family in `posswap.ARCHITECTURES`, with any head, a PEFT model around one, or a
+            pipeline of sentence-transformers that begins with one: it then reads `max_positions` tokens.
         scheme: An instance such as `Rotary(theta=500_000)`, or a string such as "rotary:theta=500000,fraction=0.5".
         max_positions: The longest input the swapped model shall take; the checkpoint's own length by default.
         warm_start: Start as close to the original as its weights allow: project sinusoids onto the old table, keep the

@@ -31,12 +31,11 @@ WHY_NOT = {
 
 def unsupported(kind: str, what: str) -> UnsupportedModelError:
     """Return the error that says why a family cannot be swapped, and which can."""
-    families = ", ".join(sorted(ARCHITECTURES))
     if kind in WHY_NOT:
-        return UnsupportedModelError(f"cannot swap {what}: {WHY_NOT[kind]}. Positions can be swapped in {families} models")
+        return UnsupportedModelError(f"cannot swap {what}: {WHY_NOT[kind]}. posswap.ARCHITECTURES are the families that can be")
     return UnsupportedModelError(
-        f"cannot swap {what}; positions can be swapped in {families} models. For another family with a learned table, "
-        "register it in Python: posswap.register_architecture"
+        f"cannot swap {what}; positions can be swapped in {', '.join(sorted(ARCHITECTURES))} models. For another family with a "
+        "learned table, register it in Python: posswap.register_architecture"
     )
 
 

@@ -6,7 +6,20 @@ from collections import Counter
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import BertLMHeadModel, BertModel, EncoderDecoderModel, GPT2LMHeadModel, GPT2Model
+from transformers import (
+    AlbertConfig,
+    AutoModel,
+    BertLMHeadModel,
+    BertModel,
+    EncoderDecoderModel,
+    EsmConfig,
+    EsmModel,
+    GPT2LMHeadModel,
+    GPT2Model,
+    GPTNeoConfig,
+    MPNetConfig,
+    T5Config,
+)
 
 import hf_posswap as posswap
 from hf_posswap.checkpoint import SWAPPED_CLASSES
@@ -131,13 +144,48 @@ def test_cross_attention(make_swapped, head, scheme, backend, tokens, tmp_path):
         assert torch.equal(loaded(tokens, **cross, use_cache=False)[0], expected)
 
 
-def test_inside_an_encoder_decoder(make_swapped, tokens):
-    """A swapped BERT encoder and decoder work inside an EncoderDecoderModel, with and without a cache."""
-    encoder = make_swapped("bert", "rotary", head=BertModel)
-    decoder = make_swapped("bert-decoder", "relative:clip=4", add_cross_attention=True)
+@pytest.mark.parametrize(
+    ("encoder", "head", "decoder"), [("bert", BertModel, "bert-decoder"), ("esm", EsmModel, "roberta-decoder")]
+)
+def test_inside_an_encoder_decoder(make_swapped, tokens, encoder, head, decoder):
+    """A swapped encoder and decoder, of one family or two, work inside an EncoderDecoderModel, with and without a cache."""
+    encoder = make_swapped(encoder, "rotary", head=head)
+    decoder = make_swapped(decoder, "relative:clip=4", add_cross_attention=True)
     model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
     model.generation_config.eos_token_id = None
     options = {"max_new_tokens": 6, "do_sample": False, "decoder_start_token_id": 1, "pad_token_id": 0}
     generated = model.generate(tokens, **options)
     assert torch.equal(generated, model.generate(tokens, use_cache=False, **options))
     assert generated.shape == (2, 7)
+    for whole in (model, model.encoder):
+        with pytest.raises(posswap.UnsupportedModelError, match="then compose them"):
+            posswap.swap(whole, "none")
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (AlbertConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1), "all its layers share one self-attention"),
+        (GPTNeoConfig(hidden_size=32, num_layers=1, attention_types=[[["local"], 1]], num_heads=2), "its local layers"),
+        (MPNetConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2), "a bias by distance to its table"),
+        (T5Config(d_model=32, num_layers=1, num_heads=2), "it has no table"),
+        (
+            EsmConfig(
+                vocab_size=9,
+                pad_token_id=0,
+                hidden_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                position_embedding_type="rotary",
+            ),
+            "rotary positions already",
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_families_that_cannot_be(config, says):
+    """The error says why."""
+    with torch.device("meta"):
+        model = AutoModel.from_config(config)
+    with pytest.raises(posswap.UnsupportedModelError, match=says):
+        posswap.swap(model, "rotary")

@@ -19,7 +19,7 @@ from hf_posswap.errors import PosswapError, UnknownSchemeError
 class Geometry:
     """The sizes that a scheme's modules are built for."""
 
-    hidden_size: int
+    hidden_size: int  # of the table's vectors
     num_heads: int
     head_dim: int
     max_positions: int  # what the swapped model shall hold

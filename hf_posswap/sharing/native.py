@@ -32,6 +32,7 @@ def pairs_of_heads(family: str, native: str, heads: Sequence[str]) -> dict[type,
 
 
 def build(kind: type, config: PreTrainedConfig, weights: dict[str, torch.Tensor], model: SwappedModel) -> PreTrainedModel:
+    """Return a native model of this class with these weights, in the swapped model's dtype."""
     # RoFormer has attention of its own; the others attend as the swapped model does, which makes them equal to the last bit.
     attention = {} if issubclass(kind, RoFormerPreTrainedModel) else {"attn_implementation": model.config._attn_implementation}
     exported = kind._from_config(config, dtype=model.dtype, **attention)
