@@ -1,4 +1,4 @@
-"""Which model is meant, and why some cannot be swapped."""
+"""Find the transformers model to swap in what was given, or say why it cannot be swapped."""
 
 import gc
 import sys
@@ -12,8 +12,8 @@ from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedModel
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.pipelines import unwrap
 
-# Families that people ask for, and why they cannot be.
-_PAIRS = "an encoder and a decoder have a table each, and a scheme would have to go into both"
+# Families that people ask for, and why they cannot be swapped.
+_PAIRS = "its encoder and its decoder each have a table, and a scheme would have to go into both"
 _BUCKETS = "it has no table: its positions are a bias on scores already"
 WHY_NOT = {
     "albert": "all its layers share one self-attention, and so would share its positions; a fit goes layer by layer",
@@ -95,7 +95,7 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     if any(callable(getattr(layer, "weight", None)) for a in architecture.self_attentions(base) for layer in a.modules()):
         raise UnsupportedModelError("this model's projections are quantized: swap the full-precision model, then quantize")
     # accelerate's dispatch (device_map over several devices, offload) and other patchers set `forward` on the instance, which
-    # would go on calling the old attention whatever the class says: a silent no-op.
+    # would keep calling the old attention: the swap would silently do nothing.
     for module in () if dispatched else (base, *architecture.self_attentions(base)):
         if "forward" in vars(module):
             raise UnsupportedModelError(
@@ -107,7 +107,7 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
 
 
 def _for_swapped(adapter) -> bool:
-    """Whether a PEFT config says that its adapter was trained on a swapped model: by the class, or by the base's config."""
+    """Whether a PEFT config names a swapped model, by its class or by the base's config."""
     if (adapter.auto_mapping or {}).get("base_model_class", "").startswith("Posswap"):
         return True
     try:
@@ -117,15 +117,15 @@ def _for_swapped(adapter) -> bool:
     return str(config.get("model_type")).startswith("posswap-")
 
 
-# transformers' models that are composed of others, each with its own config.
+# Models of transformers that consist of others, each with its own config.
 COMPOSITES = ("encoder_decoder", "speech_encoder_decoder", "vision_encoder_decoder", "vision_text_dual_encoder")
 
 
 def check_not_in_composite(model: PreTrainedModel) -> None:
-    """Raise where a model is a part of another one, such as an EncoderDecoderModel, whose config would not learn of the swap.
+    """Raise if a model is a part of another one, such as an EncoderDecoderModel, whose config would not record the swap.
 
-    A module does not know what it is in; the garbage collector knows who refers to it. It looks at every object of the process,
-    so it is asked only where a class of such models has been imported.
+    A module does not know its parent, but the garbage collector finds what refers to it. It searches all objects of the
+    process, so it is asked only where a class of such models has been imported.
     """
     if not any(f"transformers.models.{name}.modeling_{name}" in sys.modules for name in COMPOSITES):
         return
