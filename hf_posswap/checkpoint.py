@@ -218,8 +218,7 @@ class SwappedModel:
 def register_architecture(architecture: Architecture) -> Architecture:
     """Register a family with `swap`, and its swapped classes with transformers' Auto classes.
 
-    Its heads are what the Auto mappings list for its config, and its `further_classes`. PosswapError: its `model_type` is
-    taken.
+    Its heads are those in the Auto mappings and its `further_classes`. PosswapError: its `model_type` is taken.
     """
     if not isinstance(architecture, Architecture):
         raise PosswapError(f"{architecture!r} must be an instance of a subclass of Architecture")
