@@ -109,8 +109,8 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
     longest = longest_input(config)
     if entry.get("made_for_positions", longest) != longest:
         raise CheckpointError(
-            f"{entry.get('name')} was made for {entry['made_for_positions']} positions, and what it has learned means nothing "
-            f"for {longest}: load it without max_position_embeddings, or swap the original model"
+            f"{entry.get('name')} was made for {entry['made_for_positions']} positions, and its weights do not fit "
+            f"{longest}: load it without max_position_embeddings, or swap the original model"
         )
     if trained_positions < 1 or longest < 1:
         raise CheckpointError(
@@ -302,7 +302,7 @@ def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
     if not edited and not kept.is_meta and not torch.equal(kept.cpu(), model._digest()):
         raise CheckpointError(
             f"{source}: position_scheme in config.json is not the one that these weights were saved with. Get the file again, "
-            'or, where you mean it, add "edited": true to it'
+            'or, if the change is meant, add "edited": true to it'
         )
 
 

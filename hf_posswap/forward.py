@@ -96,7 +96,7 @@ def _check_length(base, scheme, positions: torch.Tensor, past, length: int, know
     if needed > limit:
         raise SequenceTooLongError(
             f"the input reaches {needed} positions and this model with {scheme.name} positions was set up for {limit}: "
-            f"swap with a longer range, posswap.swap(model, {str(scheme)!r}, max_positions={needed}), or truncate the input"
+            f"call posswap.swap(model, {str(scheme)!r}, max_positions={needed}), or truncate the input"
         )
     fitted = base.config.position_scheme.get("fitted_length")
     if fitted and needed > _FAR * fitted and state_of(base).span is None and not torch.compiler.is_compiling():

@@ -87,7 +87,7 @@ def keep_span(cache: Cache | None, span: Span, *, layers: int, wanted: bool, cou
         if positions.masked_fill(positions == PADDING, 0).max() >= own.get_seq_length():
             raise PosswapError(
                 "this cache was built from one that had forgotten keys, and does not know how many tokens were read: pass "
-                "position_ids, or go on with the cache that the model returned"
+                "position_ids, or use the cache that the model returned"
             )
     return cache
 

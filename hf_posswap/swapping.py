@@ -96,8 +96,7 @@ def swap(
     if undo is not None and undo.fingerprint != fingerprint(target, architecture):
         raise PosswapError(
             f"this model's weights have changed since it was swapped to {target.position_scheme} (trained, cast "
-            "or loaded), and another swap would start from the original's positions: call posswap.restore(model) first, "
-            "or save the model and load it again to swap from where it is now"
+            "or loaded): call posswap.restore(model) to swap the original, or save and load the model to swap it as it is"
         )
     start = take_snapshot(target, architecture, weights=False) if undo is None else undo.snapshot
     asked, max_positions = max_positions, _check_max_positions(max_positions, start)
@@ -141,8 +140,8 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
     same = state is not None and state.scheme == scheme
     if same and not scheme.resizable and geometry.max_positions != state.geometry.max_positions:
         raise PosswapError(
-            f"{scheme} was made for {state.geometry.max_positions} positions, and what it has learned means nothing "
-            f"for {geometry.max_positions}: swap the original model instead"
+            f"{scheme} was made for {state.geometry.max_positions} positions, and its weights do not fit "
+            f"{geometry.max_positions}: swap the original model instead"
         )
     kept = [old, *(getattr(a, "positions", None) for a in attentions)]
     config = copy.deepcopy(target.config)
@@ -191,7 +190,7 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
     if not can_write_attention_weights(architecture.self_attentions(target.base_model), undo.snapshot.attention_weights):
         raise PosswapError(
             "the projections of attention have been pruned, parametrized or replaced since the fit, and their old weights "
-            "have no place: undo that first"
+            "do not fit: undo that first"
         )
     if not keep_training:
         _check_mixture(target, architecture, undo)

@@ -16,13 +16,13 @@ from hf_posswap.pipelines import unwrap
 _PAIRS = "its encoder and its decoder each have a table, and a scheme would have to go into both"
 _BUCKETS = "it has no table: its positions are a bias on scores already"
 WHY_NOT = {
-    "albert": "all its layers share one self-attention, and so would share its positions; a fit goes layer by layer",
+    "albert": "all its layers share one self-attention and would share its positions, but a fit goes layer by layer",
     "bart": _PAIRS,
-    "clip": "its embeddings measure the table before they use it, so nothing else can stand in its place",
-    "clip_text_model": "its embeddings measure the table before they use it, so nothing else can stand in its place",
+    "clip": "its embeddings read the size of the table, so nothing else can take its place",
+    "clip_text_model": "its embeddings read the size of the table, so nothing else can take its place",
     "encoder-decoder": "swap its encoder and its decoder, each by itself, then compose them",
-    "gpt_neo": "its local layers and its attention, which takes no other implementation, leave no place for a scheme",
-    "mpnet": "it adds a bias by distance to its table's positions, in attention that takes no other implementation",
+    "gpt_neo": "it has local layers and attention that takes no other implementation, so a scheme cannot be put in",
+    "mpnet": "besides its table it has a bias by distance, in attention that takes no other implementation",
     "mt5": _BUCKETS,
     "t5": _BUCKETS,
     "whisper": _PAIRS,
@@ -74,7 +74,7 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
         raise UnsupportedModelError("this model is quantized: swap the full-precision checkpoint, then quantize")
     if not isinstance(model, SwappedModel) and any(map(_for_swapped, (getattr(model, "peft_config", None) or {}).values())):
         raise PosswapError(
-            "this adapter was trained on a swapped model and has been put on a plain one, where it means nothing: load the "
+            "this adapter was trained on a swapped model and has been put on a plain one, which it does not fit: load the "
             "swapped model, or swap this one without the adapter, then load the adapter"
         )
     base = model.base_model
@@ -83,8 +83,7 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     if table is None or (not isinstance(model, SwappedModel) and type(table) is not architecture.table_class):
         raise UnsupportedModelError(
             f"{type(owner).__name__}.{name} is {type(table).__name__}, not a learned table ("
-            f"{architecture.table_class.__name__}): something else has changed this model's positions; start from a fresh "
-            "from_pretrained"
+            f"{architecture.table_class.__name__}): something else has changed this model's positions: load it again"
         )
     if any(p.is_meta for p in table.parameters()):
         raise UnsupportedModelError("this model's weights are on the meta device: load them first, then swap")
@@ -100,8 +99,7 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
         if "forward" in vars(module):
             raise UnsupportedModelError(
                 f"the forward of {type(module).__name__} is replaced on the instance (device_map with several devices, "
-                "offload, mixed precision wrapper or another patcher): load on one device, swap, save, and load the swapped "
-                "checkpoint with device_map"
+                "offload or another patcher): swap on one device, save, and load the result with device_map"
             )
     return model, architecture
 
@@ -137,7 +135,7 @@ def check_not_in_composite(model: PreTrainedModel) -> None:
         whole = isinstance(owner, PreTrainedModel) and owner.base_model is not model
         if whole and any(part is model for part in owner.children()):
             raise UnsupportedModelError(
-                f"this model is a part of {type(owner).__name__}, which would be saved without a word of the swap: swap the "
+                f"this model is a part of {type(owner).__name__}, whose saved config would not record the swap: swap the "
                 "parts first, then compose them"
             )
 

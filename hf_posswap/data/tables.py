@@ -298,8 +298,8 @@ def _check_numbers(labels: list, where: str) -> None:
         strange += [n for n, count in counts.items() if count == 1 and not {n - 1, n + 1} & counts.keys()]
     for label in strange:
         raise DataError(
-            f"row {labels.index(label) + 1} of {where} has the label {label}, which is no class like the others "
-            "(-1 often stands for a secret one): drop such rows, or write classes as words"
+            f"row {labels.index(label) + 1} of {where} has the label {label}, which is not a class like the others "
+            "(-1 often marks a hidden label): drop such rows, or write classes as words"
         )
 
 

@@ -134,7 +134,7 @@ def _check(query, key, value, key_table, value_table, clip, key_mask) -> None:
             raise PosswapError(
                 f"key_mask must be boolean, of shape (batch, keys) = {wanted}, on {query.device}; given was "
                 f"{key_mask.dtype} of shape {tuple(key_mask.shape)} on {key_mask.device}. A mask for each pair of query and "
-                "key is not taken here: eager attention has that"
+                "key needs eager attention"
             )
 
 

@@ -79,7 +79,7 @@ def _importing(place: str) -> Iterator[list[str]]:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}."):
             raise PosswapError(
                 f"{place!r} is neither a scheme{nearest(place, SCHEMES)} nor a module, here or installed; schemes are "
-                f"{', '.join(SCHEMES)}: give one, a module, a file.py, or of a class in one of them module:Name or file.py:Name"
+                f"{', '.join(SCHEMES)}: give a scheme, module, file.py, module:Name or file.py:Name"
             ) from None
         raise PosswapError(f"{place} cannot be imported, {type(error).__name__}: {error}") from error
     finally:
