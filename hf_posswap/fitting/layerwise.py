@@ -3,9 +3,9 @@
 Both models read the same text. Each layer of the swapped model gets its own hidden states, with the errors of earlier layers,
 and its self-attention is fitted so that the layer's output comes near that of the original's layer:
 
-1. the scheme's closed form (`closed_form`): basis and kernel of rotary, vectors of relative; kept if it helps; 2.
-reconstruction: a few steps of Adam on the weights of self-attention and of its positions, on the layer's own error; kept if
-   they help on held-out text.
+1. the scheme's closed form (`closed_form`): basis and kernel of rotary, vectors of relative; kept if it helps;
+2. reconstruction: a few steps of Adam on the weights of self-attention and of its positions, on the layer's own error; kept
+   if they help on held-out text.
 
 So only one layer is trained at a time, and later layers can correct errors of earlier ones. The approach is that of layer-wise
 reconstruction in quantization (Nagel et al. 2020, https://arxiv.org/abs/2004.10568, section 4; Li et al. 2021, BRECQ,
