@@ -4,7 +4,7 @@ What needs only the replaced table is in the embedding-side module (`fit_table`)
 three facts:
 
 - softmax shift: a constant added to all scores of a query changes nothing;
-- change of basis: nor does q -> A q, k -> A^-T k for any invertible A, since only q.k counts;
+- change of basis: nor does q -> A q with k -> A^-T k, for any invertible A, since only q.k counts;
 - an error d in scores costs, to second order, a Kullback-Leibler divergence of half its variance over keys, weighted by the
   probabilities p: sum_j p_ij (d_ij - sum_k p_ik d_ik)^2 / 2.
 

@@ -374,7 +374,7 @@ class WindowedAttention(torch.autograd.Function):
 
 
 def _scratch(plan: Plan, batch: int, heads: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory for the scores of any block, to be reused: allocating it for each would cost too much."""
+    """Return memory for the scores of any block; allocating it for each block would take longer than some of the work."""
     most = max(block.size * block.width for block in plan.blocks())
     return torch.empty(min(plan.heads, batch * heads) * most, dtype=dtype, device=device)
 

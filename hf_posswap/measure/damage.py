@@ -2,8 +2,8 @@
 
 All costs are 0 for an unchanged model. With a language-modelling head the cost is KL(original || model) of the predictions in
 nats; without, 1 - cosine of the last hidden states with the original's. Layers are compared by their relative error after a
-plain layer norm, sum |h - t|^2 / sum |t - mean t|^2: so the next layer reads them, and single outliers of real checkpoints do
-not dominate.
+plain layer norm, sum |h - t|^2 / sum |t - mean t|^2: that is what the next layer reads, and single outliers of real checkpoints
+do not dominate.
 """
 
 import math

@@ -3,8 +3,8 @@
     B  sequences, L  tokens of the longest, W  windows of all sequences together, V  tokens of one window
 
 Windows of a sequence start at 0, stride, 2 stride, ..., and the last one ends with it. A token stands in several of them. A
-causal model's output for it is taken from the first window that contains it, where it has the most tokens before it, at least V
-- stride. An encoder's is taken from the window where it stands nearest the middle.
+causal model's output for it comes from the first window that contains it, where it has the most tokens before it: V - stride or
+more. An encoder's is taken from the window where it stands nearest the middle.
 """
 
 from typing import NamedTuple

@@ -67,7 +67,7 @@ class AlibiPositions(DistanceBias):
     def __init__(self, scheme: "Alibi", geometry: Geometry):
         super().__init__()
         self.heads = geometry.num_heads
-        # Fixed slopes are no buffer: a model built on the meta device would lose it.
+        # Fixed slopes are no buffer: a model built on the meta device would lose them.
         self.log_slopes = nn.Parameter(alibi_slopes(self.heads).log()) if scheme.slopes == "fitted" else None
 
     def initial_values(self):
