@@ -1,4 +1,4 @@
-"""Pipelines of sentence-transformers: a model of transformers with its tokenizer, pooling, normalisation and prompts.
+"""Pipelines of sentence-transformers: a transformers model with its tokenizer, pooling and prompts.
 
 Only this file knows them. `find_target` asks `unwrap` for the model inside, a swap sets how many tokens a pipeline reads, and
 commands ask `kind_of` what a folder holds. It never imports sentence-transformers, and uses names common to versions 5 and 6.

@@ -1,4 +1,4 @@
-"""A cache for attention with a span: the first keys and the last ones, constant memory and time for each token.
+"""A cache for attention with a span: it keeps the first and the last keys, in constant memory.
 
 Each layer's keys carry their positions (`attention.write_positions`), and padding carries `PADDING`. So every layer knows which
 keys to keep, rows may be padded on the left, and reordering or copying keys moves their positions, too.
