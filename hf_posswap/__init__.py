@@ -4,8 +4,8 @@
     model = AutoModelForMaskedLM.from_pretrained("bert-base-uncased")
     posswap.swap(model, posswap.Rotary(theta=10_000), max_positions=2048)
 
-Importing tells transformers' Auto classes where the swapped model types are, and listens to its reports for checkpoints that
-it loads without their relative positions (`load_relative_key`). Everything else is imported when it is first asked for.
+Importing registers the swapped model types with transformers' Auto classes, and watches its load reports for checkpoints whose
+relative positions it drops (`load_relative_key`). Everything else is imported on first use.
 """
 
 from importlib import import_module
@@ -62,7 +62,7 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str):
-    """Import a public name when it is first asked for (PEP 562): a swap needs no training loop, a loaded model no plots."""
+    """Import a public name on first use (PEP 562): a swap does not need the training loop, nor a loaded model the plots."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
@@ -74,7 +74,7 @@ def __dir__() -> list[str]:
 
 
 class _SwappedConfigs(ModuleType):
-    """Where transformers looks for the configs of our model types: importing them costs what importing its models costs."""
+    """A stand-in module where transformers finds our configs; they are imported late, since that imports its models."""
 
     def __getattr__(self, name: str):
         return getattr(import_module("hf_posswap.checkpoint"), name)
@@ -93,7 +93,7 @@ _CONFIGS = {
     "xlm-roberta": "PosswapXLMRobertaConfig",
 }
 for _model_type, _config in _CONFIGS.items():
-    # Its own mapping is made so: a model type, the name of its config, and the module that has it, imported when wanted.
+    # As in transformers' own mapping: a model type, the name of its config, and the module to import it from when needed.
     CONFIG_MAPPING._mapping.setdefault(f"posswap-{_model_type}", _config)
     CONFIG_MAPPING._modules[f"posswap_{_model_type}".replace("-", "_")] = _SwappedConfigs("hf_posswap")
 

@@ -1,10 +1,9 @@
 """The one place where families and schemes meet: self-attention with positions.
 
-The family's attention class is subclassed and reached by setting `__class__` of the existing module, so that weights,
-hooks and adapters stay where they are: LoRA on the projections is rotated like the projections themselves. Keys are
-rotated before they enter the cache. A function registered with transformers' AttentionInterface would not do: it is
-switched off by `set_attn_implementation`, leaves padding unmasked under a new name, and sees cached keys
-without their positions.
+The family's attention class is subclassed, and `__class__` of the existing module is set to the subclass: weights, hooks and
+adapters stay where they are, and what LoRA adds to a projection is rotated with it. Keys are rotated before they enter the
+cache. A function registered with transformers' AttentionInterface would not do: it is switched off by
+`set_attn_implementation`, leaves padding unmasked under a new name, and sees cached keys without their positions.
 """
 
 from typing import Any, NamedTuple
@@ -21,17 +20,17 @@ from hf_posswap.schemes import Places
 
 
 class Shared(NamedTuple):
-    """What all layers of one forward share. A tuple: accelerate moves its tensors with a layer on another device."""
+    """What all layers of one forward share. A tuple, so that accelerate moves its tensors to each layer's device."""
 
     scheme: Any  # what the scheme's `prepare` returned
-    written: torch.Tensor | None = None  # positions that new keys carry into the cache, (B or 1, Q); None: they carry none
-    in_each_layer: bool = False  # and whether they do so in all layers, not only in the first
-    span: Span | None = None  # attend block by block, to what is near; None: to what the mask says
-    key_mask: torch.Tensor | None = None  # for that, (B, K) bool, True = attend
-    mask: torch.Tensor | None = None  # in the place of the one that comes through the layers
+    written: torch.Tensor | None = None  # positions that new keys take into the cache, (B or 1, Q); None: none
+    in_each_layer: bool = False  # keys take them in all layers, not only in the first
+    span: Span | None = None  # attend block by block within this span; None: as the mask says
+    key_mask: torch.Tensor | None = None  # used with `span`, (B, K) bool, True = attend
+    mask: torch.Tensor | None = None  # replaces the mask that the layers pass on
 
 
-# What a bias can be added to.
+# Attention implementations that can add a bias to scores.
 BIAS_IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 
 
@@ -51,13 +50,13 @@ class PositionedAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Do what the family's own forward does, with the scheme's hooks in it.
 
-        transformers' models hand keywords that they do not know on to their attention layers: that is how `shared_positions`
-        gets here from `forward.positioned_forward`.
+        transformers' models pass unknown keywords on to their attention layers: so `shared_positions` gets here from
+        `forward.positioned_forward`.
         """
         query, key, value = self.architecture.project(self, hidden_states)
         shared, scaling = shared_positions.scheme, self.architecture.scaling(self)
         attention_mask = attention_mask if shared_positions.mask is None else shared_positions.mask
-        query = self.positions("rotate", query, shared)  # one at a time, so the second reuses the first's memory
+        query = self.positions("rotate", query, shared)  # one after the other: the second reuses the first's memory
         key = self.positions("rotate", key, shared)
         if past_key_values is not None:
             if isinstance(past_key_values, EncoderDecoderCache):
@@ -118,9 +117,9 @@ class PositionedAttention(nn.Module):
 
 
 def add_bias(mask, bias: torch.Tensor, seen: torch.Tensor | None, implementation: str):
-    """Return the mask that holds a bias (1 or B, H, Q, K), too; a block mask stays as it is, for flex adds biases itself.
+    """Return the mask with a bias (1 or B, H, Q, K) added; a block mask is returned as it is: flex adds the bias itself.
 
-    `mask` is additive, boolean with True = attend, or None where all that masks is causality: then `seen` (Q, K) is used.
+    `mask` is additive, boolean with True = attend, or None where only causality masks: then `seen` (Q, K) is used.
     """
     if implementation not in BIAS_IMPLEMENTATIONS:
         raise PosswapError(
@@ -137,9 +136,9 @@ def add_bias(mask, bias: torch.Tensor, seen: torch.Tensor | None, implementation
     return bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
 
 
-# Keys in a cache say nothing of their positions, and schemes that look at distances must know them. So the keys of the first
-# layer carry theirs, as three digits to the base 256 behind the head's own dimensions (half precision holds those exactly).
-# What moves keys - reordering, selecting, cropping, copying, offloading, rebuilding a cache - moves positions along.
+# A cache does not store the positions of its keys, but schemes by distance need them. So keys of the first layer carry theirs
+# as three base-256 digits behind the head's own dimensions (exact in half precision). Whatever reorders, selects, crops,
+# copies, offloads or rebuilds a cache then moves the positions with the keys.
 DIGITS = 3
 MOST_POSITIONS = 256**DIGITS
 
@@ -162,7 +161,7 @@ def key_positions(cache: Cache | None, positions: torch.Tensor, slots: torch.Ten
     layer = cache.layers[0] if cache is not None and cache.layers else None
     if layer is None or not layer.is_initialized or (isinstance(past, int) and past == 0):
         return positions
-    if layer.keys.shape[-1] == head_dim:  # keys that something else has put there, such as a learned prefix: they count from 0
+    if layer.keys.shape[-1] == head_dim:  # put there by something else, such as a learned prefix: positions count from 0
         counted = torch.arange(layer.keys.shape[-2], device=layer.keys.device)[None]
         layer.keys = write_positions(layer.keys, counted)
     if layer.keys.shape[-1] != head_dim + DIGITS:
@@ -174,11 +173,11 @@ def key_positions(cache: Cache | None, positions: torch.Tensor, slots: torch.Ten
     positions = positions.expand(len(stored), -1)
     if isinstance(past, int):
         return torch.cat([stored[:, :past], positions], dim=-1)  # a static cache is longer than what it holds
-    return stored.scatter(1, slots.expand(len(stored), -1), positions)  # and here it does not say how much that is
+    return stored.scatter(1, slots.expand(len(stored), -1), positions)  # here a tensor counts what it holds
 
 
 class Observation(NamedTuple):
-    """The inside of one self-attention module; queries and keys are those before any rotation."""
+    """What one self-attention module computes; queries and keys are those before any rotation."""
 
     query: torch.Tensor  # (B, H, L, D)
     key: torch.Tensor
@@ -200,9 +199,9 @@ def observe(
     allowed: torch.Tensor,
     shared_positions: Shared | None,
 ) -> Observation:
-    """Compute what a self-attention module computes, swapped or not, and return all of it; `allowed` is (B, 1, L, L) bool.
+    """Return all that a self-attention module computes, swapped or not; `allowed` is (B, 1, L, L) bool.
 
-    Whatever attention implementation the model is set to: this is for looking, not for speed.
+    It ignores the model's attention implementation: it is for inspection, not for speed.
     """
     query, key, value = architecture.project(attention, hidden_states)
     positions = getattr(attention, "positions", None)
@@ -241,7 +240,7 @@ def add_positioned_class(architecture: Architecture) -> None:
 
 
 def check_implementation(implementations: tuple[str, ...] | None, current: str, scheme: str) -> None:
-    """Raise when the model is set to an attention implementation that the scheme cannot honour."""
+    """Raise PosswapError when the scheme does not support the model's attention implementation."""
     if implementations is not None and current not in implementations:
         raise PosswapError(
             f"{scheme} positions run with attention implementation {' or '.join(map(repr, implementations))}, the model is "

@@ -1,10 +1,10 @@
 """Swapped models as transformers sees them: own classes, own `model_type`, an entry in config.json.
 
-A swapped model must never be mistaken for a plain one: a parameter-free scheme leaves no trace in the weights. So every head
-of a family gets a subclass whose `model_type` is `posswap-bert` or `posswap-gpt2`; its `__init__` builds the family's model
-and puts the scheme of the config in. `AutoModelFor...from_pretrained` finds it once hf_posswap is imported; without, a few
-lines of code that are saved next to the weights import it, if the user trusts remote code, or say what to install. A stock
-class that is named outright refuses the shape of the table (see `PositionEmbedding`).
+A swapped model must never load as a plain one, and a scheme without parameters leaves no trace in the weights. So every head
+gets a subclass with a `model_type` such as `posswap-bert`, whose `__init__` builds the family's model and installs the scheme
+of the config. `AutoModelFor...from_pretrained` finds it once hf_posswap is imported; otherwise a small file saved next to the
+weights imports it (given trust_remote_code) or says what to install. Stock classes refuse the table's shape
+(`PositionEmbedding`).
 """
 
 import hashlib
@@ -55,8 +55,8 @@ def config_entry(
 ) -> dict[str, Any]:
     """Return what config.json stores under `position_scheme`: the format, the scheme with all fields, the trained length.
 
-    And, where it came from the Hub, which model was swapped: {"id": ..., "revision": ...}; and what a scheme that cannot be
-    resized was made for, since the config's own number can be changed while it is loaded.
+    Also, for a model from the Hub, its {"id": ..., "revision": ...}; and for a scheme that cannot be resized the length it was
+    made for, since a caller can change the config's own number on loading.
     """
     entry = {"format": FORMAT, "trained_positions": trained_positions, **scheme.to_dict()}
     if span is not None:
@@ -67,15 +67,15 @@ def config_entry(
 
 
 def scheme_in(entry: dict[str, Any]) -> Scheme:
-    """Return the scheme in such an entry, whose other keys are about the model."""
+    """Return the scheme in such an entry; its other keys describe the model."""
     return scheme_from_dict({key: value for key, value in entry.items() if key not in _ABOUT_THE_MODEL})
 
 
 def on_hub(name_or_path: str) -> dict[str, str | None] | None:
-    """Return what a loaded checkpoint is on the Hub, {"id": ..., "revision": ...}; None where that cannot be told.
+    """Return a loaded checkpoint's {"id": ..., "revision": ...} on the Hub; None where that is not known.
 
-    transformers does not say where a checkpoint came from, and a relative path looks like an id. What the client's cache holds
-    came from the Hub; where it holds a single commit, it was that one.
+    transformers does not say where a checkpoint came from, and a relative path looks like an id. So a name counts as an id if
+    the Hub's cache holds it, and the revision is known if the cache holds a single commit of it.
     """
     for name, hub_id in EMBEDDED_MODELS.items():
         if hub_id is not None and is_installed(name) and name_or_path == embedded_model(name):
@@ -109,8 +109,8 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
     longest = longest_input(config)
     if entry.get("made_for_positions", longest) != longest:
         raise CheckpointError(
-            f"{entry.get('name')} was made for {entry['made_for_positions']} positions, and what it has learned means nothing "
-            f"for {longest}: load it without max_position_embeddings, or swap the original model"
+            f"{entry.get('name')} was made for {entry['made_for_positions']} positions, and its weights do not fit "
+            f"{longest}: load it without max_position_embeddings, or swap the original model"
         )
     if trained_positions < 1 or longest < 1:
         raise CheckpointError(
@@ -124,7 +124,7 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
 
 
 def span_in(entry: dict[str, Any]) -> Span | None:
-    """Return how far attention looks, by such an entry; None: everywhere."""
+    """Return the span in such an entry; None: attention looks everywhere."""
     entry = entry.get("span")
     if entry is None:
         return None
@@ -135,7 +135,7 @@ def span_in(entry: dict[str, Any]) -> Span | None:
 
 
 def digest(scheme: Scheme, trained_positions: int, span: Span | None) -> torch.Tensor:
-    """Return what weights keep of the scheme they belong to, (16,) uint8: a config that was edited since is noticed."""
+    """Return a hash of scheme, trained length and span, (16,) uint8: saved with the weights, it shows a config edited since."""
     entry = json.dumps([scheme.to_dict(), trained_positions, span and span._asdict()], sort_keys=True)
     return torch.frombuffer(bytearray(hashlib.sha256(entry.encode()).digest()[:16]), dtype=torch.uint8)
 
@@ -160,7 +160,7 @@ class SwappedModel:
             classes=SWAPPED_CLASSES | READER_CLASSES,
         )
         embedding.register_buffer(DIGEST, self._digest())
-        self._init_weights(embedding)  # a learned table that starts from scratch starts as the family's tables do
+        self._init_weights(embedding)  # a learned table from scratch starts as the family's tables do
 
     @property
     def position_scheme(self) -> Scheme:
@@ -168,7 +168,7 @@ class SwappedModel:
         return state_of(self).scheme
 
     def _init_weights(self, module):
-        """As the family does; and our modules, which transformers empties when it builds a model to load it."""
+        """As the family does; also fill our modules, which transformers leaves empty when it builds a model to load."""
         if isinstance(module, (AttentionPositions, PositionEmbedding)):
             for name, value in module.initial_values().items():
                 init.copy_(getattr(module, name), value)
@@ -181,7 +181,7 @@ class SwappedModel:
         return digest(*read_config_entry(self.config), span_in(self.config.position_scheme))
 
     def init_continuous_batching(self, *args, **kwargs):
-        """As in transformers, for `generate_batch`, where attention sees all that its paged cache holds and no distances."""
+        """As in transformers, for `generate_batch`, whose paged cache knows neither distances nor spans."""
         first = getattr(self.architecture.self_attentions(self.base_model)[0], "positions", None)
         span = state_of(self).span is not None
         if span or (first is not None and (first.needs_key_positions or first.attend is not None or first.bias is not None)):
@@ -193,7 +193,7 @@ class SwappedModel:
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoModel"):
-        """Do nothing: transformers would save a copy of this module with the model; what is saved is `STUB`."""
+        """Do nothing: transformers would save a copy of this module with the model, where we save `STUB`."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
@@ -210,15 +210,15 @@ class SwappedModel:
 
     @staticmethod
     def _load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs):
-        """As in transformers, which casts whatever a file holds: the only place where its dtypes can be seen."""
+        """As in transformers, after a check of the file's dtypes: later they have been cast."""
         _check_dtypes(model, state_dict, checkpoint_files or ())
         return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
 
 
 def register_architecture(architecture: Architecture) -> Architecture:
-    """Make a family known: to `swap`, and its swapped classes to transformers' Auto classes.
+    """Register a family with `swap`, and its swapped classes with transformers' Auto classes.
 
-    A family's heads are the classes that the Auto mappings list for its config, and its `further_classes`.
+    Its heads are those in the Auto mappings and its `further_classes`. PosswapError: its `model_type` is taken.
     """
     if not isinstance(architecture, Architecture):
         raise PosswapError(f"{architecture!r} must be an instance of a subclass of Architecture")
@@ -261,7 +261,7 @@ def _position_modules(model: "SwappedModel") -> dict[str, torch.nn.Module]:
 
 
 def _check_dtypes(model: "SwappedModel", state_dict: dict | None, files) -> None:
-    """Raise where position weights are integers: fractions are lost, and a cast would not tell."""
+    """Raise if position weights are stored as integers: fractions are lost, and the cast would hide it."""
     ours = {f"{place}.{name}" for place, one in _position_modules(model).items() for name, _ in one.named_parameters()}
     dtypes = {name: str(value.dtype) for name, value in (state_dict or {}).items()}
     for path in files:
@@ -274,7 +274,7 @@ def _check_dtypes(model: "SwappedModel", state_dict: dict | None, files) -> None
 
 
 def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
-    """Raise unless position weights are all there, all read, numbers, and of the scheme that the config names."""
+    """Raise unless position weights are complete, all read, finite, and of the scheme that the config names."""
     ours = _position_modules(model)
 
     def among_ours(keys) -> list[str]:
@@ -302,18 +302,18 @@ def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
     if not edited and not kept.is_meta and not torch.equal(kept.cpu(), model._digest()):
         raise CheckpointError(
             f"{source}: position_scheme in config.json is not the one that these weights were saved with. Get the file again, "
-            'or, where you mean it, add "edited": true to it'
+            'or, if the change is meant, add "edited": true to it'
         )
 
 
 class SwappedConfig:
-    """Mixin in front of a family's config: what it saves can be loaded without an import of hf_posswap."""
+    """Mixin in front of a family's config: what it saves can be loaded without importing hf_posswap."""
 
     loaded_by: ClassVar[dict[str, str]]  # Auto class -> our class, by name
     importable: ClassVar[bool]  # whether an import of hf_posswap is enough to have these classes
 
     def save_pretrained(self, save_directory, *args, **kwargs):
-        """As in transformers, and write `STUB`; inside a model's own save, so that push_to_hub sees the file as new."""
+        """As in transformers, and also write `STUB`: here, so that push_to_hub uploads it as a new file."""
         if not self.importable:
             super().save_pretrained(save_directory, *args, **kwargs)
             return
@@ -325,14 +325,14 @@ class SwappedConfig:
         try:
             super().save_pretrained(save_directory, *args, **kwargs)
         finally:
-            del self.auto_map  # of the file, not of the config: `restore` gives back what was there
+            del self.auto_map  # it belongs in the file, not in the config that `restore` compares
 
     @classmethod
     def register_for_auto_class(cls, auto_class="AutoConfig"):
         """Do nothing, as `SwappedModel.register_for_auto_class`."""
 
 
-# transformers reads its imports before it runs it: without the package the user is told to install it.
+# transformers checks the imports of this file first, and tells users to install a package that is missing.
 _STUB_TEXT = '''"""The position scheme of this model is in config.json; what it means is in hf_posswap: pip install hf_posswap
 
 With `import hf_posswap` the Auto classes load this model. Without, trust_remote_code=True does, by these imports alone.
@@ -383,8 +383,8 @@ def _swapped_class(model_class: type, config_class: type, architecture: Architec
 
 
 def _importable(swapped: type) -> type:
-    # Importable from here, so that models can be pickled. And transformers looks up what to record (hidden_states,
-    # attentions) by class name, filled in by its own __init__, which a model that changes its class never runs.
+    # Importable from here, so that models can be pickled. transformers looks up what to record (hidden_states, attentions) by
+    # class name; an __init__ fills that in, which never runs for a model that changes its class.
     globals()[swapped.__name__] = swapped
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(swapped), swapped._can_record_outputs)
     return swapped

@@ -1,4 +1,4 @@
-"""The command line under its old name; it stands in `hf_posswap_cli`, which does not wait for transformers."""
+"""The command line under its old name; `hf_posswap_cli` starts it without importing transformers."""
 
 from hf_posswap_cli import app, main
 

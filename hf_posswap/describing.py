@@ -14,7 +14,7 @@ from hf_posswap.target import find_target
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` tells; `print` shows it as a table."""
+    """The result of `describe`; `print` shows it as a table."""
 
     family: str
     model_class: str
@@ -48,7 +48,7 @@ class Description:
 
 
 def describe(model: PreTrainedModel) -> Description:
-    """Say what positions a model has, swapped or not.
+    """Return the positions, sizes (parameters, tokens) and layers of a model, swapped or not.
 
     >>> from transformers import GPT2Config, GPT2Model
     >>> print(describe(GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64))))

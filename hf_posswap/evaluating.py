@@ -1,4 +1,4 @@
-"""Looking at a model without leaving a trace: modes are as they were afterwards, and hooks are gone."""
+"""Evaluate or watch a model, and leave it as it was: its modes restored, its hooks removed."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What `pip install hf_posswap` leaves out: libraries of extras, and the line that says which extra has one.
+"""Optional libraries, and the error that names the extra to install when one is missing.
 
 Swapping, fitting, saving, loading, exporting and sharing need none of them.
 """

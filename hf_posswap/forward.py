@@ -1,7 +1,7 @@
-"""What every forward of a swapped model does first: where its tokens stand, whether they fit, what layers share.
+"""What runs before each forward of a swapped model: positions, length check, and what layers share.
 
-The headless model of each family gets this in front of its own forward, which it then calls with `position_ids` filled in and
-with one keyword more, `shared_positions`: see `PositionedAttention`.
+It then calls the headless model's own forward, with `position_ids` filled in and with one more keyword, `shared_positions`: see
+`PositionedAttention`.
 """
 
 import functools
@@ -17,7 +17,7 @@ from hf_posswap.errors import PosswapError, SequenceTooLongError
 from hf_posswap.span_cache import PADDING, keep_span
 from hf_posswap.surgery import state_of
 
-_FAR = 8  # times the length that a model was fitted to
+_FAR = 8  # an input of more than this many times the fitted length gives a warning
 
 
 def positioned_forward(base_class: type):
@@ -29,7 +29,7 @@ def positioned_forward(base_class: type):
         arguments = dict(zip(names, args, strict=False), **kwargs)
         inputs = Inputs(*(arguments.get(name) for name in Inputs._fields))
         if (inputs.input_ids is None) == (inputs.inputs_embeds is None):
-            return base_class.forward(self, **arguments)  # which says what is wrong
+            return base_class.forward(self, **arguments)  # transformers says what is wrong
         scheme, eager = state_of(self).scheme, self.config._attn_implementation == "eager"
         check_implementation(scheme.implementations, self.config._attn_implementation, scheme.name)
         if eager and _is_4d(inputs.attention_mask) and inputs.attention_mask.dtype == torch.bool:
@@ -59,7 +59,7 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _slots(cache, inputs: Inputs) -> tuple[int | torch.Tensor, torch.Tensor]:
     """Return how many tokens are cached, and the places of the new ones behind them, (1, L)."""
     past = 0 if cache is None else cache.get_seq_length()
-    # A new tensor: a static cache returns its own counter, which the first layer moves on.
+    # Not added in place: a static cache returns its own counter, which the first layer then advances.
     slots = torch.arange(inputs.shape[-1], device=inputs.device)[None] + past
     if isinstance(past, torch.Tensor) and past.device.type == "cpu" and not torch.compiler.is_compiling():
         past = int(past)
@@ -87,7 +87,7 @@ def _check_ids(position_ids: torch.Tensor, length: int) -> torch.Tensor:
 def _check_length(base, scheme, positions: torch.Tensor, past, length: int, known: int | None) -> None:
     limit = base.architecture.longest_input(base.config)
     needed = past + length if isinstance(past, int) else 0
-    # Values are looked at where that costs nothing: not while tracing, not where it would wait for a GPU.
+    # Values are read only where that costs nothing: not while tracing, and not where it would wait for a GPU.
     look = known is None and positions.device.type == "cpu" and positions.numel()
     if look and not torch.compiler.is_compiling():
         needed = max(needed, int(positions.max()) + 1)
@@ -96,7 +96,7 @@ def _check_length(base, scheme, positions: torch.Tensor, past, length: int, know
     if needed > limit:
         raise SequenceTooLongError(
             f"the input reaches {needed} positions and this model with {scheme.name} positions was set up for {limit}: "
-            f"swap with a longer range, posswap.swap(model, {str(scheme)!r}, max_positions={needed}), or truncate the input"
+            f"call posswap.swap(model, {str(scheme)!r}, max_positions={needed}), or truncate the input"
         )
     fitted = base.config.position_scheme.get("fitted_length")
     if fitted and needed > _FAR * fitted and state_of(base).span is None and not torch.compiler.is_compiling():
@@ -108,7 +108,7 @@ def _check_length(base, scheme, positions: torch.Tensor, past, length: int, know
 
 
 def _share(base, first, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, past, known: int | None) -> dict:
-    """Return the arguments that carry what all layers share: what the scheme computes of positions, and what masks."""
+    """Return the arguments to replace: what layers share of positions, the mask and the cache."""
     state, causal = state_of(base), base.architecture.is_causal(base.config) and getattr(base.config, "is_causal", True)
     mask, cache, keys = arguments.get("attention_mask"), arguments.get("past_key_values"), None
     if (first.attend is not None or state.span is not None) and not (mask is None or isinstance(mask, torch.Tensor)):
@@ -128,7 +128,7 @@ def _share(base, first, arguments: dict, positions: torch.Tensor, slots: torch.T
     given = {} if cache is None else {"past_key_values": cache}
     if state.span is not None:
         written = _with_padding(positions, mask)
-        # In a text that is no longer than the span nothing is far.
+        # A text no longer than the span needs no mask for it.
         if not isinstance(past, int) or past or keys.shape[-1] > state.span.span:
             if _in_blocks(base, mask, positions, slots, past):
                 span, key_mask = state.span, None if mask is None else mask.bool()
@@ -147,7 +147,7 @@ def _share(base, first, arguments: dict, positions: torch.Tensor, slots: torch.T
 
 
 def _of_the_whole_cache(keys: torch.Tensor, cache, slots: torch.Tensor) -> torch.Tensor:
-    """Return positions of keys with `PADDING` for places of a static cache that nothing has been written to."""
+    """Return the positions of keys, with `PADDING` where a static cache has not been written to."""
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     if not isinstance(own, StaticCache):
         return keys
@@ -157,14 +157,14 @@ def _of_the_whole_cache(keys: torch.Tensor, cache, slots: torch.Tensor) -> torch
 
 
 def _with_padding(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return positions (B or 1, Q) with `PADDING` where a 2D mask says so: what keys carry into a cache that forgets."""
+    """Return positions (B or 1, Q) with `PADDING` where a 2D mask is 0, as keys take them into a span cache."""
     if mask is None or mask.dim() != 2:
         return positions
     return positions.expand(len(mask), -1).masked_fill(~mask[:, -positions.shape[-1] :].bool(), PADDING)
 
 
 def _in_blocks(base, mask: torch.Tensor | None, positions: torch.Tensor, slots: torch.Tensor, past) -> bool:
-    """Whether attention can go block by block: sdpa, nothing cached, positions from 0 in a row, padding on the right if any."""
+    """Whether attention can go block by block: sdpa, an empty cache, positions 0, 1, 2, ..., padding on the right only."""
     if base.config._attn_implementation != "sdpa" or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     if not isinstance(past, int) or past or not (positions is slots or bool((positions == slots).all())):
@@ -173,7 +173,7 @@ def _in_blocks(base, mask: torch.Tensor | None, positions: torch.Tensor, slots: 
 
 
 def _near(span, positions: torch.Tensor, keys: torch.Tensor, mask, slots: torch.Tensor, past, causal: bool) -> torch.Tensor:
-    """Return the whole mask, (B or 1, 1, Q, K) bool: what is near, no padding, and in packed texts the own one."""
+    """Return the whole mask, (B or 1, 1, Q, K) bool: within the span, no padding, and in packed texts the own text only."""
     allowed = (span.allowed(positions, keys, causal=causal) & (keys != PADDING)[:, None])[:, None]
     fresh = isinstance(past, int) and past == 0
     if mask is not None and mask.dim() == 4:

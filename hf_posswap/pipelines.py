@@ -1,8 +1,7 @@
-"""Pipelines of sentence-transformers: a model of transformers with its tokenizer, pooling, normalisation and prompts.
+"""Pipelines of sentence-transformers: a transformers model with its tokenizer, pooling and prompts.
 
-The one file that knows them. `find_target` asks `unwrap` for the model inside, a swap sets how much the whole reads, and
-commands ask `kind_of` what a folder holds. Nothing here imports sentence-transformers: who has a pipeline has done so. Names
-differ between its versions 5 and 6; what is asked for here, both have.
+Only this file knows them. `find_target` asks `unwrap` for the model inside, a swap sets how many tokens a pipeline reads, and
+commands ask `kind_of` what a folder holds. It never imports sentence-transformers, and uses names common to versions 5 and 6.
 """
 
 import copy
@@ -30,7 +29,7 @@ def is_pipeline(model) -> bool:
 
 
 def unwrap(model):
-    """Return the model of transformers, or PEFT's around one, inside a pipeline; whatever is no pipeline as it is."""
+    """Return the transformers or PEFT model inside a pipeline; return anything else as it is."""
     if not is_pipeline(model):
         return model
     holder, inner = _holder(model), _inner(model)
@@ -53,23 +52,24 @@ def around(pipeline, model):
 
 
 def limits(model) -> dict[str, int]:
-    """Return how many tokens a pipeline reads before it cuts, by each place that says so; the last one counts."""
+    """Return a pipeline's limits on text length, in tokens, by attribute name; the last one counts."""
     return {name: getattr(place, name) for name, place in _places(model).items()}
 
 
 def set_limits(model, values: int | dict[str, int]) -> None:
-    """Let a pipeline read so many tokens, or as many as `limits` said; nothing happens to a plain model."""
+    """Set a pipeline's limits to so many tokens, or to what `limits` returned; leave a plain model alone."""
     for name, place in _places(model).items():
         setattr(place, name, values if isinstance(values, int) else values.get(name, getattr(place, name)))
 
 
 def reads(model, longest: int) -> int:
-    """Return how many of a model's `longest` tokens are left where a pipeline around it cuts texts."""
+    """Return how many tokens are read by a model that takes `longest`, if a pipeline around it may cut texts shorter."""
     return min([longest] + [value for value in limits(model).values() if value is not None][-1:])
 
 
 def check_reads(model, longest: int | None) -> None:
-    """Raise where a pipeline cannot batch texts, or would hand its model more than `longest` tokens (None: it will be told)."""
+    """Raise where a pipeline cannot batch texts, or would hand its model more than `longest` tokens (None: the limit will be
+    set)."""
     if not is_pipeline(model):
         return
     if tokenizer_of(model) is None or tokenizer_of(model).pad_token is None:
@@ -86,7 +86,7 @@ def check_reads(model, longest: int | None) -> None:
 
 def kind_of(source: str | Path) -> str | None:
     """Return which of `KINDS` a folder or a repository of the Hub holds, by its files; None: a plain model, or nothing."""
-    if _read(source, "modules.json") is None:  # before version 6 a CrossEncoder left no more than this
+    if _read(source, "modules.json") is None:  # before version 6 a CrossEncoder saved only config.json
         return "CrossEncoder" if "sentence_transformers" in (_read(source, "config.json") or ()) else None
     about = _read(source, "config_sentence_transformers.json")
     kind = (about if isinstance(about, dict) else {}).get("model_type", "SentenceTransformer")

@@ -1,9 +1,9 @@
-"""Pictures of schemes and results, as matplotlib figures: data in, `Figure` out, nothing is shown or saved here.
+"""Plots of schemes and results as matplotlib figures: data in, `Figure` out, nothing shown or saved.
 
-A scheme has one colour in all pictures, a start one dash, and the original is a solid line of ink; options of one scheme differ
-in their markers. Lines are named at their ends, and seven of them are drawn at most: a note says which were left out. The
-title ends with what there is to see, computed from the data. `dark=True` is for a dark page. Colours are Okabe and Ito's,
-told apart by colour-blind readers too. P positions, E dimensions, H heads; distance is key position minus query position.
+In all plots a scheme has one colour, a start one dash style, options of one scheme differ in markers, and the original is a
+solid line in the text colour. Lines are named at their ends; at most seven are drawn, and a note names those left out. Titles
+end with the main finding, computed from the data. `dark=True` is for dark pages. Colours are Okabe and Ito's, which
+colour-blind readers can distinguish. P positions, E dimensions, H heads; distance is key position minus query position.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ Points = dict[float, float | Sequence[float]]  # x -> y, or one y for each seed
 
 
 def palette(dark: bool = False) -> tuple[str, ...]:
-    """Return the colours of lines, ink first.
+    """Return the colours of lines, the text colour first.
 
     >>> palette(dark=True)[:2]
     ('#FFFFFF', '#0072B2')
@@ -44,7 +44,7 @@ def palette(dark: bool = False) -> tuple[str, ...]:
 def looks(names: Sequence[str], dark: bool = False) -> dict[str, dict]:
     """Return colour, dash and marker of lines named "scheme:options, start", as `Axes.plot` takes them.
 
-    Names that are no built-in scheme share the colours which this picture has left.
+    Names of other schemes share the colours that the built-in ones in this plot leave free.
 
     >>> looks(["rotary, fit", "rotary, cold"])["rotary, cold"]
     {'color': '#D55E00', 'linestyle': ':', 'marker': 'o'}
@@ -62,7 +62,7 @@ def looks(names: Sequence[str], dark: bool = False) -> dict[str, dict]:
 
 
 def style(dark: bool = False) -> dict:
-    """Return what `matplotlib.rc_context` takes to draw other pictures like these.
+    """Return settings for `matplotlib.rc_context` to draw other plots in this style.
 
     >>> style(dark=True)["figure.facecolor"]
     '#121212'
@@ -123,7 +123,7 @@ def plot_similarity(table: torch.Tensor, *, normalise: bool = True, title: str =
 def plot_dot_products(tables: dict[str, torch.Tensor], *, title: str = "", dark: bool = False) -> Figure:
     """Draw the cosine of two rows of a table (P, E) against their distance: the mean, and a band from the least to the most.
 
-    There is a band where the relation of two positions depends on more than their distance.
+    A band appears where the cosine depends on more than the distance.
 
     >>> from hf_posswap.schemes.sinusoidal import sinusoids
     >>> figure = plot_dot_products({"sinusoidal": sinusoids(torch.arange(9), 4)})
@@ -135,7 +135,7 @@ def plot_dot_products(tables: dict[str, torch.Tensor], *, title: str = "", dark:
         gram = _gram(table, normalise=True)
         diagonals = [gram.diagonal(distance).compressed() for distance in range(len(gram))]
         curves[name] = {d: values.tolist() for d, values in enumerate(diagonals) if len(values)}
-        # float32 tables are not Toeplitz to the last digit
+        # float32 tables are Toeplitz only up to rounding
         decides[all(numpy.ptp(values) < 1e-5 for values in diagonals if len(values))].append(name)
     words = {True: "distance alone decides", False: "a band where it does not"}
     sight = "; ".join(f"{words[alone]}: {', '.join(names)}" for alone, names in decides.items() if names)
@@ -150,9 +150,9 @@ def plot_dot_products(tables: dict[str, torch.Tensor], *, title: str = "", dark:
 def plot_wavelengths(
     wavelengths: dict[str, torch.Tensor], *, trained: int | None = None, title: str = "", dark: bool = False
 ) -> Figure:
-    """Draw how many tokens a full turn takes, pair by pair of dimensions, on a log axis; 2 pi over the angular frequency.
+    """Draw the wavelength of each pair of dimensions, in tokens, on a log axis: 2 pi over the angular frequency.
 
-    Pairs above the line of the trained length have not shown a full turn to a model of that length.
+    A model of the trained length has not seen a full turn of the pairs above its line.
 
     >>> figure = plot_wavelengths({"rotary": torch.tensor([6.28, 628.0])}, trained=512)
     >>> figure.get_suptitle(), figure.axes[0].lines[0].get_xdata().tolist()
@@ -171,7 +171,7 @@ def plot_wavelengths(
             axes, {name: dict(enumerate(_array(turns).tolist())) for name, turns in wavelengths.items()}, dark, markersize=3
         )
         for beneath, line in enumerate(reversed(axes.lines)):
-            line.set_linewidth(1.2 + 1.3 * beneath)  # formulas often agree: what is drawn first is seen under what covers it
+            line.set_linewidth(1.2 + 1.3 * beneath)  # formulas often agree: a line drawn earlier stays visible under later ones
         if trained is not None:
             axes.axhline(trained, color="0.5", linewidth=1, label=f"{trained} tokens: no full turn above")
         axes.set_yscale("log")
@@ -206,11 +206,11 @@ def plot_translation(matrices: dict[str, torch.Tensor], *, title: str = "", dark
 def plot_attention_by_distance(
     profiles: dict[str, torch.Tensor], *, label: str = "attention", log: bool = True, title: str = "", dark: bool = False
 ) -> Figure:
-    """Draw what each head does by distance, a panel for each layer: thin lines are heads, the thick one is their mean.
+    """Draw each head's attention mass by distance, a panel for each layer: thin lines are heads, the thick one is their mean.
 
     `profiles` are (layers, H, 2 * reach + 1), as `measure.attention_by_distance` returns them, one below the other: before
-    and after a swap. The ends hold all that is farther. Where nothing looks to the right, the right is left out. On a log axis
-    a head that is far below every mean leaves the picture.
+    and after a swap. The ends hold all that is farther. The right half is left out if no head attends to it. On a log axis
+    heads far below every mean are cut off.
 
     >>> profile = torch.full((2, 3, 9), 1 / 9)
     >>> figure = plot_attention_by_distance({"before": profile, "after": profile})
@@ -241,7 +241,7 @@ def plot_attention_by_distance(
                 axes.set_title(_plain(f"{name}, layer {layer}"))
         if log:
             grid[0].set_yscale("log")
-            if min(least) > 0:  # single heads may fall to 1e-12, and would leave no room for the others
+            if min(least) > 0:  # single heads may fall to 1e-12 and squeeze the others
                 grid[0].set_ylim(bottom=max(grid[0].get_ylim()[0], min(least) / 30))
         figure.supxlabel(f"distance (key - query), in tokens; the ends hold all beyond {reach}", fontsize=9)
         figure.supylabel(label, fontsize=9)
@@ -258,10 +258,10 @@ def plot_loss_by_length(
     ticks: dict[float, str] | None = None,
     dark: bool = False,
 ) -> Figure:
-    """Loss, or what `label` says, against input length: one line for each name, {length: loss}.
+    """Draw the loss, or what `label` names, against input length: one line for each name, {length: loss}.
 
-    `ticks` are words for lengths, where a length is more than a number. The title says which line is best at the longest
-    length: the least where the label is a loss, a perplexity, a cost; else the most.
+    `ticks` are names for lengths. The title says which line is best at the longest length: the lowest if the label is a loss, a
+    perplexity or a cost, otherwise the highest.
 
     >>> figure = plot_loss_by_length({"rotary": {256: 3.1, 512: [3.2, 3.4]}}, 256, "losses")
     >>> figure.axes[0].lines[0].get_ydata().tolist(), figure.get_suptitle()
@@ -292,7 +292,7 @@ def plot_recovery(
     title: str = "",
     dark: bool = False,
 ) -> Figure:
-    """Draw what training wins back, {name: {tokens: value}}, and across it what the original has; 0 tokens are on the axis.
+    """Draw values during training, {name: {tokens: value}}, and the original's as a horizontal line; 0 tokens are on the axis.
 
     >>> figure = plot_recovery({"rotary, cold": {0: 37.0, 1000: 26.0}}, original=23.3, label="perplexity")
     >>> figure.get_suptitle()
@@ -318,7 +318,7 @@ def plot_recovery(
 
 
 def plot_bars(rows: dict[str, Sequence[float]], *, label: str, title: str = "", dark: bool = False) -> Figure:
-    """Draw a figure as a bar a row: the mean over seeds, which are dots.
+    """Draw a bar for each row: the mean over seeds, which are dots.
 
     >>> plot_bars({"rotary, fit": [0.5, 0.7], "original": [0.9]}, label="accuracy").get_suptitle()
     'best: original 0.9'
@@ -345,7 +345,7 @@ def plot_heat_maps(
     title: str,
     dark: bool = False,
 ) -> Figure:
-    """Draw matrices of shares from 0 to 1 side by side, each cell with its number; more than three in several rows.
+    """Draw matrices of shares (0 to 1) side by side, each cell with its number; more than three take several rows.
 
     >>> axes = {"row_label": "depth", "column_label": "length", "title": "keys found"}
     >>> figure = plot_heat_maps({"rotary": [[1, 0.5]]}, rows=[0.0], columns=[128, 256], **axes)
@@ -362,7 +362,7 @@ def plot_heat_maps(
         for axes, (name, matrix) in zip(grid, panels.items(), strict=False):
             picture = axes.imshow(matrix, vmin=0, vmax=1, cmap="cividis", aspect="auto")
             for (row, column), value in numpy.ndenumerate(numpy.array(matrix, dtype=float)):
-                colour = "white" if value < 0.47 else "black"  # where both read equally well
+                colour = "white" if value < 0.47 else "black"  # where black and white are equally legible
                 axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
             axes.set_xticks(range(len(columns)), [str(column) for column in columns])
             axes.set_yticks(range(len(rows)), [str(row) for row in rows])
@@ -389,16 +389,16 @@ def _canvas(
     columns: int = 1,
     share: bool = False,
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Hand out a figure in the style, and its axes row by row."""
+    """Yield a figure in the style, and its axes row by row."""
     with rc_context(style(dark)):
         figure = Figure(figsize=(width, height), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share)
-        letters = int(13 * width)  # that a line holds
+        letters = int(13 * width)  # in a line
         figure.suptitle(_plain(fill(": ".join(filter(None, (title, sight))), letters)))
         if note:
             figure.supxlabel(_plain(fill(note, int(1.2 * letters))), fontsize=8)
         yield figure, list(grid.flat)
-        for axes in figure.axes:  # matplotlib makes ticks when it draws, and then another style is set
+        for axes in figure.axes:  # matplotlib makes ticks when it draws, after this style has ended
             axes.tick_params(which="both", colors=style(dark)["text.color"])
 
 
@@ -408,7 +408,7 @@ def _kind(name: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """Return a name, a folder's for one, so that its dollars do not begin a formula."""
+    """Return a name, such as a folder's, with its dollar signs escaped: they would begin a formula."""
     return name.replace("$", r"\$")
 
 
@@ -425,13 +425,13 @@ def _gram(table: torch.Tensor, normalise: bool) -> numpy.ndarray:
     if not normalise:
         return (rows @ rows.T).numpy()
     rows = rows / rows.norm(dim=-1, keepdim=True)
-    return numpy.ma.masked_invalid((rows @ rows.T).numpy())  # a row of zeros has no direction, and no cosine
+    return numpy.ma.masked_invalid((rows @ rows.T).numpy())  # a row of zeros has no cosine
 
 
 def _image(
     axes: Axes, matrix: numpy.ndarray, dark: bool, *, limit: float | None = None, square: bool = False, signed: bool = False
 ) -> tuple[AxesImage, str]:
-    """Draw a matrix, with 0 in the middle of the colours if it has signs; return it, and a note on what is beyond them."""
+    """Draw a matrix, with 0 in the middle of the colours if it has both signs; return it and a note on clipped values."""
     signed, note = signed or bool(matrix.min() < 0), ""
     colours = _diverging(dark) if signed else colormaps["cividis"]
     if limit is None:
@@ -448,7 +448,7 @@ def _image(
 
 
 def _diverging(dark: bool) -> LinearSegmentedColormap:
-    """Orange, the paper, blue: a pair that the colour-blind tell apart."""
+    """Return orange, background, blue: distinct for the colour-blind."""
     if dark:
         return LinearSegmentedColormap.from_list("dark", ["#FFE0B0", "#D9801A", "#121212", "#3F7FC1", "#CFE4FA"])
     return LinearSegmentedColormap.from_list("light", ["#7F3B08", "#E08214", "#FFFFFF", "#4A78B5", "#14285A"])
@@ -461,7 +461,7 @@ def _best(label: str):
 def _few(lines: dict[str, Points], label: str) -> tuple[dict[str, Points], str, str]:
     """Return the lines to draw, which of them is best where lines end, and a note on those left out.
 
-    First the best line of each scheme, then the second of each, until there are enough; what ends sooner counts as worse.
+    The best line of each scheme comes first, then the second of each; a line that ends sooner counts as worse.
     """
     end, best = max(max(points) for points in lines.values()), _best(label)
     worst = float("inf") if best is min else float("-inf")
@@ -477,7 +477,7 @@ def _few(lines: dict[str, Points], label: str) -> tuple[dict[str, Points], str, 
 
 
 def _curves(axes: Axes, lines: dict[str, Points], dark: bool, **options) -> None:
-    """Draw means as lines, and where there are several values a band from the least to the most."""
+    """Draw means as lines and, for several values, a band from the lowest to the highest."""
     for name, look in looks(list(lines), dark).items():
         values = {x: list(y) if isinstance(y, Sequence) else [y] for x, y in lines[name].items()}
         axes.plot(list(values), [mean(seeds) for seeds in values.values()], label=_plain(name), **{**look, **options})
@@ -487,7 +487,7 @@ def _curves(axes: Axes, lines: dict[str, Points], dark: bool, **options) -> None
 
 
 def _name_ends(axes: Axes) -> None:
-    """Write the name of each line where it ends, moved up or down where names would meet; a thin line leads to it."""
+    """Write the name of each line at its end, moved up or down where names overlap; a thin line leads to it."""
     middle = axes.get_xlim()
     fraction = axes.transData + axes.transAxes.inverted()
     ends = []
@@ -510,7 +510,7 @@ def _name_ends(axes: Axes) -> None:
 
 
 def _scale(axes: Axes) -> None:
-    """Make the y axis logarithmic where values differ by more than five times, with numbers that people read."""
+    """Make the y axis logarithmic if values differ by more than a factor of five, with plain numbers."""
     values = [value for line in axes.lines for value in line.get_ydata()]
     low, high = min(values), max(values)
     if low > 0 and high > 5 * low:
@@ -523,5 +523,5 @@ def _scale(axes: Axes) -> None:
 
 
 def _width(names) -> float:
-    """Return the inches that a picture takes with the names of its lines."""
+    """Return a plot's width in inches, with room for the names of its lines."""
     return 5.8 + 0.065 * max(map(len, names))

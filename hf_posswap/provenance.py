@@ -1,4 +1,4 @@
-"""Result files: what is written so that a figure can be traced and a run gone on with."""
+"""Result files that say how a figure was made, and that an interrupted run can resume from."""
 
 import hashlib
 import json
@@ -50,7 +50,7 @@ def lock(output: Path) -> FileLock:
 
 
 def provenance(program: str = "hf-posswap") -> dict:
-    """Return what a result file says of its making: command (the program and its arguments), commit, versions, hardware."""
+    """Return how a result was made, for its file: command (the program and its arguments), commit, versions, hardware."""
     source = Path(__file__).parent
     commit = None
     if (source.parent / ".git").exists() and shutil.which("git"):  # not an installed package, whatever lies around it
@@ -76,7 +76,7 @@ def provenance(program: str = "hf-posswap") -> dict:
 
 
 def weight_hashes(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each weight file of a saved model, which a result that is kept next to them belongs to."""
+    """Return the SHA-256 of each weight file of a saved model: a result names the weights it was measured on."""
     hashes = {}
     for path in sorted(folder.glob("*.safetensors")):
         digest = hashlib.sha256()
@@ -88,7 +88,7 @@ def weight_hashes(folder: Path) -> dict[str, str]:
 
 
 def without_home(text: str) -> str:
-    """Return a path, or a command with paths, as others may read it: of an absolute one, the last two parts."""
+    """Return a path, or a command, with absolute paths cut to their last two parts, fit for publication."""
     if Path(text).is_absolute():
         return "/".join(Path(text).parts[-2:]).lstrip("/")
     try:

@@ -1,7 +1,7 @@
-"""A cache for attention with a span: the first keys and the last ones, constant memory and time for each token.
+"""A cache for attention with a span: it keeps the first and the last keys, in constant memory.
 
-Each layer's keys carry their positions (`attention.write_positions`), and padding carries `PADDING`; so what stays is known in
-every layer, rows may be padded on the left, and beams, copies and selections move all of it.
+Each layer's keys carry their positions (`attention.write_positions`), and padding carries `PADDING`. So every layer knows which
+keys to keep, rows may be padded on the left, and reordering or copying keys moves their positions, too.
 """
 
 import torch
@@ -11,7 +11,7 @@ from hf_posswap.attention import MOST_POSITIONS, read_positions, write_positions
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
 
-PADDING = MOST_POSITIONS - 1  # where positions are written into keys: this one is padding, and seen by nobody
+PADDING = MOST_POSITIONS - 1  # the position that marks a key as padding, which no query sees
 
 
 class SpanLayer(DynamicLayer):
@@ -29,8 +29,8 @@ class SpanLayer(DynamicLayer):
         self.seen += key_states.shape[-2]
         length, near = keys.shape[-2], self.span.span - 1
         if length > self.span.first + near:
-            # In each row the first tokens of its own text, wherever padding ends; those that are among the last anyway are
-            # taken once, and their second copy becomes padding.
+            # Keep the first tokens of each row's text, which may begin after padding. If some of them are among the last
+            # tokens, too, their copies here become padding.
             positions = read_positions(keys)
             first = positions.argsort(dim=-1, stable=True)[:, : self.span.first]  # padding has the largest number
             last = torch.arange(length - near, length, device=keys.device).expand(len(keys), -1)
@@ -48,11 +48,11 @@ class SpanLayer(DynamicLayer):
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys that `update` will return, and that they begin at 0."""
+        """Return the number of keys that `update` will return, and their offset, 0."""
         return (self.keys.shape[-2] if self.is_initialized else 0) + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take tokens off the end, as long as none were forgotten."""
+        """Remove tokens from the end; PosswapError if keys have been forgotten."""
         if self.is_initialized and self.keys.shape[-2] != self.seen:
             raise PosswapError(
                 "this cache has forgotten keys beyond the span and cannot go back: generate without an assistant, or swap "
@@ -68,10 +68,10 @@ class SpanLayer(DynamicLayer):
 
 
 def keep_span(cache: Cache | None, span: Span, *, layers: int, wanted: bool, counted: bool) -> Cache | None:
-    """Return the cache that a model with this span goes on with: an empty dynamic one becomes one of span layers, in place.
+    """Return the cache for a model with this span: an empty dynamic one is given span layers, in place.
 
-    With `wanted`, where there is none a new one is made. `counted`: positions count on from the cache's length. Static caches
-    stay as they are, at their own size.
+    If there is none and one is `wanted`, a new one is made. `counted`: positions count on from the cache's length. Static
+    caches stay as they are.
     """
     if cache is None:
         return _filled(DynamicCache(), span, layers) if wanted else None
@@ -82,12 +82,12 @@ def keep_span(cache: Cache | None, span: Span, *, layers: int, wanted: bool, cou
     plain = isinstance(own, DynamicCache) and all(type(layer) is DynamicLayer for layer in own.layers)
     if plain and own.get_seq_length() == 0:
         _filled(own, span, layers)
-    elif plain and counted:  # built from tensors: of what was forgotten nothing is left to count
+    elif plain and counted:  # built from tensors: its length leaves out forgotten keys
         positions = read_positions(own.layers[0].keys)
         if positions.masked_fill(positions == PADDING, 0).max() >= own.get_seq_length():
             raise PosswapError(
                 "this cache was built from one that had forgotten keys, and does not know how many tokens were read: pass "
-                "position_ids, or go on with the cache that the model returned"
+                "position_ids, or use the cache that the model returned"
             )
     return cache
 

@@ -1,6 +1,6 @@
 """The one file that changes a model: put a scheme in, and take it out again.
 
-Nothing here decides anything; `swap` checks first and warms up afterwards. Instances are changed, never the library.
+It decides nothing: `swap` checks before and warms up after it. It changes instances, never transformers' classes.
 """
 
 import functools
@@ -22,7 +22,7 @@ from hf_posswap.schemes import AttentionPositions, Geometry, Scheme
 class Snapshot:
     """Everything that a swap may change, as it was: modules and classes by reference, weights as copies."""
 
-    classes: tuple[type, ...]  # of the model and what it is around: see `_parts`
+    classes: tuple[type, ...]  # of the model and the models in it: see `_parts`
     config: PreTrainedConfig
     base_config: PreTrainedConfig
     max_positions: int
@@ -35,11 +35,11 @@ class Snapshot:
 
 @dataclass
 class Undo:
-    """How to give the original back, and what the model was right after the swap."""
+    """What `restore` needs: the original, and what the model was right after the swap."""
 
     snapshot: Snapshot
     fingerprint: int  # of positions and attention
-    weights: dict[str, tuple]  # of each tensor but positions: see `weights_beside_positions`
+    weights: dict[str, tuple]  # of all tensors but positions: see `weights_beside_positions`
     config_fields: dict
     name_or_path: str
     limits: dict[str, int]  # of the pipeline around it
@@ -47,13 +47,13 @@ class Undo:
 
 @dataclass
 class SwapState:
-    """What a swapped model knows of its swap: the one thing that is kept on it, on the headless model."""
+    """What a swapped model remembers of its swap, as one attribute of the headless model."""
 
     scheme: Scheme
     geometry: Geometry
     span: Span | None
     inside: bool  # the headless model is part of a swapped one with a head, whose config names the scheme
-    undo: Undo | None = None  # None: it was loaded, the original is not here
+    undo: Undo | None = None  # None: the model was loaded, without the original
 
 
 def state_of(model: PreTrainedModel) -> SwapState | None:
@@ -62,13 +62,13 @@ def state_of(model: PreTrainedModel) -> SwapState | None:
 
 
 def is_part(model: PreTrainedModel) -> bool:
-    """Whether this is the headless model inside a swapped one: what concerns the swap as a whole is refused for it."""
+    """Whether this is the headless model inside a swapped one: it cannot be swapped or restored by itself."""
     state = state_of(model)
     return state is not None and state.inside and model is model.base_model
 
 
 def undo_of(model: PreTrainedModel) -> Undo | None:
-    """Return how to give the original of this model back; None where it is not here, or only the whole can be restored."""
+    """Return what `restore` needs; None if the original is not kept, or only the whole model can be restored."""
     state = state_of(model)
     return None if state is None or is_part(model) else state.undo
 
@@ -148,7 +148,7 @@ def install(
 
 
 def _parts(model: PreTrainedModel, architecture: Architecture) -> tuple[PreTrainedModel, ...]:
-    """Return the model, the headless one in it, and what in that reads; one module may be all three."""
+    """Return the model, the headless model in it, and the `reader` in that; one module may be all three."""
     return model, model.base_model, architecture.reader(model.base_model)
 
 
@@ -161,7 +161,7 @@ def _set_state(base: PreTrainedModel, architecture: Architecture, state: "SwapSt
 
 
 def _count_from_zero(first_id: int, embedding: nn.Module, arguments: tuple, named: dict) -> tuple[tuple, dict]:
-    """Turn ids as the family counts them into positions; padding, which has none, is looked up as position 0."""
+    """Turn the family's ids into positions that start at 0; padding, which has no position, gets 0."""
     ids = named["position_ids"] if named else arguments[0]
     return ((ids - first_id).clamp(min=0),), {}
 
@@ -197,7 +197,7 @@ def fingerprint(model: PreTrainedModel, architecture: Architecture) -> int:
 
 
 def weights_beside_positions(model: PreTrainedModel, architecture: Architecture) -> dict[str, tuple]:
-    """Return (shape, dtype, checksum, whether it is of self-attention) for each weight that is no position, by name."""
+    """Return (shape, dtype, checksum, whether it is of self-attention) for each weight that is not of positions, by name."""
     base = model.base_model
     owner, name = architecture.table_owner(base)
     attentions = architecture.self_attentions(base)
@@ -226,7 +226,7 @@ def copy_attention_weights(attentions: list[nn.Module], *, positions: bool = Fal
 
 @torch.no_grad()
 def write_attention_weights(attentions: list[nn.Module], weights: list[dict[str, torch.Tensor]]) -> None:
-    """Put copies back where they came from, also when adapters have been wrapped around since."""
+    """Put the copies back, even if adapters have been wrapped around the layers since."""
     for attention, values in zip(attentions, weights, strict=True):
         parameters = _own(attention, positions=True)
         for name, value in values.items():
@@ -248,9 +248,9 @@ def _own(attention: nn.Module, positions: bool) -> dict[str, nn.Parameter]:
 
 
 def _set_config(model: PreTrainedModel, config: PreTrainedConfig, base_config: PreTrainedConfig) -> None:
-    """Give every module that holds the model's config, or that of the headless model in it, another; other models keep theirs.
+    """Replace the model's config and the headless model's in every module that holds one; leave other configs.
 
-    The two are one object as a rule, but a composite model or a user may have given the head its own copy.
+    They are usually one object, but a composite model or a user may have given the head its own copy.
     """
     old = model.config, model.base_model.config
     inside = set(model.base_model.modules())

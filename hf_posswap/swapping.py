@@ -1,4 +1,4 @@
-"""The verbs: swap the positions of a model, restore the original, have it next to the swapped model."""
+"""Swap the positions of a model, restore the original, or get the original as a second model."""
 
 import copy
 from collections.abc import Iterator
@@ -56,22 +56,22 @@ def swap(
     """Replace the learned absolute positions of a pretrained model by another scheme, in place; return the model.
 
     Args:
-        model: One of transformers' models of a family in `posswap.ARCHITECTURES`, with any head, a PEFT model around one, or a
-            pipeline of sentence-transformers that begins with one: it then reads `max_positions` tokens.
+        model: A transformers model of a supported family (`ARCHITECTURES`), with any head; a PEFT model around one; or a
+            sentence-transformers pipeline that begins with one, which then reads `max_positions` tokens.
         scheme: An instance such as `Rotary(theta=500_000)`, or a string such as "rotary:theta=500000,fraction=0.5".
-        max_positions: The longest input the swapped model shall take; the checkpoint's own length by default.
+        max_positions: The longest input of the swapped model, in tokens; by default the checkpoint's own.
         warm_start: Start as close to the original as its weights allow: project sinusoids onto the old table, keep the
-            table's mean vector and row 0, give rotary a balanced basis in encoders. False drops the table cold.
-        span: Attend only to keys at a distance below this; None: to all. Reading then takes linear time and memory, and
-            generating constant ones (`functional.banded`).
-        first: With a span, how many tokens at the beginning all others see as well; in encoders they see all themselves.
+            table's mean vector and row 0, give rotary a balanced basis in encoders. False drops the table.
+        span: Attend only to keys at a distance below this, in tokens; None: to all. Reading then takes linear time and memory,
+            and each generated token constant ones (`functional.banded`).
+        first: With a span, how many tokens at the beginning all tokens also attend to; in encoders these attend to all.
 
-    What a warm start loses, `posswap.fit` wins most of back, in minutes. A second swap starts from the original again, not
-    from the first swap. Weights that an optimizer holds stay the same objects, but new parameters appear: make the
-    optimizer after the swap.
+    `posswap.fit` wins back most of what a warm start loses, in minutes. A second swap starts from the original again, not from
+    the first swap. Weights that an optimizer holds stay the same objects, but new parameters appear: make the optimizer after
+    the swap.
 
     Raises:
-        PosswapError: Something does not fit; the message says what, and the model is as it was before the call.
+        PosswapError: The model, the scheme or an option cannot be used. The message says why; the model is unchanged.
 
     >>> from transformers import BertConfig, BertModel
     >>> model = BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32))
@@ -96,8 +96,7 @@ def swap(
     if undo is not None and undo.fingerprint != fingerprint(target, architecture):
         raise PosswapError(
             f"this model's weights have changed since it was swapped to {target.position_scheme} (trained, cast "
-            "or loaded), and another swap would start from the original's positions: call posswap.restore(model) first, "
-            "or save the model and load it again to swap from where it is now"
+            "or loaded): call posswap.restore(model) to swap the original, or save and load the model to swap it as it is"
         )
     start = take_snapshot(target, architecture, weights=False) if undo is None else undo.snapshot
     asked, max_positions = max_positions, _check_max_positions(max_positions, start)
@@ -124,7 +123,7 @@ def swap(
     state_of(target).undo = Undo(original, *found, copy.deepcopy(vars(target.config)), name, reads)
     if asked is not None:
         set_limits(model, asked)
-    # The checkpoint it came from holds the original: an adapter that named it as its base would load onto that one.
+    # This path holds the original: an adapter saved with it as its base would load onto the original.
     target.name_or_path = ""
     return model
 
@@ -141,12 +140,12 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
     same = state is not None and state.scheme == scheme
     if same and not scheme.resizable and geometry.max_positions != state.geometry.max_positions:
         raise PosswapError(
-            f"{scheme} was made for {state.geometry.max_positions} positions, and what it has learned means nothing "
-            f"for {geometry.max_positions}: swap the original model instead"
+            f"{scheme} was made for {state.geometry.max_positions} positions, and its weights do not fit "
+            f"{geometry.max_positions}: swap the original model instead"
         )
     kept = [old, *(getattr(a, "positions", None) for a in attentions)]
     config = copy.deepcopy(target.config)
-    # A loaded swapped model knows what it was made from, any other one is that.
+    # A swapped model that was loaded knows its base model; any other model is the base model.
     base_model = config.position_scheme.get("base_model") if isinstance(target, SwappedModel) else on_hub(config.name_or_path)
     config.__class__ = CONFIG_CLASSES[architecture.model_type]
     architecture.set_longest_input(config, geometry.max_positions)
@@ -156,7 +155,7 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
     embedding = install(target, architecture, scheme, geometry, span=span, classes=classes, config=config)
     embedding.register_buffer(DIGEST, digest(scheme, geometry.trained_positions, span).to(table.device))
     if same and not embedding.keeps_table:
-        # A loaded model that only gets another length: what it has learned stays.
+        # A loaded model that only gets another length keeps what it has learned.
         for new, old in zip([embedding, *(getattr(a, "positions", None) for a in attentions)], kept, strict=True):
             if new is not None:
                 new.load_state_dict(old.state_dict())
@@ -171,13 +170,13 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
 def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTrainedModel:
     """Undo all swaps of this model in this process, in place: positions, classes and config as they were, bit for bit.
 
-    Weights that a swap or a fit rewrote (positions, self-attention) get their old values back. All others are as they are now:
-    where they were trained since the swap, or an adapter was merged into them, the result is a mixture, and an error unless
+    Weights that a swap or a fit rewrote (positions, self-attention) get their old values back; all others stay as they are. If
+    those were trained since the swap, or an adapter was merged into them, the result would be a mixture: an error unless
     `keep_training`.
 
     Raises:
-        PosswapError: The model is not swapped, or was loaded from a swapped checkpoint, where the original is gone. Or weights
-            have changed since the swap, and it would be a mixture.
+        PosswapError: The model is not swapped; or it was loaded from a swapped checkpoint, which lacks the original; or other
+            weights have changed since the swap.
     """
     target, architecture = find_target(model)
     undo = undo_of(target)
@@ -191,13 +190,13 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
     if not can_write_attention_weights(architecture.self_attentions(target.base_model), undo.snapshot.attention_weights):
         raise PosswapError(
             "the projections of attention have been pruned, parametrized or replaced since the fit, and their old weights "
-            "have no place: undo that first"
+            "do not fit: undo that first"
         )
     if not keep_training:
         _check_mixture(target, architecture, undo)
     config = target.config
-    # Fields that were set since (a resized vocabulary, labels, an attention implementation) are the user's: they stay.
-    # Not theirs is what save_pretrained writes down.
+    # Fields that the user has set since (vocabulary size, labels, attention implementation) stay; the two that save_pretrained
+    # writes do not count.
     since = {
         k: v
         for k, v in vars(config).items()
@@ -215,22 +214,22 @@ def _check_mixture(target: PreTrainedModel, architecture: Architecture, undo: Un
     changed = []
     for name, (*kind, checksum, of_attention) in weights_beside_positions(target, architecture).items():
         *earlier, before, _ = undo.weights.get(name, (None, None))
-        # What is new, was resized or cast since is somebody's intention, and its checksum says nothing.
+        # New, resized or cast weights were changed on purpose, and their checksums cannot be compared.
         if earlier == kind and before != checksum and not (of_attention and put_back):
             changed.append(name)
     if changed:
-        which = "positions and self-attention are" if put_back else "positions, and queries and keys that the swap rewrote, are"
+        which = "positions and self-attention" if put_back else "positions, and queries and keys that the swap rewrote,"
         raise PosswapError(
-            f"{len(changed)} weights changed since the swap (trained, or an adapter was merged; {changed[0]} is one): {which} "
-            "put back, they are not, which would be a mixture. Load the original checkpoint, or pass keep_training=True"
+            f"{len(changed)} weights changed since the swap (trained, or an adapter was merged; {changed[0]} is one), and "
+            f"only {which} can be put back: it would be a mixture. Load the original checkpoint, or pass keep_training=True"
         )
 
 
 def original(model: PreTrainedModel, *, share_weights: bool = False, keep_training: bool = False) -> PreTrainedModel:
-    """Return the model that a swapped one was made from, as a second model next to it: a teacher without a download.
+    """Return the original of a swapped model as a second model: a teacher without a download.
 
-    It is a copy without gradients, in evaluation mode; of a pipeline, the whole. With `share_weights` it shares all weights but
-    those of self-attention with the swapped model, which saves memory as long as only attention is changed.
+    It is a copy in evaluation mode, without gradients; of a pipeline, the whole. With `share_weights` it shares all weights but
+    those of self-attention with the swapped model: this saves memory, and is right as long as only attention changes.
     `keep_training`: see `restore`.
 
     Raises:
@@ -252,9 +251,9 @@ def original(model: PreTrainedModel, *, share_weights: bool = False, keep_traini
 
 @contextmanager
 def rewriting_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Let the weights of self-attention be rewritten inside: `restore` still gives the original's back afterwards.
+    """Inside, self-attention weights may be rewritten: `restore` still returns to those of the original.
 
-    When the body raises, or is interrupted, all of them are as before.
+    If the body raises or is interrupted, they are put back.
     """
     target, architecture = find_target(model, dispatched=True)
     attentions = architecture.self_attentions(target.base_model)
@@ -266,7 +265,7 @@ def rewriting_attention(model: PreTrainedModel) -> Iterator[None]:
         raise
     undo = undo_of(target)
     if undo is not None:
-        if undo.snapshot.attention_weights is None:  # a second fit starts from the first, but the original stays the original
+        if undo.snapshot.attention_weights is None:  # only the first fit starts from the original's weights
             undo.snapshot.attention_weights = [
                 {name: value for name, value in weights.items() if not name.startswith("positions.")} for weights in before
             ]

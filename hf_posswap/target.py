@@ -1,4 +1,4 @@
-"""Which model is meant, and why some cannot be swapped."""
+"""Find the transformers model to swap in what was given, or say why it cannot be swapped."""
 
 import gc
 import sys
@@ -12,17 +12,17 @@ from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedModel
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.pipelines import unwrap
 
-# Families that people ask for, and why they cannot be.
-_PAIRS = "an encoder and a decoder have a table each, and a scheme would have to go into both"
+# Families that people ask for, and why they cannot be swapped.
+_PAIRS = "its encoder and its decoder each have a table, and a scheme would have to go into both"
 _BUCKETS = "it has no table: its positions are a bias on scores already"
 WHY_NOT = {
-    "albert": "all its layers share one self-attention, and so would share its positions; a fit goes layer by layer",
+    "albert": "all its layers share one self-attention and would share its positions, but a fit goes layer by layer",
     "bart": _PAIRS,
-    "clip": "its embeddings measure the table before they use it, so nothing else can stand in its place",
-    "clip_text_model": "its embeddings measure the table before they use it, so nothing else can stand in its place",
+    "clip": "its embeddings read the size of the table, so nothing else can take its place",
+    "clip_text_model": "its embeddings read the size of the table, so nothing else can take its place",
     "encoder-decoder": "swap its encoder and its decoder, each by itself, then compose them",
-    "gpt_neo": "its local layers and its attention, which takes no other implementation, leave no place for a scheme",
-    "mpnet": "it adds a bias by distance to its table's positions, in attention that takes no other implementation",
+    "gpt_neo": "it has local layers and attention that takes no other implementation, so a scheme cannot be put in",
+    "mpnet": "besides its table it has a bias by distance, in attention that takes no other implementation",
     "mt5": _BUCKETS,
     "t5": _BUCKETS,
     "whisper": _PAIRS,
@@ -73,7 +73,7 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
         raise UnsupportedModelError("this model is quantized: swap the full-precision checkpoint, then quantize")
     if not isinstance(model, SwappedModel) and any(map(_for_swapped, (getattr(model, "peft_config", None) or {}).values())):
         raise PosswapError(
-            "this adapter was trained on a swapped model and has been put on a plain one, where it means nothing: load the "
+            "this adapter was trained on a swapped model and has been put on a plain one, which it does not fit: load the "
             "swapped model, or swap this one without the adapter, then load the adapter"
         )
     base = model.base_model
@@ -82,8 +82,7 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     if table is None or (not isinstance(model, SwappedModel) and type(table) is not architecture.table_class):
         raise UnsupportedModelError(
             f"{type(owner).__name__}.{name} is {type(table).__name__}, not a learned table ("
-            f"{architecture.table_class.__name__}): something else has changed this model's positions; start from a fresh "
-            "from_pretrained"
+            f"{architecture.table_class.__name__}): something else has changed this model's positions: load it again"
         )
     if any(p.is_meta for p in table.parameters()):
         raise UnsupportedModelError("this model's weights are on the meta device: load them first, then swap")
@@ -94,19 +93,18 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     if any(callable(getattr(layer, "weight", None)) for a in architecture.self_attentions(base) for layer in a.modules()):
         raise UnsupportedModelError("this model's projections are quantized: swap the full-precision model, then quantize")
     # accelerate's dispatch (device_map over several devices, offload) and other patchers set `forward` on the instance, which
-    # would go on calling the old attention whatever the class says: a silent no-op.
+    # would keep calling the old attention: the swap would silently do nothing.
     for module in () if dispatched else (base, *architecture.self_attentions(base)):
         if "forward" in vars(module):
             raise UnsupportedModelError(
                 f"the forward of {type(module).__name__} is replaced on the instance (device_map with several devices, "
-                "offload, mixed precision wrapper or another patcher): load on one device, swap, save, and load the swapped "
-                "checkpoint with device_map"
+                "offload or another patcher): swap on one device, save, and load the result with device_map"
             )
     return model, architecture
 
 
 def _for_swapped(adapter) -> bool:
-    """Whether a PEFT config says that its adapter was trained on a swapped model: by the class, or by the base's config."""
+    """Whether a PEFT config names a swapped model, by its class or by the base's config."""
     if (adapter.auto_mapping or {}).get("base_model_class", "").startswith("Posswap"):
         return True
     try:
@@ -116,15 +114,15 @@ def _for_swapped(adapter) -> bool:
     return str(config.get("model_type")).startswith("posswap-")
 
 
-# transformers' models that are composed of others, each with its own config.
+# Models of transformers that consist of others, each with its own config.
 COMPOSITES = ("encoder_decoder", "speech_encoder_decoder", "vision_encoder_decoder", "vision_text_dual_encoder")
 
 
 def check_not_in_composite(model: PreTrainedModel) -> None:
-    """Raise where a model is a part of another one, such as an EncoderDecoderModel, whose config would not learn of the swap.
+    """Raise if a model is a part of another one, such as an EncoderDecoderModel, whose config would not record the swap.
 
-    A module does not know what it is in; the garbage collector knows who refers to it. It looks at every object of the process,
-    so it is asked only where a class of such models has been imported.
+    A module does not know its parent, but the garbage collector finds what refers to it. It searches all objects of the
+    process, so it is asked only where a class of such models has been imported.
     """
     if not any(f"transformers.models.{name}.modeling_{name}" in sys.modules for name in COMPOSITES):
         return
@@ -136,7 +134,7 @@ def check_not_in_composite(model: PreTrainedModel) -> None:
         whole = isinstance(owner, PreTrainedModel) and owner.base_model is not model
         if whole and any(part is model for part in owner.children()):
             raise UnsupportedModelError(
-                f"this model is a part of {type(owner).__name__}, which would be saved without a word of the swap: swap the "
+                f"this model is a part of {type(owner).__name__}, whose saved config would not record the swap: swap the "
                 "parts first, then compose them"
             )
 

@@ -1,4 +1,4 @@
-"""Starting a command line, with libraries quiet and what users did wrong told in a line; printing Markdown."""
+"""Run a command line: quiet libraries, users' errors in one line, and Markdown in the terminal."""
 
 import logging
 import os
@@ -20,7 +20,7 @@ from hf_posswap.extras import extra
 
 
 def quiet() -> None:
-    """Leave the terminal to our own words: no bars and no advice from libraries."""
+    """Silence the progress bars and advice of libraries."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     transformers_logging.set_verbosity_error()
@@ -29,7 +29,7 @@ def quiet() -> None:
 
 
 def run_program(program: str, command: Callable) -> None:
-    """Run a command of its own, such as a recipe, under the name that errors begin with.
+    """Run a command such as a recipe; its error messages begin with `program`.
 
     Exits with 2 after an error of the user's or the machine's, and with 130 after an interrupt, as shells do.
     """
@@ -69,7 +69,7 @@ def end(program: str, error: Exception) -> NoReturn:
 
 
 def say(stage: str) -> None:
-    """Tell on stderr what is done next: a run whose output goes to a file must not look dead."""
+    """Print the next stage on stderr: a run whose output goes to a file must not look dead."""
     print(stage, file=sys.stderr, flush=True)
 
 

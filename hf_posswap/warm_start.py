@@ -15,8 +15,8 @@ from hf_posswap.surgery import Snapshot
 def balances(architecture: Architecture, config) -> bool:
     """Whether the balanced basis is part of the default warm start of this model.
 
-    In the embedded encoder it takes much of the damage away; in the embedded causal model it makes the rotation harmless but
-    also useless, and projections are better left alone. tests/test_warm_start.py shows both.
+    In the embedded encoder it removes much of the damage. In the embedded causal model it makes the rotation harmless but also
+    useless, so projections are left alone. tests/test_warm_start.py shows both.
     """
     return not architecture.is_causal(config)
 
@@ -51,7 +51,7 @@ def balanced_order(
     """Return the order of dimensions for a balanced basis, or None where the warm start leaves projections alone."""
     positions = scheme.attention_module(geometry)
     order = None if positions is None else positions.dims_slow_to_fast()
-    # A model that was rotary to begin with has its directions where its planes want them.
+    # In a model that is rotary already, directions are in the right planes.
     rotated = any(p is not None and p.dims_slow_to_fast() is not None for _, p in start.attentions)
     if order is None or rotated or not balances(architecture, target.config):
         return None
@@ -66,5 +66,5 @@ def balanced_order(
 
 
 def plain_projections(target: PreTrainedModel, architecture: Architecture) -> bool:
-    """Whether query and key weights tell all: no adapters, parametrizations or shared weights around them."""
+    """Whether query and key weights are plain: no adapters, parametrizations or shared weights."""
     return all(architecture.query_key(a).plain for a in architecture.self_attentions(target.base_model))

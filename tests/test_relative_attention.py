@@ -307,7 +307,7 @@ SQUARE = (2, 2, 5, 5, 3)
         ({"value_table": torch.zeros(7, 3)}, "value_table must be"),
         ({"key_mask": torch.ones(2, 5)}, "key_mask must be boolean"),
         ({"key_mask": torch.ones(2, 4, dtype=torch.bool)}, "of shape (batch, keys) = (2, 5)"),
-        ({"key_mask": torch.ones(2, 1, 5, 5, dtype=torch.bool)}, "A mask for each pair of query and key is not taken here"),
+        ({"key_mask": torch.ones(2, 1, 5, 5, dtype=torch.bool)}, "A mask for each pair of query and key needs eager attention"),
         ({"key_table": torch.zeros(2, 7, 4, dtype=torch.bfloat16)}, "key_table torch.bfloat16 on cpu"),
         ({"value": torch.zeros(2, 2, 5, 4, device="meta")}, "value torch.float32 on meta"),
         ({"dropout": 1.0}, "dropout=1.0 must lie in [0, 1)"),

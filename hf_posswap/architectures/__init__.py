@@ -34,7 +34,7 @@ __all__ = [
 
 
 def find_family(model_type: str) -> Architecture | None:
-    """Return the family that a `model_type` is of, swapped or not; None where it is not known."""
+    """Return the family of a `model_type`, swapped or not; None if it is unknown."""
     return ARCHITECTURES.get(model_type.removeprefix("posswap-"))
 
 
@@ -44,7 +44,7 @@ def family_of(config: PreTrainedConfig) -> Architecture:
 
 
 def longest_input(config: PreTrainedConfig) -> int:
-    """Return how many tokens a model reads at most, by its config."""
+    """Return a model's longest input, in tokens, by its config."""
     return family_of(config).longest_input(config)
 
 

@@ -19,9 +19,9 @@ class Architecture(ABC):
     config_class: ClassVar[type[PreTrainedConfig]]
     base_class: ClassVar[type[PreTrainedModel]]  # the headless model inside every head
     attention_class: ClassVar[type[nn.Module]]  # the self-attention that schemes patch
-    table_class: ClassVar[type[nn.Embedding]] = nn.Embedding  # it may be called with more than ids: then with `position_ids=`
+    table_class: ClassVar[type[nn.Embedding]] = nn.Embedding  # if it takes more than ids, it takes `position_ids=`
     projections: ClassVar[tuple[str, str, str]] = ("query", "key", "value")  # names in self-attention
-    # Whether embeddings look at the attention mask, too: then it must stay as it was given, (B, L).
+    # Whether embeddings use the attention mask, too: then it must stay as it was given, (B, L).
     embeddings_read_mask: ClassVar[bool] = False
     reader_class: ClassVar[type[PreTrainedModel] | None] = None  # of `reader`; None: it is the headless model
     # Classes that transformers has but its Auto mappings do not list.
@@ -46,7 +46,7 @@ class Architecture(ABC):
         """Return the self-attention modules, first layer first; never cross-attention."""
 
     def resize(self, base: PreTrainedModel, max_positions: int) -> None:
-        """Make everything but the table fit another length (the config is not this method's business)."""
+        """Make everything but the table and the config fit another length."""
 
     def embedding_size(self, config: PreTrainedConfig) -> int:
         """Return the size of the table's vectors."""
@@ -59,13 +59,13 @@ class Architecture(ABC):
         return 0
 
     def first_id(self, config: PreTrainedConfig) -> int:
-        """Return which of the `position_ids` is position 0: as a rule they are rows of the table."""
+        """Return the value in `position_ids` that means position 0: as a rule ids are rows of the table."""
         return self.first_row(config)
 
     def position_ids(self, base: PreTrainedModel, inputs: "Inputs", past: int | torch.Tensor) -> torch.Tensor | None:
-        """Return the ids (B or 1, L) that the family's own forward makes up where none are given.
+        """Return the ids (B or 1, L) that the family's own forward computes if none are given.
 
-        `past` tokens are cached. None: they count on from the cache, one a token.
+        `past` tokens are cached. None: ids count on from the cache, one per token.
         """
         return None
 
@@ -75,7 +75,7 @@ class Architecture(ABC):
         return getattr(owner, name).weight[self.first_row(base.config) :]
 
     def longest_input(self, config: PreTrainedConfig) -> int:
-        """Return how many positions the config speaks of."""
+        """Return the longest input in tokens that the config allows."""
         return config.max_position_embeddings - self.first_id(config)
 
     def set_longest_input(self, config: PreTrainedConfig, positions: int) -> None:
@@ -110,12 +110,12 @@ class Architecture(ABC):
     # -- for warm starts -------------------------------------------------------------------------------------------
 
     def query_key(self, attention: nn.Module) -> "QueryKey":
-        """Return views of the query and key projections; of the layers beneath where adapters wrap them."""
+        """Return views of the query and key projections; under adapters, of the wrapped layers."""
         layers = [getattr(attention, name) for name in self.projections[:2]]
         # PEFT's layers call what they wrap `base_layer`.
         query, key = (getattr(layer, "base_layer", layer) for layer in layers)
         plain = all(type(layer) is nn.Linear for layer in layers) and query.weight is not key.weight
-        # Where there are no biases, what is written to them is lost.
+        # For a missing bias, zeros; what is written to them is lost.
         biases = [layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in (query, key)]
         return QueryKey(query.weight, biases[0], key.weight, biases[1], plain)
 
@@ -125,7 +125,7 @@ class Architecture(ABC):
 
 
 class Inputs(NamedTuple):
-    """What a model was asked to read; one of the first two is None."""
+    """The inputs of a forward; one of the first two is None."""
 
     input_ids: torch.Tensor | None  # (B, L)
     inputs_embeds: torch.Tensor | None  # (B, L, E)
@@ -149,7 +149,7 @@ class QueryKey:
     query_bias: torch.Tensor
     key: torch.Tensor
     key_bias: torch.Tensor
-    plain: bool  # False: adapters, parametrizations or shared weights; these tensors do not tell all
+    plain: bool  # False: adapters, parametrizations or shared weights; these tensors are not the whole projection
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.query, self.query_bias, self.key, self.key_bias

@@ -1,4 +1,4 @@
-"""BioGPT: OPT's table and attention in other places; ids that nobody gives count on from the cache, padding or not."""
+"""BioGPT: OPT's table and attention in other places; default ids count on from the cache, padding included."""
 
 from transformers import BioGptConfig, BioGptModel
 from transformers.models.biogpt.modeling_biogpt import BioGptAttention, BioGptLearnedPositionalEmbedding

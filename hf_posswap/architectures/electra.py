@@ -1,4 +1,4 @@
-"""ELECTRA: BERT's modules; words and positions have `embedding_size` dimensions, and are projected where layers have others."""
+"""ELECTRA: BERT's modules; embeddings have `embedding_size` dimensions, projected if the hidden size differs."""
 
 from transformers import ElectraConfig, ElectraModel
 from transformers.models.electra.modeling_electra import ElectraSelfAttention

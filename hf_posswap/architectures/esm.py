@@ -1,7 +1,7 @@
-"""ESM-1b and its kin with a table: BERT's modules, RoBERTa's ids, pre-norm layers. (ESM-2 is rotary to begin with.)
+"""ESM-1b and other ESM models with a table: BERT's modules, RoBERTa's ids, pre-norm layers. (ESM-2 has rotary positions.)
 
-Quirks: embeddings are multiplied by the mask, and rescaled by the share of masked tokens; given `inputs_embeds` are taken as
-they are, without positions; queries are scaled before they meet the keys, and `scaling` says 1; there is no cache.
+Quirks: embeddings are multiplied by the mask, and rescaled by the share of masked tokens; `inputs_embeds` are used as they are,
+without positions; queries are scaled before the scores, and `scaling` is 1; there is no cache.
 """
 
 from transformers import EsmConfig, EsmModel

@@ -1,9 +1,8 @@
 """OPT: a table inside `decoder`, separate projections, causal; layers are pre-norm, those of the 350m checkpoint post-norm.
 
-Quirks: the table has two rows in front that no position has, and adds this offset itself: ids count from 0. Where none are
-given they count the tokens that the mask lets through, and padding has -1. Words may have fewer dimensions than layers
-(`word_embed_proj_dim`), positions have as many. Queries are scaled before they meet the keys. The causal head calls `decoder`,
-past the model around it.
+Quirks: the table begins with two unused rows and adds this offset itself: ids count from 0. Default ids count unmasked tokens,
+and padding has -1. Word vectors may be smaller than hidden states (`word_embed_proj_dim`), position vectors are not. Queries
+are scaled before the scores. The causal head calls `decoder` directly, not the model around it.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""RoBERTa and its kin, XLM-RoBERTa and CamemBERT: BERT's modules, and positions that are counted another way.
+"""RoBERTa, XLM-RoBERTa and CamemBERT: BERT's modules, and positions that skip padding.
 
-Quirks: ids start behind the padding index (row 2 of 514 is position 0), they count the tokens that are no padding, and padding
-itself reads the row of the padding index. Where embeddings are given, nobody can tell padding, and ids count on.
+Quirks: ids start after the padding index (row 2 of 514 is position 0) and count the tokens that are not padding; padding gets
+the padding index. Given `inputs_embeds`, padding is unknown, and ids count all tokens.
 """
 
 from transformers import (

@@ -1,7 +1,7 @@
-"""Token batches that a swap is fitted on: the user's, cut from text at several lengths, or written by the model itself.
+"""Token batches for a fit: the user's, cut from text at several lengths, or written by the model.
 
-A fit looks at three kinds of text: what it fits on, what tells whether a step helped (select), and what its report is
-measured on, which decided nothing (report). `text_batches` splits text into these parts before it cuts it into lengths.
+A fit uses three parts of a text: one to fit on, one to decide whether a step helped (select), and one that only its report is
+measured on (report). `text_batches` splits text into these parts before it cuts it into lengths.
 """
 
 from collections import Counter
@@ -14,15 +14,15 @@ from hf_posswap.architectures import longest_input
 from hf_posswap.data.text import cut_blocks, split_tokens, spread, token_lists, wraps
 from hf_posswap.errors import DataError
 
-Batch = dict[str, torch.Tensor]  # input_ids, attention_mask, and what else a user gave; all (B, L)
+Batch = dict[str, torch.Tensor]  # input_ids, attention_mask, and token_type_ids if given; all (B, L)
 
 _KEYS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 class TextBatches(list):
-    """Batches to fit on, as a list; `select` and `report` are lists of batches of other text, for what a fit is judged by.
+    """Batches to fit on, as a list; `select` and `report` are lists of batches of other text, to judge a fit by.
 
-    `report` may be empty: then a fit reports what it selects by, and says so.
+    If `report` is empty, a fit reports on `select`, and says so.
     """
 
     def __init__(self, fit: Iterable = (), select: Iterable = (), report: Iterable = ()):
@@ -40,20 +40,19 @@ def text_batches(
     window: int | None = None,
     seed: int = 0,
 ) -> TextBatches:
-    """Split documents into parts to fit, select and report, cut these into blocks of several lengths, and draw some.
+    """Split documents into parts to fit, select and report, and draw blocks of several lengths from each.
 
-    An encoder gets equal numbers of tokens at `max_length`, a quarter, a sixteenth of it, and so on while that is 16 tokens or
-    more: what is fitted at one length alone fails at another. A causal model sees all shorter lengths in one block of the
-    longest.
+    An encoder gets equal numbers of tokens at `max_length`, a quarter, a sixteenth of it, and so on down to 16 tokens, since a
+    fit at one length alone fails at others. For a causal model a block of the longest contains all shorter ones.
 
     Args:
-        documents: The text. Its parts share no stretch of it.
+        documents: The text. The parts do not overlap.
         tokenizer: Of the model.
         max_length: Of the longest blocks, in tokens; up to the longest input of the swapped model.
-        tokens: How many in all: eight tenths to fit on, a tenth to select by, a tenth to report on.
+        tokens: How many in total: eight tenths to fit on, a tenth to select by, a tenth to report on.
         causal: Whether it is for a causal model.
-        window: What the original reads at once, where that is less than `max_length`: blocks of that length are among them,
-            and a causal model gets the lengths between, too.
+        window: How many tokens the original reads at once, if less than `max_length`: blocks of that length are included, and
+            for a causal model those of the lengths between, too.
         seed: Of the draw to fit on; the other parts are the same for every seed.
 
     Returns:
@@ -79,7 +78,7 @@ def text_batches(
 
 
 def read_texts(batches, tokenizer: PreTrainedTokenizerBase | None, max_length: int, **options):
-    """Return `text_batches` of these where they are texts in a list, with its options; batches as they are."""
+    """Return `text_batches` of a list of texts, with its options; return batches as they are."""
     texts = isinstance(batches, Sequence) and not isinstance(batches, str) and len(batches) and isinstance(batches[0], str)
     if not texts:
         return batches
@@ -94,7 +93,7 @@ def read_texts(batches, tokenizer: PreTrainedTokenizerBase | None, max_length: i
 
 
 def mixed_lengths(longest: int) -> list[int]:
-    """Return the lengths that an encoder is fitted at: the longest, and by quarters down to 16 or so.
+    """Return the lengths that an encoder is fitted at: the longest, then a quarter of each, down to about 16.
 
     >>> mixed_lengths(512), mixed_lengths(32), mixed_lengths(4096)
     ([32, 128, 512], [16, 32], [16, 64, 256, 1024, 4096])
@@ -105,7 +104,7 @@ def mixed_lengths(longest: int) -> list[int]:
 
 @torch.no_grad()
 def written_text(model: PreTrainedModel, *, tokens: int = 65_536, seed: int = 0, length: int | None = None) -> torch.Tensor:
-    """Let a causal model with a language-modelling head write its own calibration text: (N, L), of its longest unless told.
+    """Let a causal model with a language-modelling head write its own calibration text: (N, L), L its longest by default.
 
     Plain sampling at temperature 1, from the end-of-text token or, where there is none, from a random one.
     """
@@ -116,7 +115,7 @@ def written_text(model: PreTrainedModel, *, tokens: int = 65_536, seed: int = 0,
     first = torch.randint(model.config.vocab_size, (rows, 1), generator=generator)
     if start is not None:
         first = torch.full_like(first, start)
-    # No end before the end, and no padding token: every row is full. The checkpoint's own settings (beams, penalties) stay out.
+    # No early end and no padding, so that all rows are full; the checkpoint's own settings (beams, penalties) do not apply.
     plain = GenerationConfig(
         do_sample=True,
         top_k=0,
@@ -128,7 +127,7 @@ def written_text(model: PreTrainedModel, *, tokens: int = 65_536, seed: int = 0,
     own, written = model.generation_config, []
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model.generation_config = plain  # handed to `generate`, it would be filled up from the model's
+        model.generation_config = plain  # as an argument of `generate`, it would inherit the model's settings
         try:
             for part in first.split(64):
                 ids = part.to(model.device)
@@ -141,7 +140,7 @@ def written_text(model: PreTrainedModel, *, tokens: int = 65_536, seed: int = 0,
 def random_tokens(
     model: PreTrainedModel, *, tokens: int = 65_536, seed: int = 0, length: int | None = None
 ) -> list[torch.Tensor]:
-    """Draw tokens uniformly from the vocabulary, in the lengths of `text_batches` for an encoder."""
+    """Return tokens drawn uniformly from the vocabulary, in the lengths of `text_batches` for an encoder."""
     generator = torch.Generator().manual_seed(seed)
     lengths = mixed_lengths(length or longest_input(model.config))
     shapes = [(max(1, tokens // len(lengths) // each), each) for each in lengths]
@@ -149,7 +148,7 @@ def random_tokens(
 
 
 def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, longest: int) -> list[Batch]:
-    """Return batches as dicts with `input_ids` and `attention_mask` on the CPU, or raise saying what is wrong with them."""
+    """Return batches as dicts with `input_ids` and `attention_mask` on the CPU; DataError says what is wrong with them."""
     checked = []
     given = [batches] if isinstance(batches, torch.Tensor) or hasattr(batches, "keys") else batches
     if isinstance(given, str) or not isinstance(given, Iterable):
@@ -181,7 +180,7 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
                 f"with max_positions={ids.shape[1]}"
             )
         kinds = batch.get("token_type_ids", torch.zeros_like(ids))
-        # GPT-2 has no table of kinds: it looks them up among the tokens.
+        # GPT-2 has no table of token types: it looks them up in the token table.
         count = getattr(model.config, "type_vocab_size", model.config.vocab_size)
         if kinds.dtype not in (torch.int64, torch.int32) or int(kinds.min()) < 0 or int(kinds.max()) >= count:
             raise DataError(f"token_type_ids must be integers from 0 to {count - 1}")
@@ -198,9 +197,9 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
 
 
 def split_batches(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Set every tenth sequence of each length aside: (to fit on, held out)."""
+    """Hold out every tenth sequence of each length: (to fit on, held out)."""
     fitted, held = [], []
-    total, seen = Counter(), Counter()  # sequences of each length, however they come in batches
+    total, seen = Counter(), Counter()  # sequences of each length, over all batches
     for batch in batches:
         total[batch["input_ids"].shape[1]] += len(batch["input_ids"])
     for batch in batches:
@@ -217,7 +216,7 @@ def split_batches(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
 
 
 def few_tokens(batches: list[Batch], tokens: int) -> list[Batch]:
-    """Cut batches into some of about so many tokens, of at least one sequence."""
+    """Split batches into smaller ones of about `tokens` tokens, at least one sequence each."""
     return [
         {key: value[rows] for key, value in batch.items()}
         for batch in batches

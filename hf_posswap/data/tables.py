@@ -1,7 +1,7 @@
-"""Tables: files and Hub data sets as rows, and the rows of a classification or regression task.
+"""Rows of files and Hub data sets, and the rows of a classification or regression task.
 
 A task is a text or a pair of texts, and a label or a number. Columns are found by the names that data sets use, labels are
-numbered in sorted order of the training set, and everything that is wrong with a table is said before anything is trained.
+numbered in sorted order of the training set, and a table is checked in full before training starts.
 """
 
 import math
@@ -27,7 +27,7 @@ PAIRS = (
 SINGLES = ("text", "sentence", "content", "document", "review")
 LABELS = ("label", "labels", "score", "target")
 TASKS = ("auto", "classification", "regression")
-_SHORT_NAMES = {  # the ones that everybody writes without an owner
+_SHORT_NAMES = {  # names that people write without an owner
     "glue": "nyu-mll/glue",
     "super_glue": "aps/super_glue",
     "imdb": "stanfordnlp/imdb",
@@ -53,7 +53,7 @@ class TableConfig:
     max_eval_samples: Annotated[int | None, "Measure on so many rows, drawn with data_seed."] = None
     data_seed: Annotated[int, "Of what is drawn or held out: the same rows for every scheme and seed."] = 0
 
-    REPLACES: ClassVar[dict[str, tuple[str, ...]]] = {  # so that a configuration for a Hub data set takes local files, too
+    REPLACES: ClassVar[dict[str, tuple[str, ...]]] = {  # so that local files can replace a Hub data set in a configuration
         "train_file": ("dataset", "dataset_config", "validation_split"),
         "dataset": ("dataset_config", "validation_split", "train_file", "validation_file", "test_file"),
     }
@@ -61,7 +61,7 @@ class TableConfig:
 
 @dataclass(frozen=True)
 class Rows:
-    """Texts, their second halves if they are pairs, and a number for each: of its label, or to be predicted."""
+    """Texts, their second texts if they are pairs, and a number for each: its label, or the value to predict."""
 
     texts: list[str]
     pairs: list[str] | None
@@ -73,7 +73,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Task:
-    """The rows of each split, and what the numbers of their labels stand for (nothing, in a regression)."""
+    """The rows of each split, and the names of the labels in order of their numbers (empty in a regression)."""
 
     source: str
     train: Rows
@@ -90,8 +90,8 @@ def read_task(config: TableConfig) -> Task:
     """Read, check, hold out and draw the rows that a configuration asks for.
 
     Raises:
-        DataError: No such file, data set or column; a split without rows; texts or labels that are missing, of another type,
-            or, in what is measured, unknown to the training rows.
+        DataError: No such file, data set or column; a split without rows; texts or labels that are missing or of another type;
+            labels to measure on that are not in the training rows.
     """
     for name in ("max_train_samples", "max_eval_samples"):
         if (count := getattr(config, name)) is not None and count < 1:
@@ -108,7 +108,7 @@ def read_task(config: TableConfig) -> Task:
             raise DataError(f"{where[split]} has no rows")
         for name in (text, pair):
             if name:
-                read_texts(table, name, where[split])  # or why they cannot be read
+                read_texts(table, name, where[split])  # or raises, saying why not
     values = {split: _label_column(table, label, where[split]) for split, table in tables.items()}
     feature = tables["train"].features[label]
     if config.task == "regression" or config.task == "auto" and _is_float(feature):
@@ -132,7 +132,7 @@ def read_task(config: TableConfig) -> Task:
 
 
 def hold_out(count: int, seed: int) -> dict[str, list[int]]:
-    """Return the places of the rows to train on, nine tenths of so many, and of those to measure on, drawn with a seed.
+    """Return the indices of the rows to train on, nine tenths of `count`, and to measure on, drawn with a seed.
 
     >>> hold_out(20, seed=0)["validation"]
     [12, 13]
@@ -144,7 +144,7 @@ def hold_out(count: int, seed: int) -> dict[str, list[int]]:
 
 
 def table_kind(path: Path) -> str | None:
-    """Return how a file is read, by its name, or None if it is no table.
+    """Return the kind of table that a file name stands for, or None.
 
     >>> table_kind(Path("rows.jsonl")), table_kind(Path("rows.tsv.gz")), table_kind(Path("book.txt"))
     ('json', 'csv', None)
@@ -177,7 +177,7 @@ def read_table(path: str | Path) -> "datasets.Dataset":
 
 
 def read_hub(name: str, config: str | None, split: str | None) -> "datasets.Dataset | datasets.DatasetDict":
-    """Read a Hub data set, or one split of it; without network or under a wrong name, say so in one line."""
+    """Read a Hub data set, or one split of it; DataError without network or for a wrong name."""
     with extra():
         import datasets
 
@@ -191,7 +191,7 @@ def read_hub(name: str, config: str | None, split: str | None) -> "datasets.Data
 
 
 def read_texts(table: "datasets.Dataset", column: str, source) -> list[str]:
-    """Return a column of texts, or raise saying what there is instead."""
+    """Return a column of texts; DataError says what the column holds instead."""
     check_column(table, column, source, "text_column")
     texts = table[column][:]
     empty = [number for number, text in enumerate(texts, 1) if text is None]
@@ -231,7 +231,7 @@ def _hub_tables(config: TableConfig) -> dict[str, "datasets.Dataset"]:
 
 
 def hub_name(name: str) -> tuple[str, str | None]:
-    """Return (name, configuration) of a data set as people write it.
+    """Return (name, configuration) of a data set, from the name as people write it.
 
     >>> hub_name("glue/cola"), hub_name("nyu-mll/glue/cola"), hub_name("imdb"), hub_name("wikitext:wikitext-2-v1")
     (('nyu-mll/glue', 'cola'), ('nyu-mll/glue', 'cola'), ('stanfordnlp/imdb', None), ('Salesforce/wikitext', 'wikitext-2-v1'))
@@ -286,9 +286,9 @@ def _numbers(values: list, column: str, where: str) -> list[float]:
 
 
 def _check_numbers(labels: list, where: str) -> None:
-    """Raise for a whole number that is no class: GLUE's -1 for a label that is kept secret, or one that strayed in.
+    """Raise for an integer that is not a class: GLUE's -1 for a hidden label, or a stray number.
 
-    Classes that are -1 and 1 are taken, and so are gaps, as long as more than one row of many has the label.
+    Classes -1 and 1 are accepted, and so are gaps, unless a single row of many has the label.
     """
     counts = Counter(labels)
     if not all(isinstance(label, int) for label in counts):
@@ -298,8 +298,8 @@ def _check_numbers(labels: list, where: str) -> None:
         strange += [n for n, count in counts.items() if count == 1 and not {n - 1, n + 1} & counts.keys()]
     for label in strange:
         raise DataError(
-            f"row {labels.index(label) + 1} of {where} has the label {label}, which is no class like the others "
-            "(-1 often stands for a secret one): drop such rows, or write classes as words"
+            f"row {labels.index(label) + 1} of {where} has the label {label}, which is not a class like the others "
+            "(-1 often marks a hidden label): drop such rows, or write classes as words"
         )
 
 
@@ -319,7 +319,7 @@ def _number_labels(
                 f"column {column!r} of {where['train']} holds {len(different)} different labels in {len(train)} rows: give "
                 "another label_column, or task=regression for numbers"
             )
-        # By their text: 1 in a csv and "1" in a json file are one label.
+        # Compared as text: 1 in a csv and "1" in a json file are one label.
         names, known = [str(value) for value in different], {str(value): number for number, value in enumerate(different)}
         values = {split: [str(value) for value in labels] for split, labels in values.items()}
     for split, labels in values.items():

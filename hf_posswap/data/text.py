@@ -1,8 +1,8 @@
-"""Where text comes from: every Python installation, or the user's files and Hub datasets.
+"""Where text comes from: the standard library of Python, files, or Hub data sets.
 
 The embedded text is the standard library itself: the sources of its modules and the reference documentation that
-`help()` shows (`pydoc_data.topics`). It needs no download, and it is real: prose and code by many hands.
-Held-out documents are chosen by a hash of their name, so the split is the same on every machine and Python version.
+`help()` shows (`pydoc_data.topics`). It needs no download, and it is real prose and code by many authors. Held-out documents
+are chosen by a hash of their name, so the split is the same on every machine and Python version.
 """
 
 import ast
@@ -20,7 +20,7 @@ from hf_posswap.errors import DataError
 
 Split = Literal["train", "validation"]
 
-# Not on every installation (Debian ships them apart), removed in newer versions, or tables of numbers instead of text.
+# Not in every installation (Debian packages them separately), removed in newer versions, or tables of numbers.
 _LEFT_OUT = {
     "site-packages", "dist-packages", "test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils",
     "ensurepip", "encodings", "pydoc_data", "__phello__", "msilib", "pip", "setuptools", "lib-dynload",
@@ -69,14 +69,14 @@ def stdlib_prose(split: Split) -> list[str]:
 
 
 def embedded_documents(split: Split, *, causal: bool) -> list[str]:
-    """Return the embedded text of one split as documents; an encoder reads the English of it, a causal model the code, too."""
+    """Return the embedded text of one split as documents: for an encoder the English, for a causal model the code, too."""
     return list(stdlib_documents(split).values()) if causal else ["\n".join(stdlib_prose(split))]
 
 
 def _docstrings(source: str) -> list[str]:
     try:
         tree = ast.parse(source)
-    except SyntaxError:  # a file of another Python version left in the folder: it has no docstrings for us
+    except SyntaxError:  # a file for another Python version
         return []
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return [doc for node in ast.walk(tree) if isinstance(node, owners) and (doc := ast.get_docstring(node))]
@@ -140,7 +140,7 @@ def token_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, lengt
 def token_lists(documents: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return the token ids of each document; the end-of-text token ends it where blocks get no [CLS] and [SEP]."""
     end = [] if wraps(tokenizer) or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    # verbose=False: the whole point is to cut, so the warning about sequences beyond the model's length is noise.
+    # verbose=False: these are cut later, so a warning about sequences beyond the model's length would mislead.
     return [ids + end for ids in tokenizer(list(documents), add_special_tokens=False, verbose=False)["input_ids"]]
 
 
@@ -157,11 +157,11 @@ def cut_blocks(tokens: list[list[int]], tokenizer: PreTrainedTokenizerBase, leng
 
 
 def split_tokens(documents: list[list[int]], least: int) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
-    """Deal tokenized documents out into three parts, to fit on, to select by and to report: about 8 : 1 : 1.
+    """Split tokenized documents into three parts, to fit on, to select by and to report on: about 8 : 1 : 1.
 
-    Documents stay whole, unless they are longer than a twentieth of all the text or stand where a part is full: those are cut
-    into contiguous stretches. So no stretch of text is in two parts, whatever is cut from them later. The same text is
-    always split alike. No part is shorter than `least` tokens.
+    Documents stay whole, unless they are longer than a twentieth of all the text or reach past the end of a part: those are cut
+    into contiguous stretches. So the parts never overlap, and the same text is always split alike. None has fewer than `least`
+    tokens.
 
     >>> [sum(map(len, part)) for part in split_tokens([list(range(60)), list(range(60, 100))], 8)]
     [80, 10, 10]
@@ -187,9 +187,9 @@ def split_tokens(documents: list[list[int]], least: int) -> tuple[list[list[int]
 
 
 def shorter_blocks(blocks: torch.Tensor, tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:
-    """Cut each row of `token_blocks` into rows of another length: the same tokens with less around them.
+    """Cut each row of `token_blocks` into shorter rows of the same tokens.
 
-    What is left of a row at its end is dropped: where one length divides the other, and nothing is put around, that is none.
+    The rest of a row is dropped; there is none if one length divides the other and blocks get no special tokens.
     """
     edge = 1 if wraps(tokenizer) else 0
     bodies = blocks[:, edge : blocks.shape[1] - edge].unfold(1, length - 2 * edge, length - 2 * edge).flatten(0, 1)
@@ -197,7 +197,7 @@ def shorter_blocks(blocks: torch.Tensor, tokenizer: PreTrainedTokenizerBase, len
 
 
 def spread(blocks: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Return about so many tokens of blocks (N, L), at least one block, evenly spread over the text."""
+    """Return about `tokens` tokens of blocks (N, L), at least one block, evenly spread over the text."""
     count = min(len(blocks), max(1, tokens // blocks.shape[1]))
     return blocks[torch.linspace(0, len(blocks) - 1, count).long()]
 

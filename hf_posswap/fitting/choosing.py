@@ -1,4 +1,4 @@
-"""Settle the options of a scheme that were left "auto", by trying them on some text."""
+"""Choose the options of a scheme that were left "auto", by trying their values on some text."""
 
 import copy
 import warnings
@@ -33,11 +33,11 @@ def choose(
     window: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Scheme:
-    """Return the scheme with every "auto" replaced by the value that hurts this model least; the model itself stays as it is.
+    """Return the scheme with every "auto" replaced by the value that does least damage; the model is unchanged.
 
-    Option by option, the others at their usual values or at what was chosen already, a copy of the model is swapped to each
-    candidate of `Scheme.choices` and fitted briefly on part of the text, and the candidate with the least damage on
-    held-out text wins. A short fit on the text at hand is what counts here, not what another length would like.
+    Options are chosen one by one, the others at their usual or already chosen values. A copy of the model is swapped to each
+    candidate in `Scheme.choices` and fitted briefly on part of the text; the one with the least damage on held-out text wins.
+    What is best for this short fit and these lengths may not be best for others.
 
     Args:
         model: The model that is to be swapped.
@@ -49,7 +49,7 @@ def choose(
         progress: Show a bar.
         window, tokenizer: As for `posswap.fit`.
 
-    Text to report on, if the batches have any (`text_batches`), is not looked at.
+    The `report` part of `text_batches` is not used.
 
     Raises:
         PosswapError: Nothing is "auto", or a candidate cannot be swapped to or fitted; the message says why.
@@ -77,14 +77,14 @@ def choose(
         text = _thin(check_batches(batches, model, longest), 1.0)
     settled = replace(scheme, **{name: scheme.choices[name][0] for name in scheme.open_options()})
     trials = [(name, value) for name in scheme.open_options() for value in scheme.choices[name]]
-    damages: dict[str, float] = {}  # by the scheme as a string: one with scalings has no hash
+    damages: dict[str, float] = {}  # by the scheme as a string: a scheme with scalings is not hashable
     bar = tqdm(total=len(trials), desc="choose", unit="trial", disable=None if progress else True)
     for name in scheme.open_options():
         candidates = [replace(settled, **{name: value}) for value in scheme.choices[name]]
         for candidate in candidates:
             if str(candidate) not in damages:
                 trial = swap(copy.deepcopy(model), candidate, max_positions=max_positions)
-                with warnings.catch_warnings():  # a candidate that a short fit does not help counts as it is
+                with warnings.catch_warnings():  # if a short fit does not help, the candidate is judged unfitted
                     warnings.filterwarnings("ignore", message="the fit was undone")
                     report = fit(trial, text, reconstruct=reconstruct, seed=seed, progress=False, window=window)
                 damages[str(candidate)] = report.score
@@ -96,9 +96,9 @@ def choose(
 
 
 def _thin(batches: list[Batch], part: float) -> list[Batch]:
-    """Return a part of the tokens of a trial: the first rows of each batch, so that all lengths stay."""
+    """Return that part of a trial's tokens: the first rows of each batch, so that all lengths stay."""
     wanted = part * _TOKENS_A_TRIAL
     share = min(1.0, wanted / sum(batch["input_ids"].numel() for batch in batches))
     few = [{key: value[: max(2, round(len(value) * share))] for key, value in batch.items()} for batch in batches]
-    # Batches of a row or two cannot be cut: then every so many of them.
+    # Batches of a row or two cannot be cut: keep every n-th batch instead.
     return few[:: max(1, int(sum(batch["input_ids"].numel() for batch in few) // wanted))]

@@ -1,4 +1,4 @@
-"""Tuning a swapped model towards its original on text without labels: the loss for `training.train`."""
+"""Distillation of the original into a swapped model on unlabelled text: the loss for `training.train`."""
 
 from collections.abc import Callable
 
@@ -16,12 +16,12 @@ def distillation_loss(
     """Return `loss(model, batch)` of a model against its original on batches of unpadded `input_ids`; 0 where they agree.
 
     With a language-modelling head: KL(original || model) of the predictions, the mean over tokens in nats. Without: the
-    squared error of hidden states relative to their mean square, the mean over layers. The original follows the batches to
-    their device.
+    squared error of hidden states relative to their mean square, the mean over layers. The original is moved to the device of
+    the batches.
 
     `text_weight` w makes it (1 - w) KL + w CE for a causal model, where CE is the cross-entropy of the text's own next
-    tokens (Hinton et al. 2015, https://arxiv.org/abs/1503.02531, section 2). That also tunes the model to this text, which
-    the original was not: compare with an original that was tuned alike.
+    tokens (Hinton et al. 2015, https://arxiv.org/abs/1503.02531, section 2). That also tunes the model to this text, so compare
+    it with an original tuned in the same way.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2)).eval()

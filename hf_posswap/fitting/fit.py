@@ -1,7 +1,7 @@
-"""fit: bring a freshly swapped model near its original again, in place, and report what that cost and won.
+"""Fit a freshly swapped model to its original, in place, and report the damage before and after.
 
-`layerwise` does the work, layer by layer; here is what surrounds it: checks, the text, the damage before and after, and
-that nothing has changed when something goes wrong.
+`layerwise` fits the layers. This file checks the input, prepares the text, measures the damage, and undoes everything after an
+error.
 """
 
 import copy
@@ -49,14 +49,14 @@ _MEASURES = {
     "KL": "how far predictions are from the original's, in nats a token",
     "1 - cosine": "1 - cosine of mean-pooled states with the original's",
 }
-_NEAR = 0.05  # damage, in either measure, that a user will hardly notice
+_NEAR = 0.05  # damage, in either measure, that users hardly notice
 
-_TOKENS_A_BATCH = 2048  # of one step; memory for attention probabilities goes with it
+_TOKENS_A_BATCH = 2048  # of one step; memory for attention probabilities grows with it
 
 
 @dataclass(frozen=True)
 class FitReport:
-    """What a fit did, measured on text that it was not fitted on; `print` shows it as tables.
+    """The result of a fit, measured on text that it was not fitted on; `print` shows it as tables.
 
     Damage is measured on text of at most the original's window, `reading` on longer text.
     """
@@ -67,18 +67,18 @@ class FitReport:
     seconds: float
     tokens: int  # fitted on
     tokens_held_out: int  # measured on
-    text: str  # which: "given", "written by the model", "random tokens"; or in words
-    longest: int  # sequence in it: what the fit did to longer inputs, nobody has looked at
-    trained_positions: int  # what the original reads
+    text: str  # "given", "written by the model", "random tokens", or other words
+    longest: int  # sequence fitted on, in tokens; longer inputs were not measured
+    trained_positions: int  # the original's longest input
     position_scheme: dict  # as the model's config has it
-    sha256: str  # of the weights that it is of: `delta.weights_hash`
-    part: str = "select"  # of the text that was measured on: "report" decided nothing, "select" also told what to keep
-    window: int | None = None  # what the original read the text through; None where it read all of it whole
+    sha256: str  # of the fitted weights: `delta.weights_hash`
+    part: str = "select"  # of the text measured on: "report" is used for nothing else, "select" also decided what to keep
+    window: int | None = None  # tokens that the original read at once; None if it read every sequence whole
     reading: Reading | None = None  # of text longer than the window, next to the original's
 
     @property
     def score(self) -> float:
-        """How far from the original the model is, to compare fits on one text; smaller is better."""
+        """The distance from the original, to compare fits on one text; smaller is better."""
         return self.after.total if self.window is None else self.layers[-1].after
 
     def __str__(self) -> str:
@@ -102,8 +102,8 @@ class FitReport:
         with console.capture() as capture:
             console.print(found, "", *([self._reading(), ""] if self.reading else []), layers, "")
             console.print(
-                f"damage: {_MEASURES[self.before.measure]}; 0 is the original. error: of a layer's output, given what the "
-                "layers before it now say; states: what has added up after it; both relative to the original's variance."
+                f"damage: {_MEASURES[self.before.measure]}; 0 is the original. error: of a layer's output, after the layers "
+                "before it were fitted; states: of the whole model, after the layer; both relative to the original's variance."
             )
             console.print(
                 f"fitted on {self.tokens:,} tokens, {self.text}, in {self.seconds:.0f} s; measured on "
@@ -119,7 +119,7 @@ class FitReport:
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
     def _verdict(self) -> str:
-        """Say what the figures mean and what to do next."""
+        """Return a sentence on what the figures mean and what to do next."""
         before, after = self.before.total, self.after.total
         if not self.layers:
             return "the swap had lost nothing, and nothing was fitted"
@@ -142,14 +142,14 @@ class FitReport:
         return table
 
     def save(self, folder: str | Path, *, command: str | None = None) -> None:
-        """Write `FIT_FILE` next to the saved model, for its card: the report, which weights it is of, versions and hardware.
+        """Write `FIT_FILE` next to the saved model, for its card: the report, hashes of the weights, versions and hardware.
 
         Args:
             folder: Where the fitted model was saved.
-            command: What made the model.
+            command: The command line that made the model, if any.
 
         Raises:
-            CheckpointError: There are no weights in the folder, or others than those that were fitted.
+            CheckpointError: The folder has no weights, or not the fitted ones.
         """
         hashes = weight_hashes(Path(folder))
         if not hashes:
@@ -175,32 +175,32 @@ def fit(
     window: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> FitReport:
-    """Fit a freshly swapped model to its original on some text, in place; return what that cost and won.
+    """Fit a freshly swapped model to its original on some text, in place; return the damage before and after.
 
     Args:
         model: A swapped model, or the pipeline of sentence-transformers around it. Only the weights of self-attention, and its
             positions, change; `restore` still gives the original back bit for bit.
         batches: Texts in a list, which `text_batches` cuts; or token ids (N, L), or an iterable of such of differing
             lengths, or of dicts with `input_ids`, `attention_mask` and `token_type_ids`. Mix lengths up to the longest input
-            you care about, also beyond what the original reads: it then reads through a window that slides by a quarter.
-            None: a causal model writes text itself, an encoder gets random tokens, which real text beats.
-        reconstruct: Steps of Adam for each layer; 0 is the closed form alone, where the scheme has one.
+            you care about, also longer than the original's, which then reads through a window that slides by a quarter. None: a
+            causal model writes text itself, an encoder gets random tokens; real text is better.
+        reconstruct: Steps of Adam for each layer; 0: only the closed form, if the scheme has one.
         original_model: The original, if this process does not keep it: for a model loaded from a swapped checkpoint.
-        learning_rate: Peak of the steps for weights; position tables learn 30 times as fast.
+        learning_rate: Peak learning rate of weights; that of position tables is 30 times as high.
         seed: Of the order of steps, and of text that the model writes.
         progress: Show a bar.
         window: Tokens that the original reads at once where a batch is longer. By default as many as it has positions for;
             fewer where it was tuned on fewer (MiniLM: 128).
-        tokenizer: What texts are read with; a pipeline has its own.
+        tokenizer: Of the texts; a pipeline has its own.
 
-    Other text than what is fitted on tells what is kept, and other text again is what the report is measured on, if batches
-    come from `text_batches`. Of other batches every tenth sequence is held out for both.
+    With batches from `text_batches`, one held-out part decides what is kept, and another is used for the report only. Of other
+    batches every tenth sequence is held out for both.
 
     Raises:
         PosswapError: The model is not swapped, was trained since, or its original is gone; batches do not belong to it, are
-            too few or too long for it; the window is more than the original reads, or no batch is longer than it. The model
-            is as it was before the call, also after an interrupt. A fit that makes it no better is undone, with a warning,
-            and the report's `after` is its `before`.
+            too few or too long for it; the window is more than the original reads, or no batch is longer than it. The model is
+            then unchanged, also after an interrupt. A fit that does not help is undone, with a warning, and the report's
+            `after` equals its `before`.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from hf_posswap import swap
@@ -247,7 +247,7 @@ def fit(
         before, read = _damage(target, teacher, told, window), long and long.read(target)
         start = before.total if told is select or window else _damage(target, teacher, select, window).total
         after, read_after, layers = before, read, ()
-        if window or start > 1e-7:  # else it is the original's own table: there is nothing to fit
+        if window or start > 1e-7:  # otherwise it is the original's own table, with nothing to fit
             with rewriting_attention(target), tempfile.TemporaryDirectory(prefix="posswap-") as folder:
                 walk = Walk(target, teacher, architecture, fitted, select, Path(folder), seed, window)
                 count = len(walk.ours.layers)
@@ -267,7 +267,7 @@ def fit(
                 if not end < start:
                     raise _NotBetter
                 after, read_after = found, long and long.read(target)
-                target.config.position_scheme["fitted_length"] = longest  # what reads much more is warned once
+                target.config.position_scheme["fitted_length"] = longest  # much longer inputs give a warning
     except _NotBetter:
         warnings.warn(
             f"the fit was undone: on text not seen, {'the last error' if window else before.measure} went from {start:.4f} to "
@@ -297,7 +297,7 @@ def fit(
 
 
 def _parts(batches: torch.Tensor | Iterable, target: PreTrainedModel) -> list[list[Batch]]:
-    """Return what to fit on, to select by and to report on, checked and in small batches; the last may be empty."""
+    """Return the parts to fit on, to select by and to report on, checked, in small batches; the last may be empty."""
     longest = longest_input(target.config)
     if isinstance(batches, TextBatches):
         given = (batches, batches.select, batches.report)
@@ -308,12 +308,12 @@ def _parts(batches: torch.Tensor | Iterable, target: PreTrainedModel) -> list[li
 
 
 def _damage(target, teacher, batches: list[Batch], window: int | None) -> Damage:
-    """Return the damage on text that the original reads whole: of longer text its beginnings."""
+    """Return the damage on text that the original can read whole; of longer text, on its beginnings."""
     return damage(target, teacher, batches if window is None else [opening(batch, window) for batch in batches])
 
 
 class _NotBetter(Exception):
-    """Makes a fit that did not help undo itself."""
+    """Raised to undo a fit that did not help."""
 
 
 def _check_window(window: int | None, reads: int) -> None:
@@ -334,7 +334,7 @@ def _check(
     reconstruct: int,
     learning_rate: float,
 ) -> PreTrainedModel:
-    """Return the original to fit to, or raise saying why there is none."""
+    """Return the original to fit to; PosswapError says why there is none."""
     if not isinstance(reconstruct, int) or isinstance(reconstruct, bool) or reconstruct < 0:
         raise PosswapError(f"reconstruct={reconstruct!r} must be a number of steps, 0 or more")
     if not isinstance(learning_rate, (int, float)) or isinstance(learning_rate, bool) or not 0 < learning_rate < float("inf"):
@@ -366,7 +366,7 @@ def _check(
                 "no original can be made from a model that accelerate has dispatched (or another patcher changed): fit before "
                 "that, or load the original checkpoint and pass it as original_model="
             )
-        # In half precision a layer is widened while it is fitted; the original must not be widened with it.
+        # A half-precision layer becomes float32 while it is fitted; the original must not change with it.
         wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in target.parameters())
         return original(target, share_weights=wide)
     other, family = find_target(given, dispatched=True)

@@ -1,18 +1,18 @@
-"""How `fit` works: a walk through the layers of a swapped model and its original, without training end to end.
+"""How `fit` works: layer by layer through a swapped model and its original, without end-to-end training.
 
-Both models read the same text. Layer after layer, the swapped one is handed its own hidden states, errors of earlier layers
-included, and its self-attention is fitted so that the layer's output comes near what the original's layer gives:
+Both models read the same text. Each layer of the swapped model gets its own hidden states, with the errors of earlier layers,
+and its self-attention is fitted so that the layer's output comes near that of the original's layer:
 
-1. the scheme's closed form (`closed_form`): basis and kernel of rotary, vectors of relative; kept where it helps;
+1. the scheme's closed form (`closed_form`): basis and kernel of rotary, vectors of relative; kept if it helps;
 2. reconstruction: a few steps of Adam on the weights of self-attention and of its positions, on the layer's own error; kept
-   where they help on text that they did not see.
+   if they help on held-out text.
 
-So no more than one layer is ever trained, and an error is corrected by the next layer that can. The approach is that of
-layer-wise reconstruction in quantization (Nagel et al. 2020, https://arxiv.org/abs/2004.10568, section 4; Li et al. 2021,
-BRECQ, https://arxiv.org/abs/2102.05426). Hidden states wait on disk: memory does not grow with the amount of text.
+So only one layer is trained at a time, and later layers can correct errors of earlier ones. The approach is that of layer-wise
+reconstruction in quantization (Nagel et al. 2020, https://arxiv.org/abs/2004.10568, section 4; Li et al. 2021, BRECQ,
+https://arxiv.org/abs/2102.05426). Hidden states are kept on disk: memory does not grow with the amount of text.
 
-Text that is longer than the original reads at once goes whole through the swapped model and in windows through the original
-(`teacher`). The closed form, which looks at all pairs of tokens in both models, sees the beginnings of such text alone.
+The swapped model reads text longer than the original's input whole, the original in windows (`teacher`). The closed form, which
+needs all pairs of tokens in both models, uses only the beginnings of such text.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,19 +31,19 @@ from hf_posswap.fitting.teacher import Teacher
 from hf_posswap.functional.closed_form import Evidence
 from hf_posswap.measure.windows import lay_windows
 
-_TOKENS_TO_SOLVE = 4096  # of the closed forms, which look at every pair of tokens
-_TABLE_FACTOR = 30.0  # position tables have the size of keys, weights are about a thirtieth of that
+_TOKENS_TO_SOLVE = 4096  # for the closed forms, which use every pair of tokens
+_TABLE_FACTOR = 30.0  # entries of position tables are about 30 times as large as weights
 
 
 @dataclass(frozen=True)
 class LayerFit:
-    """One layer's relative error on text that was not fitted on, given the swapped model's own states so far."""
+    """One layer's relative error on held-out text, given the swapped model's own states up to it."""
 
     layer: int
     before: float
-    solved: float | None  # after the closed form; None where the scheme has none
-    kept: bool  # whether the closed form was better than what was there
-    reconstructed: bool  # whether the steps after it were
+    solved: float | None  # after the closed form; None if the scheme has none
+    kept: bool  # whether the closed form made it smaller
+    reconstructed: bool  # whether the steps made it smaller
     after: float
 
 
@@ -63,7 +63,7 @@ def opening(batch: Batch, window: int) -> Batch:
 class Walk:
     """The walk through the layers of both models, to fit on some batches and to measure with held-out ones.
 
-    error_unfitted: After the walk, the error behind the last layer that the model had before it; 0 without windows.
+    error_unfitted: After the walk, the last layer's error of the model before the fit; 0 without windows.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Walk:
         self.unfitted = [] if window is None else self.held
         window = longest if window is None else window
         short = [opening(batch, window) for batch in fitted]
-        # Evenly over the batches, and so over lengths.
+        # Spread evenly over the batches, and so over lengths.
         count = max(1, int(len(short) * min(1.0, _TOKENS_TO_SOLVE / sum(batch["input_ids"].numel() for batch in short))))
         self.solved_on = []
         for i in sorted({int(i) for i in torch.linspace(0, len(short) - 1, count).round()}):
@@ -97,14 +97,14 @@ class Walk:
         dtypes = [parameter.dtype for parameter in layer.parameters()]
         asked = [parameter.requires_grad for parameter in layer.parameters()]
         try:
-            for parameter in layer.parameters():  # steps of a thousandth are lost in half precision
+            for parameter in layer.parameters():  # half precision would lose steps of a thousandth
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
             before = self._error(index, self.held)
             solved, kept = self._solve(index, attention, before)
             bar.update()
             reached = solved if kept else before
             found = {name: parameter.clone() for name, parameter in attention.named_parameters()}
-            # Where little is left to win, the usual rate only adds noise: then a tenth of it, and then none.
+            # Near the optimum the usual rate only adds noise: then try a tenth of it, then none.
             for rate in (learning_rate, learning_rate / 10) if steps else ():
                 bar.total += 0 if rate == learning_rate else steps
                 self._reconstruct(index, attention, steps, rate, bar)
@@ -152,7 +152,7 @@ class Walk:
             )
 
     def _reconstruct(self, index: int, attention: nn.Module, steps: int, learning_rate: float, bar: tqdm) -> None:
-        """Adam on the layer's error, on one batch of one length a step; warm-up, then down to nothing."""
+        """Take steps of Adam on the layer's error, one batch per step; the rate warms up, then falls to 0."""
         layer = self.ours.layers[index]
         positions = getattr(attention, "positions", None)
         tables = {id(p) for p in ([] if positions is None else positions.parameters())}
@@ -185,7 +185,7 @@ class Walk:
 
     def _distance(self, out: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         mask = self.batches[i]["attention_mask"].to(out.device)
-        # A plain layer norm: how the next layer reads them.
+        # A plain layer norm, as the next layer would apply.
         got, wanted = (functional.layer_norm(s, s.shape[-1:])[mask] for s in (out, self.theirs.said(i).to(out)))
         return (got - wanted).pow(2).sum(), (wanted - wanted.mean(0)).pow(2).sum()
 

@@ -1,4 +1,4 @@
-"""One model on its way through its layers: its hidden states of all batches are on disk, for the current layer only."""
+"""Hidden states of one model on all batches, layer by layer, kept on disk for the current layer only."""
 
 from pathlib import Path
 
@@ -13,13 +13,13 @@ from hf_posswap.data.calibration import Batch
 
 
 class _Reached(Exception):
-    """Ends a forward where what it was wanted for has been seen."""
+    """Raised to end a forward once it has shown what was needed."""
 
 
 class States:
-    """The states of one model before its current layer, "states", and behind it, "next", batch by batch.
+    """The states of one model before its current layer ("states") and after it ("next"), batch by batch.
 
-    `name` keeps the files of several models in one folder apart.
+    `name` distinguishes the files of several models in one folder.
     """
 
     def __init__(self, model: PreTrainedModel, architecture: Architecture, batches: list[Batch], folder: Path, name: str):
@@ -36,7 +36,7 @@ class States:
             self.write("states", i, self._call(i)[0])
 
     def run(self, index: int, i: int) -> torch.Tensor:
-        """Return what a layer makes of one batch."""
+        """Return a layer's output on one batch, (B, L, E)."""
         layer = self.layers[index]
         _, args, kwargs = self._call(i)
         out = layer(self.read("states", i).to(next(layer.parameters())), *args, **kwargs)
@@ -44,7 +44,7 @@ class States:
 
     @torch.no_grad()
     def last(self, i: int) -> torch.Tensor:
-        """Return what the last layer makes of one batch, all layers as they are now."""
+        """Return the last layer's output on one batch, with all layers as they are now."""
         seen = []
 
         def see(layer, args, output):
@@ -58,7 +58,7 @@ class States:
         return seen[0]
 
     def observe(self, index: int, i: int) -> Observation:
-        """Return the inside of a layer's self-attention on one batch."""
+        """Return what a layer's self-attention computes on one batch."""
         seen = []
 
         def stop(attention, args, kwargs):
@@ -81,9 +81,9 @@ class States:
         return visible(self.batches[i]["attention_mask"], causal=self.architecture.is_causal(self.base.config))
 
     def _call(self, i: int) -> tuple[torch.Tensor, tuple, dict]:
-        """Run the model up to its first layer and return what that is handed: hidden states, other arguments, keywords.
+        """Run the model up to its first layer and return that layer's input: hidden states, other arguments, keywords.
 
-        Again for every batch and layer: that costs little, and the masks of all batches would not fit into memory.
+        This is repeated for every batch and layer: it costs little, and the masks of all batches would not fit in memory.
         """
         seen = []
 
@@ -110,7 +110,7 @@ class States:
     # -- on disk ---------------------------------------------------------------------------------------------------
 
     def write(self, what: str, i: int, states: torch.Tensor) -> None:
-        """Keep the states of one batch."""
+        """Write the states of one batch to disk."""
         save_file({"states": states.detach().cpu().contiguous()}, self._path(what, i))
 
     def read(self, what: str, i: int) -> torch.Tensor:
@@ -118,7 +118,7 @@ class States:
         return load_file(self._path(what, i))["states"]
 
     def move_on(self) -> None:
-        """Make what is behind the current layer what is before the next one."""
+        """Move on to the next layer: the states after this one are those before it."""
         for i in range(len(self.batches)):
             self._path("next", i).replace(self._path("states", i))
 

@@ -1,10 +1,9 @@
-"""The original as a teacher: what its layers make of each batch, also of batches longer than it reads at once.
+"""The original as a teacher: its layers' outputs on each batch, also on batches longer than its input.
 
-Those it reads through windows (`measure.windows`), so that no token's target says how far into a long text it stands: all it
-can say is the place in a window. A causal model's tokens stand in the last quarter of theirs, past the first window.
-An encoder's states carry strong traces of their place, which would go up and down along the text with the windows. So the
-mean over all windows of the states at each place is taken out, and the mean over places put back: what is left is what the
-text said. The first and the last token of a text, [CLS] and [SEP], are targets as they are.
+It reads longer batches through windows (`measure.windows`), so a token's target depends on its place in the window, not in the
+text. In a causal model, tokens after the first window stand in the last quarter of theirs. An encoder's states depend strongly
+on their place, and targets would rise and fall along the text with the windows. So the mean state at each place, over all
+windows, is replaced by its mean over places. The first and the last token of a text, [CLS] and [SEP], keep their states.
 """
 
 from collections.abc import Collection
@@ -18,13 +17,13 @@ from hf_posswap.data.calibration import Batch
 from hf_posswap.fitting.states import States
 from hf_posswap.measure.windows import Windows, lay_windows
 
-_TOKENS_AT_ONCE = 4096  # of windows: a long text has four times as many tokens in windows as it has
+_TOKENS_AT_ONCE = 4096  # in windows, in which a long text has four times its tokens
 
 
 class Teacher:
     """The original's states of batches, whole or in windows of `window` tokens, and what each layer's output should be.
 
-    `fitted` are the batches whose windows tell the mean states of an encoder.
+    `fitted` are the batches from whose windows an encoder's mean states are computed.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class Teacher:
         self.causal = architecture.is_causal(model.config)
         self.fitted, self.window = fitted, window
         self.shapes = [batch["input_ids"].shape for batch in batches]
-        # By batch: the numbers among what is read, and their windows; None where a batch is read as it is.
+        # By batch: indices into `read`, with their windows; None where a batch is read whole.
         self.parts: list[list[tuple[int, Windows | None]]] = []
         read: list[Batch] = []
         for batch in batches:
@@ -53,7 +52,7 @@ class Teacher:
 
     @torch.no_grad()
     def advance(self, index: int) -> None:
-        """Run one layer on everything, and work out what it says of every token."""
+        """Run one layer on all batches, and compute its output for every token."""
         for number in range(len(self.states.batches)):
             self.states.write("next", number, self.states.run(index, number))
         windowed = [i for i, parts in enumerate(self.parts) if parts[0][1] is not None]
@@ -70,7 +69,7 @@ class Teacher:
             self.states.write("said", i, said)
 
     def said(self, i: int) -> torch.Tensor:
-        """Return what the current layer says of each token of one batch, (B, L, E) on the CPU."""
+        """Return the current layer's output for each token of one batch, (B, L, E) on the CPU."""
         number, windows = self.parts[i][0]
         return self.states.read("next", number) if windows is None else self.states.read("said", i)
 

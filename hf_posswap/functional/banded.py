@@ -1,10 +1,10 @@
-"""Attention to what is near: keys at a distance below `span`, and the first tokens of the text, in linear time and memory.
+"""Attention to keys nearer than `span` and to the first tokens, in linear time and memory.
 
     query i sees key j   iff   |i - j| < span  or  j < first  (or i < first, in encoders: those tokens see everything)
 
-and, in causal models, only if j <= i. First tokens that all see are the attention sinks of Xiao et al. 2023, "Efficient
-Streaming Language Models with Attention Sinks", section 3 (https://arxiv.org/abs/2309.17453); in encoders, where they see all
-as well, the global tokens of Longformer (Beltagy et al. 2020, section 3.1: https://arxiv.org/abs/2004.05150).
+and, in causal models, only if j <= i. First tokens that all attend to are the attention sinks of Xiao et al. 2023, "Efficient
+Streaming Language Models with Attention Sinks", section 3 (https://arxiv.org/abs/2309.17453); in encoders, where they also
+attend to all, the global tokens of Longformer (Beltagy et al. 2020, section 3.1: https://arxiv.org/abs/2004.05150).
 
 Queries come in blocks of `span`; each block attends to the two or three blocks of keys that any of its queries may see, so no
 tensor of size length x length is made. B batch, H heads, Q query length, K key length, D head_dim.
@@ -17,7 +17,7 @@ import torch
 
 
 class Span(NamedTuple):
-    """How far attention looks, and how many tokens at the beginning everybody sees."""
+    """How far attention looks, in tokens, and how many tokens at the beginning all others attend to."""
 
     span: int
     first: int

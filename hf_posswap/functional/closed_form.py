@@ -1,26 +1,26 @@
-"""Warm starts in closed form: how a new scheme enters a pretrained model without training.
+"""Warm starts in closed form: a new scheme in a pretrained model without training.
 
-What needs only the replaced table is done by the embedding-side module (`fit_table`: a projection of sinusoids, or the
-mean vector and row 0). Here is what concerns attention, where three things leave a head's output unchanged:
+What needs only the replaced table is in the embedding-side module (`fit_table`). Here is the part in attention, which uses
+three facts:
 
-- a softmax shift: a constant added to all scores of a query;
-- a change of basis: q -> A q, k -> A^-T k for any invertible A, since only q.k is seen;
-- and, to second order, the Kullback-Leibler divergence of probabilities p to those of scores s + d is half the
-  p-weighted variance of d over keys: what the softmax feels of an error is sum_j p_ij (d_ij - sum_k p_ik d_ik)^2.
+- softmax shift: a constant added to all scores of a query changes nothing;
+- change of basis: nor does q -> A q with k -> A^-T k, for any invertible A, since only q.k counts;
+- an error d in scores costs, to second order, a Kullback-Leibler divergence of half its variance over keys, weighted by the
+  probabilities p: sum_j p_ij (d_ij - sum_k p_ik d_ik)^2 / 2.
 
 Balanced basis (rotary). Write the second moments E[q q^T] = L_q L_q^T and E[k k^T] = L_k L_k^T (Cholesky), and
 take the singular value decomposition L_k^T L_q = U S V^T. Then A = S^(-1/2) U^T L_k^T gives both sides the same diagonal
-moments S: the directions that carry q.k, sorted by importance. The most important go to the dimensions that do not
-turn or turn slowest, the least important to the fastest plane, so that rotation disturbs what matters least.
+moments S: the directions that carry q.k, sorted by importance. The most important go to the dimensions that do not turn or turn
+slowest, the least important to the fastest plane.
 
-Kernel (rotary). Written as complex numbers, a plane's part of q_i.k_j is Re(conj(z_q) z_k e^(i theta (j - i))). The means of q
-and k therefore meet in a function of distance alone, sum_m Re(Z_m e^(i theta_m (j - i))), Z = conj(mean z_q) mean z_k:
-fit that, and row constants (softmax shift), to the missing scores by least squares, and write it into the biases.
+Kernel (rotary). Written as complex numbers, a plane's part of q_i.k_j is Re(conj(z_q) z_k e^(i theta (j - i))). The product of
+the means of q and k is therefore a function of distance alone, sum_m Re(Z_m e^(i theta_m (j - i))), Z = conj(mean z_q) mean
+z_k: fit that, and row constants (softmax shift), to the missing scores by least squares, and write it into the biases.
 
 Relative vectors. With missing scores R_ij and weights w, minimise over a and the row constants c (softmax shift)
-sum_ij w_ij (q_i . a_r(j-i) - R_ij + c_i)^2 + ridge. Sums over the keys at one distance are all that a sees, so the normal
-equations live on (query, distance), never on (query, key), and conjugate gradients solve them. The value vectors
-then solve an ordinary ridge regression of the missing output on the attention mass by distance.
+sum_ij w_ij (q_i . a_r(j-i) - R_ij + c_i)^2 + ridge. a depends only on sums over the keys at one distance, so the normal
+equations have the size (query, distance), not (query, key); conjugate gradients solve them. The value vectors then solve an
+ordinary ridge regression of the missing output on the attention mass by distance.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from hf_posswap.errors import PosswapError
 
 
 class Evidence(NamedTuple):
-    """What one batch shows of one layer; q, k and v are the swapped model's, before any rotation."""
+    """One layer on one batch; query, key and value are the swapped model's, before any rotation."""
 
     query: torch.Tensor  # (B, H, L, D)
     key: torch.Tensor
@@ -54,7 +54,7 @@ def second_moment(states: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def balance(query_key, query_moment: torch.Tensor, key_moment: torch.Tensor, dims_slow_to_fast: torch.Tensor) -> None:
-    """Rewrite one layer's query and key projections in the balanced basis of each head; q.k stays what it was."""
+    """Rewrite one layer's query and key projections in the balanced basis of each head; q.k is unchanged."""
     query, query_bias, key, key_bias = (tensor.double() for tensor in query_key.tensors())
     num_heads, head_dim, _ = query_moment.shape
     factors = [_factor(moment) for moment in (query_moment, key_moment)]
@@ -78,12 +78,12 @@ def missing_scores(evidence: Evidence, scores: torch.Tensor, scaling: float) -> 
     """Return weights w and the scores R that a layer still misses, centred over keys; both (B, H, L, L).
 
     `scores` are q.k without `scaling`. The original's scores are the logarithm of its probabilities, up to a row constant
-    that the softmax does not see. Weights are its probabilities and a small floor, which keeps keys in sight that it ignores.
+    that the softmax does not see. Weights are its probabilities plus a small floor, so that keys it ignores count a little.
     """
     allowed = evidence.allowed
     weights = evidence.probabilities + 0.02 * allowed / allowed.sum(-1, keepdim=True).clamp_min(1)
     weights = weights.masked_fill(~allowed, 0)
-    # Where float32 has no number for a probability, it is 1e-30, e^-69.
+    # A probability that underflows float32 counts as 1e-30 = e^-69.
     missing = evidence.probabilities.clamp_min(1e-30).log() / scaling - scores
     missing = missing.masked_fill(~allowed, 0)
     mean = (weights * missing).sum(-1, keepdim=True) / weights.sum(-1, keepdim=True).clamp_min(1e-30)
@@ -106,8 +106,8 @@ def kernel_moments(
 
         sum_ij w_ij (sum_m Re(Z_m e^(i theta_m (j - i))) + c_i - R_ij)^2
 
-    `weights` w and `missing` R are (B, H, L, L), `frequencies` (planes,). Without c of its own, a row would pull the kernel
-    towards zero mean over the keys that it happens to see.
+    `weights` w and `missing` R are (B, H, L, L), `frequencies` (planes,). Without c, each row would pull the kernel towards
+    zero mean over its visible keys.
     """
     length = weights.shape[-1]
     weights, missing = _wide(weights), _wide(missing)
@@ -128,7 +128,7 @@ def kernel_moments(
 def fit_kernel(gram: torch.Tensor, target: torch.Tensor, *, ridge: float = 1e-3) -> torch.Tensor:
     """Solve the normal equations of `kernel_moments`, summed over batches: Z, (H, planes) complex128.
 
-    With a ridge relative to the mean of the diagonal: over N positions the slowest planes are hardly apart.
+    The ridge is relative to the mean of the diagonal: over N positions the slowest planes are nearly collinear.
     """
     strength = ridge * gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(1e-30)[:, None, None]
     solution = torch.linalg.solve(gram + strength * torch.eye(gram.shape[-1]).to(gram), target)
@@ -138,10 +138,10 @@ def fit_kernel(gram: torch.Tensor, target: torch.Tensor, *, ridge: float = 1e-3)
 def write_kernel(
     query_key, query_mean: torch.Tensor, key_mean: torch.Tensor, change: torch.Tensor, planes: torch.Tensor
 ) -> None:
-    """Change the biases so that the means of q and k meet in Z + change instead of Z, plane by plane.
+    """Change the biases so that the means of q and k give Z + change instead of Z, plane by plane.
 
     `query_mean` and `key_mean` are (H, D), `change` (H, planes) complex, `planes` (planes, 2) the dimensions x and y of each.
-    Of all pairs of means with that product, both get the length sqrt|Z| and the direction nearest to where they were.
+    Of all pairs of means with that product, both get the length sqrt|Z| and the direction nearest to their old one.
     """
     means = [torch.complex(*_wide(mean)[:, planes].unbind(-1)) for mean in (query_mean, key_mean)]
     product = means[0].conj() * means[1] + change
@@ -223,7 +223,7 @@ def _conjugate_gradients(apply: Callable, precondition: Callable, target: torch.
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """In float64, on the CPU where the device has none (Apple's GPUs)."""
+    """Return it in float64, on the CPU if the device has no float64 (Apple's GPUs)."""
     return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 
 

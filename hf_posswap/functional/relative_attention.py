@@ -2,8 +2,8 @@
 
     s_ij = scale * q_i . (k_j + a^K_r),   z_i = sum_j softmax(s_i)_j (v_j + a^V_r),   r = clip(j - i, -clip, clip) + clip
 
-`relative_attention` is a function of tensors and knows no models. It checks, chooses by shape, and hands over: one query at
-the end of a cache to plain slices, everything else to `relative_window`, or to `relative_triton` (CUDA) when asked.
+`relative_attention` is a function of tensors and knows no models. It checks its input and chooses by shape: plain slices for
+one query at the end of a cache, `relative_window` for all else, or `relative_triton` (CUDA) on request.
 """
 
 import math
@@ -16,7 +16,7 @@ from hf_posswap.functional.relative_window import Plan, WindowedAttention
 IMPLEMENTATIONS = ("auto", "fused", "window", "triton")
 
 
-@torch.compiler.disable  # with shapes that the compiler calls dynamic, traced writes to strided views come out wrong
+@torch.compiler.disable  # with dynamic shapes, compiled writes to strided views are wrong
 def relative_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -64,7 +64,7 @@ def relative_attention(
 
 
 def attend(query, key, value, key_table, value_table, clip, causal, key_mask, dropout, scale, implementation):
-    """Do what `relative_attention` does for tensors that are known to fit together: a model's, at every token it writes."""
+    """Do the same without checking the tensors, for models, which call it for every token they write."""
     _check_implementation(query, dropout, implementation)
     if implementation == "triton":
         from hf_posswap.functional.relative_triton import fused_relative_attention
@@ -74,7 +74,7 @@ def attend(query, key, value, key_table, value_table, clip, causal, key_mask, dr
         )
     if query.shape[2] == 1 and implementation == "auto":
         return _single_query(query, key, value, key_table, value_table, clip, key_mask, dropout, scale)
-    # No distance reaches the number of keys: rows of the tables beyond it would only make windows wider.
+    # No distance reaches the number of keys: table rows beyond it would only make windows wider.
     reach = min(clip, key.shape[2])
     key_table, value_table = (
         table if table is None else table[..., clip - reach : clip + reach + 1, :] for table in (key_table, value_table)
@@ -134,7 +134,7 @@ def _check(query, key, value, key_table, value_table, clip, key_mask) -> None:
             raise PosswapError(
                 f"key_mask must be boolean, of shape (batch, keys) = {wanted}, on {query.device}; given was "
                 f"{key_mask.dtype} of shape {tuple(key_mask.shape)} on {key_mask.device}. A mask for each pair of query and "
-                "key is not taken here: eager attention has that"
+                "key needs eager attention"
             )
 
 
@@ -173,14 +173,14 @@ def _plan(query, key, clip, causal, dropout, scale, implementation) -> Plan:
     far = implementation if implementation != "auto" else "fused" if fused else "window"
     block = 256 if far == "fused" else 128
     width = min(keys, block + 2 * clip) if far == "fused" else keys
-    # With dropout, blocks are those of one thread everywhere: each draws its own numbers, and a seed must say which.
+    # With dropout, blocks are those of one thread: each block draws its own numbers, and a seed must determine them.
     threads = 1 if dropout else torch.get_num_threads() if query.device.type == "cpu" else 64
     heads = max(1, _SCORES_PER_THREAD * threads // (min(queries, block) * width))
     return Plan(queries, keys, clip, causal, dropout, scale, far, block, heads)
 
 
 def _single_query(query, key, value, key_table, value_table, clip, key_mask, dropout, scale) -> torch.Tensor:
-    """One query at the last place, as in generation: distances run along the keys, so plain slices do."""
+    """Attention of one query at the last place, as in generation: distances go up by one, so slices suffice."""
     keys = key.shape[2]
     near = min(clip, keys)  # keys at distance 0 ... clip - 1; all others are far left
     here = slice(keys - near, keys)

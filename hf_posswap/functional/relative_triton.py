@@ -105,7 +105,7 @@ class _BandAttention(torch.autograd.Function):
     """Attention with scores scale * (q_i . k_j + biases[i, column of j - i]).
 
     Returns the output (B, Q, H, D) and, with `values`, the probabilities summed by column (H, B, Q, W), else None.
-    What the tables have to do with it is left to autograd, which also brings the gradient of those sums.
+    The tables are left to autograd, which also provides the gradient of those sums.
     """
 
     @staticmethod

@@ -36,7 +36,7 @@ _plain_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_f
 
 @dataclass(frozen=True)
 class Plan:
-    """How one call is cut up."""
+    """How one call is divided into blocks."""
 
     queries: int
     keys: int
@@ -73,8 +73,8 @@ class Plan:
 class Block:
     """A block of queries: which keys its window holds, and where things lie in the scratch tensor of its scores.
 
-    Columns of scratch run over all keys that the band of some row would reach, also those before the first and after the
-    last key, so that the band is a strided view; such columns hold -inf.
+    Scratch has a column for every place that the band of any row reaches, also before the first and after the last key, so that
+    the band is a strided view; such columns hold -inf.
     """
 
     def __init__(self, plan: Plan, start: int, stop: int):
@@ -122,20 +122,20 @@ class Group:
         # (S, H, L, D) for the fused kernel, (G, L, D) for products.
         self.apart = query[where], key[where], value[where]
         if plan.far == "fused":
-            # It reads keys and values once for every 64 queries: contiguous ones a quarter faster. It reads queries as if the
-            # last stride were 1, and does not look.
+            # It reads keys and values once for every 64 queries: a quarter faster if contiguous. It assumes without a check
+            # that the last stride of queries is 1.
             self.apart = dense(self.apart[0]), *(states.contiguous() for states in self.apart[1:])
         self.query, self.key, self.value = (states.flatten(0, 1) for states in self.apart)
         self.key_table = table(key_table)
         self.value_table = None if value_table is None else table(value_table)
         self.first_value = None if first_value is None else table(first_value)
-        # Sums, exponentials and what is added up over blocks: in float32 at least.
+        # The dtype of sums, exponentials and totals over blocks: float32 at least.
         self.precise = torch.promote_types(query.dtype, torch.float32)
-        # And products that become scores: rounded to bfloat16, a score of 64 is off by a quarter.
+        # Likewise products that become scores: rounded to bfloat16, a score of 64 is off by a quarter.
         self.for_scores = [states.to(self.precise) for states in (self.query, self.key, self.key_table)]
         self.mask = None
         if key_mask is not None:
-            lowest = torch.finfo(self.precise).min / 2  # not -inf: a row without keys must not become NaN on the way
+            lowest = torch.finfo(self.precise).min / 2  # not -inf: a row without keys must not become NaN
             mask = torch.zeros(key_mask[where[0]].shape, dtype=self.precise, device=query.device)
             self.mask = mask.masked_fill_(~key_mask[where[0]], lowest)[:, None, None]  # (S, 1, 1, K)
         block = min(plan.block, plan.queries)
@@ -222,13 +222,13 @@ class Group:
 class WindowedAttention(torch.autograd.Function):
     """(B, H, Q, D), (B, H, K, D) twice, tables relative to the far left (H or 1, N, D), a^V_0 -> (B, H, Q, D), log-sum-exps.
 
-    The seed is that of dropout; every block makes its own from it.
+    `seed` is that of dropout; every block derives its own from it.
     """
 
     @staticmethod
     def forward(query, key, value, key_table, value_table, first_value, key_mask, plan, seed):
         batch, heads, queries, head_dim = query.shape
-        # As the projection that follows reads it; no copy then.
+        # In the layout of the projection that follows, which then needs no copy.
         output = query.new_empty(batch, queries, heads, head_dim).transpose(1, 2)
         precise = torch.promote_types(query.dtype, torch.float32)
         logsumexp = torch.empty(batch, heads, queries, dtype=precise, device=query.device)
@@ -337,7 +337,7 @@ class WindowedAttention(torch.autograd.Function):
                     if plan.far == "window" or part.start >= part.stop:
                         continue
                     part_key, part_output = group.apart[1], block_output
-                    if far:  # all keys have one more vector, and so have all values, which then meets delta alone
+                    if far:  # one vector for all keys; that for all values acts through delta alone
                         if far_key is None:
                             far_key = part_key + group.key_table[:, -1:].view(*group.shape[:2], 1, -1)
                         part_key = far_key
@@ -374,7 +374,7 @@ class WindowedAttention(torch.autograd.Function):
 
 
 def _scratch(plan: Plan, batch: int, heads: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return memory for the scores of any block; fresh memory for each would cost more than some of the work on it."""
+    """Return memory for the scores of any block; allocating it for each block would take longer than some of the work."""
     most = max(block.size * block.width for block in plan.blocks())
     return torch.empty(min(plan.heads, batch * heads) * most, dtype=dtype, device=device)
 

@@ -1,4 +1,4 @@
-"""What a swap did to a model."""
+"""Measures of a model before and after a swap: damage, losses, retrieval, attention, word order."""
 
 from hf_posswap.measure.attention_distance import attention_by_distance
 from hf_posswap.measure.damage import (

@@ -1,4 +1,4 @@
-"""How far attention looks: the mass of each head by distance, of a swapped model or its original."""
+"""How far attention looks: each head's attention mass by distance, swapped or not."""
 
 from collections.abc import Iterable
 

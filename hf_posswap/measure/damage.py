@@ -1,9 +1,9 @@
-"""What a swap cost, as numbers against the original: states of an encoder, predictions of a causal model.
+"""What a swap costs against the original: in an encoder's states, in a causal model's predictions.
 
-All costs are 0 for an unhurt model. Where a model has a language-modelling head, the cost is KL(original || model)
-of its predictions in nats; where it has none, 1 - cosine of its last hidden states with the original's. Layers are compared
-by their relative error after a plain layer norm, which is how the next layer reads them, and which keeps single outlying
-numbers of real checkpoints from drowning the rest: sum |h - t|^2 / sum |t - mean t|^2.
+All costs are 0 for an unchanged model. With a language-modelling head the cost is KL(original || model) of the predictions in
+nats; without, 1 - cosine of the last hidden states with the original's. Layers are compared by their relative error after a
+plain layer norm, sum |h - t|^2 / sum |t - mean t|^2: that is what the next layer reads, and single outliers of real checkpoints
+do not dominate.
 """
 
 import math
@@ -24,13 +24,13 @@ _TOKENS_A_BATCH = 4096  # memory for logits stays the same at every length
 
 @dataclass(frozen=True)
 class Damage:
-    """What a swap cost, over all, by layer, by position and by length; 0 is unhurt everywhere."""
+    """What a swap cost: in total, by layer, by position and by length; 0 is no damage."""
 
     measure: str  # "KL" in nats, or "1 - cosine"
     total: float
     by_layer: tuple[float, ...]  # relative error of the states after each layer
     by_position: dict[str, float]  # "0", "1-7", "8-31", ...: of single tokens
-    by_length: dict[int, float]  # as the total, of sequences of one length (tokens, without padding)
+    by_length: dict[int, float]  # the total of the sequences of one length (tokens, without padding)
     sequences: dict[int, int]  # how many of each length there were
 
 
@@ -38,7 +38,7 @@ class Damage:
 def damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]]) -> Damage:
     """Compare a swapped model with its original on batches of `input_ids` and, where rows are padded, `attention_mask`.
 
-    Without a head the total is that of mean-pooled states, as sentence models use them; with one, that of all predictions.
+    Without a head the total is over mean-pooled states, as sentence models use them; with one, over all predictions.
     """
     with evaluating(model, original):
         return _damage(model, original, batches)
@@ -67,7 +67,7 @@ def _damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable
             cost = 1 - functional.cosine_similarity(states[0][-1], states[1][-1], dim=-1)
             pooled = [(one[-1] * mask[..., None]).sum(1) / mask.sum(1, keepdim=True) for one in states]
             rows = 1 - functional.cosine_similarity(*pooled, dim=-1)
-        places = mask.cumsum(1) - 1  # positions without what padding takes up
+        places = mask.cumsum(1) - 1  # positions without padding
         for low, high in _ranges(mask.shape[1]):
             chosen = cost[mask & (places >= low) & (places <= high)]
             entry = positions[str(low) if low == high else f"{low}-{high}"]
@@ -94,10 +94,10 @@ def _damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable
 
 @torch.no_grad()
 def order_sensitivity(model: PreTrainedModel, blocks: torch.Tensor, *, seed: int = 0) -> float:
-    """Return how much a model notices that tokens are shuffled, over unpadded blocks (N, L): 0 is a bag of words.
+    """Return how much shuffling tokens changes a model's output, over unpadded blocks (N, L): 0 is a bag of words.
 
-    Shuffle test: all tokens but the first and the last change places. A causal model with a head is asked what comes next:
-    KL of its last prediction from the one for the intact text, in nats. Other models: 1 - cosine of mean-pooled states.
+    Shuffle test: all tokens but the first and the last change places. A causal model with a head: KL of its last prediction
+    from that for the intact text, in nats. Other models: 1 - cosine of mean-pooled states.
     """
     generator = torch.Generator().manual_seed(seed)
     shuffled = blocks.clone()
@@ -119,9 +119,9 @@ def order_sensitivity(model: PreTrainedModel, blocks: torch.Tensor, *, seed: int
 
 @contextmanager
 def _layer_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Collect the states after each layer, those after the last as the base model gives them, of one forward.
+    """Collect the states after each layer in one forward; the last are the base model's output.
 
-    As `output_hidden_states` does, whose hooks would stay on the model, and cannot be pickled.
+    `output_hidden_states` does the same, but its hooks would stay on the model and cannot be pickled.
     """
     base, seen = model.base_model, []
     architecture = family_of(model.config)
@@ -165,7 +165,7 @@ def pooled_states(model: PreTrainedModel, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def pooled_cosine(model: PreTrainedModel, blocks: torch.Tensor, original: torch.Tensor) -> float:
-    """Return the mean cosine of the model's pooled states with the original's, `original` (N, E): 1 is unhurt."""
+    """Return the mean cosine of the model's pooled states with the original's, `original` (N, E): 1 is no damage."""
     return (pooled_states(model, blocks) * original).sum(-1).mean().item()
 
 
@@ -182,7 +182,7 @@ def perplexity(model: PreTrainedModel, blocks: torch.Tensor) -> float:
 
 @torch.no_grad()
 def kl_divergence(model: PreTrainedModel, original: PreTrainedModel, blocks: torch.Tensor) -> float:
-    """Return the mean over tokens of KL(original || model) of the next-token distributions, in nats: 0 is unhurt."""
+    """Return the mean over tokens of KL(original || model) of the next-token distributions, in nats: 0 is no damage."""
     total = 0.0
     with evaluating(model, original):
         for rows in _batches(blocks, model):

@@ -9,11 +9,11 @@ version of Tay et al. 2021, "Long Range Arena" (https://arxiv.org/abs/2011.04006
 
     [MAX 2 9 [MIN 4 7 ] 0 ]  =  9
 
-Chances are those of the published generator (google-research/long-range-arena, lra_benchmarks/data/listops.py): a node is an
-operator with a chance of 1 in 4 and never at `max_depth`, all operators, digits and numbers of arguments are equally
-likely, expressions of `min_length` tokens or fewer, or of `max_length` or more, are thrown away, and none occurs twice.
-Length counts every symbol above. The published files also have parentheses around each node of a binary tree; they are
-no part of the length there, and are not written here.
+Probabilities are those of the published generator (google-research/long-range-arena, lra_benchmarks/data/listops.py): a node is
+an operator with probability 1/4 and never at `max_depth`; operators, digits and numbers of arguments are uniform; expressions
+of `min_length` tokens or fewer, or of `max_length` or more, are dropped, and none occurs twice. Length counts every symbol
+above. The published files also have parentheses around each node of a binary tree; they are no part of the length there, and
+are not written here.
 """
 
 import random
@@ -67,7 +67,7 @@ def listops_expressions(
 
 
 def _draw(chance: random.Random, max_depth: int, max_args: int, max_length: int) -> list[str]:
-    """Return the symbols of one expression, of which no more are drawn than it takes to know that they are too many."""
+    """Return the symbols of one expression; drawing stops as soon as there are too many."""
     symbols, open_arguments = [], [1]  # the arguments that each open node still waits for, outermost first
     while open_arguments and len(symbols) < max_length:
         if open_arguments[-1] == 0:
@@ -84,7 +84,7 @@ def _draw(chance: random.Random, max_depth: int, max_args: int, max_length: int)
 
 
 def evaluate(expression: str) -> int:
-    """Return the value of an expression, or raise where it is not one of the grammar.
+    """Return the value of an expression, 0 to 9; DataError if the grammar does not allow it.
 
     >>> evaluate("[MAX 2 9 [MIN 4 7 ] 0 ]"), evaluate("[MED 1 2 5 8 ]"), evaluate("[SM 7 8 ]")
     (9, 3, 5)
@@ -124,7 +124,7 @@ def encode(expression: str) -> torch.Tensor:
 
 
 class ListOpsExamples(Dataset):
-    """Expressions as training examples: token ids, and the value as one of ten labels, both worked out when they are read."""
+    """Expressions as training examples: token ids, and the value as one of ten labels, both computed on access."""
 
     def __init__(self, expressions: Sequence[str]):
         self.expressions = expressions  # as text: 96,000 of a thousand symbols would be 0.8 GB of tensors

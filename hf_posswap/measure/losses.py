@@ -1,8 +1,8 @@
 """How well a language model predicts held-out text: token by token, by position, by length, and through a sliding window.
 
-All losses are in nats a token, -log P(token | what the model sees). What a causal model sees of token p are the tokens before
-it; what a masked model sees is the whole sequence with some tokens masked, and only those count. Everything starts from the
-losses of single tokens, so that one table of numbers answers by position and by length alike:
+All losses are in nats per token, -log P(token | what the model sees). What a causal model sees of token p are the tokens before
+it; what a masked model sees is the whole sequence with some tokens masked, and only those count. All figures come from the
+losses of single tokens:
 
     loss of a text        mean over its tokens
     perplexity            exp(loss); of a masked model: of the masked tokens
@@ -23,12 +23,12 @@ from hf_posswap.errors import PosswapError
 from hf_posswap.evaluating import evaluating
 from hf_posswap.measure.windows import lay_windows
 
-_TOKENS_A_BATCH = 8192  # through the layers at once
+_TOKENS_A_BATCH = 8192  # that go through the layers at once
 _LOGITS_A_SLICE = 2**25  # numbers: of a vocabulary of 50,000, 671 tokens at once
 
 
 def lm_head(model: PreTrainedModel) -> nn.Module:
-    """Return the module that makes logits of the base model's last states, whatever its family calls it."""
+    """Return the module that maps the base model's last states to logits, whatever its family calls it."""
     heads = [child for child in model.children() if child is not model.base_model]
     if not has_one_head(model):
         raise PosswapError(f"a {type(model).__name__} has no language-modelling head: load it as a causal or masked LM")
@@ -36,7 +36,7 @@ def lm_head(model: PreTrainedModel) -> nn.Module:
 
 
 def has_one_head(model: PreTrainedModel) -> bool:
-    """Whether a model has a language-modelling head and no other, so that losses of its tokens can be told."""
+    """Whether a model has a language-modelling head and no other, so that it has token losses."""
     return sum(child is not model.base_model for child in model.children()) == 1 and model.get_output_embeddings() is not None
 
 
@@ -45,7 +45,7 @@ def token_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.
     """Return the loss of every token of unpadded sequences, NaN where nothing is predicted: (N, L), on the CPU.
 
     `labels` (N, L) are transformers': the tokens to predict and -100 elsewhere; a causal model shifts them itself and needs
-    none. Logits exist for a slice of the tokens at a time only: of a long text they would be larger than the model.
+    none. Logits are computed for a slice of the tokens at a time: for a long text they would be larger than the model.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=64))
@@ -64,8 +64,8 @@ def token_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.
     first = 1 if causal else 0  # the states of token p - 1 predict token p
     at_once = max(1, _LOGITS_A_SLICE // model.config.vocab_size)
     with evaluating(model):
-        if isinstance(model, FSDPModule):  # the parts below are called one by one; what they share FSDP2 gathers for the whole
-            model(input_ids=input_ids[:1, :2].to(model.device))  # and its first call settles what is the whole
+        if isinstance(model, FSDPModule):  # the parts below run one by one, and FSDP2 gathers shared weights for the whole only
+            model(input_ids=input_ids[:1, :2].to(model.device))  # the first call settles what the whole is
             model.unshard()
         for rows in torch.arange(len(input_ids)).split(max(1, _TOKENS_A_BATCH // input_ids.shape[1])):
             wanted = labels[rows, first:]
@@ -84,11 +84,11 @@ def token_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.
 
 @torch.no_grad()
 def sliding_window_losses(model: PreTrainedModel, input_ids: torch.Tensor, window: int, *, stride: int = 1) -> torch.Tensor:
-    """Return the losses (N, L) of a causal model that sees at most `window` tokens at once: how any model reads longer text.
+    """Return the losses (N, L) of a causal model that sees at most `window` tokens at once, so that it can read longer text.
 
-    Windows start at 0, stride, 2 stride, ..., and the last one ends with the text. The first predicts all its tokens, a
-    later one those that none before it did: they have at least window - stride tokens before them. stride=1 is exact, and
-    window / stride as much work as reading the text once.
+    Windows start at 0, stride, 2 stride, ..., and the last one ends with the text. The first predicts all its tokens, each
+    later one those that are new: they have at least window - stride tokens before them. stride=1 is exact. The work is window /
+    stride times that of reading the text once.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=16))

@@ -2,12 +2,12 @@
 
 They are children of `evaluate.Metric`: `compute(predictions=, references=)`, or `add_batch` and then `compute`. In a run of
 several processes, gather the predictions first (accelerate's `gather_for_metrics`, which drops the samples that fill up the
-last batch) and compute once: evaluate's own way of doing it counts those samples twice.
+last batch) and compute once: evaluate's own distributed mode counts those samples twice.
 
-Importing `evaluate` takes seconds, so this module is imported by those who measure and not by `hf_posswap.measure`.
+Importing `evaluate` takes seconds, so `hf_posswap.measure` does not import this module.
 
 References: Matthews 1975 (phi coefficient of the confusion matrix); Warstadt et al. 2018, section 4 (CoLA); Cer et al. 2017,
-section 4 (STS). The mathematics are scikit-learn's and SciPy's.
+section 4 (STS). scikit-learn and SciPy compute them.
 """
 
 from typing import Literal
@@ -22,7 +22,7 @@ from hf_posswap.errors import DataError, PosswapError
 
 
 class _Metric(evaluate.Metric):
-    """What all have in common: samples are kept in memory, so that runs share no file, lock or folder."""
+    """Base of all: samples are kept in memory, so that runs share no file, lock or folder."""
 
     kind = "int64"
 
@@ -55,8 +55,8 @@ class Accuracy(_Metric):
 class F1(_Metric):
     """Harmonic mean of precision and recall, 2 TP / (2 TP + FP + FN): 0 to 1.
 
-    `average="binary"` is that of label 1, and "macro" the plain mean over all labels that occur in either list. A label that
-    is neither given nor predicted where one is asked for counts 0.
+    `average="binary"` is the F1 of label 1, "macro" the plain mean over all labels that occur in either list. If label 1 occurs
+    in neither, its F1 is 0.
 
     >>> F1().compute(predictions=[0, 1, 1, 0], references=[0, 1, 0, 1])
     {'f1': 0.5}
@@ -107,7 +107,7 @@ class Pearson(_Metric):
 
 
 class Spearman(_Metric):
-    """Correlation of ranks, equal values sharing the mean of theirs: -1 to 1, the same for all that keeps the order.
+    """Correlation of ranks, equal values sharing their mean rank: -1 to 1, unchanged by monotonic maps.
 
     Where one list does not vary it is undefined and 0 is returned. Numbers that are not finite are an error.
 
@@ -130,7 +130,7 @@ def _correlation(function, predictions, references) -> float:
     # SciPy warns of values that are nearly constant as well; of two samples the correlation is always 1 or -1.
     if len(pairs[0]) < 2 or any(numpy.ptp(values) <= 1e-12 * max(1.0, abs(values).max()) for values in pairs):
         return 0.0
-    return round(float(function(*pairs).statistic), 12)  # 1.0000000000000002 is no correlation
+    return round(float(function(*pairs).statistic), 12)  # it can come out as 1.0000000000000002
 
 
 METRICS = {

@@ -5,16 +5,16 @@ causal model is
 
     filler  The pass key is 4821. Remember it.  filler  What is the pass key? The pass key is 4821
 
-of which the last number is for the model to say. For an encoder, the same as extractive question answering, the key's span
-being the answer, as a pointer over positions: [CLS] What is the pass key? [SEP] filler ... filler [SEP].
+of which the model must write the last number. For an encoder it is extractive question answering, with the key's span as the
+answer: [CLS] What is the pass key? [SEP] filler ... filler [SEP].
 
 The filler is the paper's five sentences over and over, or the prose of the standard library. `depth` is the share of the filler
-that stands before the key, to the nearest end of a sentence. `decoys` are keys of other names ("The door key is ..."); then
-any of the names may be asked for, and whoever answers must bring the question's name and the text together (multi-key
-retrieval, Hsieh et al. 2024, "RULER", https://arxiv.org/abs/2404.06654). Without decoys, an encoder need only spot a number.
+that stands before the key, to the nearest end of a sentence. `decoys` are keys of other names ("The door key is ..."); then any
+of the names may be asked for, and the answer must match the question's name to the text (multi-key retrieval, Hsieh et al.
+2024, "RULER", https://arxiv.org/abs/2404.06654). Without decoys an encoder only has to find a number.
 
-What differs from the paper: no introductory sentence, and the key is said once, so that short texts have room for filler; keys
-have four digits, and all the same number of tokens; keys of the two splits are different ones.
+Unlike the paper: no introductory sentence, and the key appears once, so that short texts have room for filler; keys have four
+digits and all the same number of tokens; the two splits share no keys.
 """
 
 import random
@@ -39,7 +39,7 @@ CANDIDATES = 10
 
 @dataclass(frozen=True)
 class PasskeyText:
-    """One text. `candidates` are keys as tokens: the right one, those of decoys, and others that the text does not have."""
+    """One text. `candidates` are keys as tokens: the right one, the decoys', and some that are not in the text."""
 
     input_ids: list[int]
     start: int  # where the right key stands
@@ -95,7 +95,7 @@ class PasskeyTexts:
         sentences = FILLER
         if filler == "text":
             found = (s for p in stdlib_prose(split) for s in re.split(r"(?<=[.!?])\s+(?=[A-Z])", p))
-            # No numbers, which could be taken for the key.
+            # No numbers: they could be taken for the key.
             sentences = [s for s in dict.fromkeys(found) if len(s.split()) <= 40 and not any(c.isdigit() for c in s)]
         self._filler = self._tokens(sentences)
         said = max(map(len, self._said.values())) + size + len(self._after)
@@ -103,7 +103,7 @@ class PasskeyTexts:
         self.shortest = max(map(len, self._asked.values())) + (1 + decoys) * said + answer + 1
 
     def draw(self, length: int, depth: float, chance: random.Random) -> PasskeyText:
-        """Return a text of exactly `length` tokens, all counted; everything but length and depth is left to chance."""
+        """Return a text of exactly `length` tokens, special ones included; all but length and depth is random."""
         if length < self.shortest:
             raise DataError(f"length={length} is too short: keys and question take {self.shortest} tokens")
         if not 0 <= depth <= 1:
@@ -143,7 +143,7 @@ class PasskeyTexts:
 
 
 class PasskeyExamples(Dataset):
-    """Training examples, each drawn when it is read, always the same for one seed and index: a length, any depth."""
+    """Training examples drawn on access, the same for the same seed and index: one of `lengths`, any depth."""
 
     def __init__(self, texts: PasskeyTexts, lengths: Sequence[int], count: int, *, seed: int = 0):
         self.texts, self.lengths, self.count, self.seed = texts, tuple(lengths), count, seed
@@ -172,10 +172,10 @@ def depth_texts(texts: PasskeyTexts, length: int, depth: float, count: int, *, s
 
 @torch.no_grad()
 def recall_keys(model: PreTrainedModel, texts: list[PasskeyText]) -> tuple[list[bool], list[bool]]:
-    """Ask a causal model: does it say the key, and does it find the key likelier than all other candidates?
+    """Return for each text whether a causal model writes the key, and whether it ranks the key above all candidates.
 
-    Saying is greedy: each token of the key is the likeliest after those before it, which is what `generate` would write. Texts
-    must be of one length. Likelihood of a candidate is the mean logarithm over its tokens.
+    Writing is greedy, as `generate` would write. All texts must have the same length. A candidate's rank is by the mean
+    log-probability of its tokens.
     """
     size = len(texts[0].key)
     ids = torch.tensor([text.input_ids for text in texts], device=model.device)
@@ -200,7 +200,7 @@ def recall_keys(model: PreTrainedModel, texts: list[PasskeyText]) -> tuple[list[
 
 @torch.no_grad()
 def point_at_keys(model: PreTrainedModel, texts: list[PasskeyText]) -> list[bool]:
-    """Ask an encoder with a question-answering head: are the likeliest start and the likeliest end those of the key?"""
+    """Return for each text whether the likeliest start and end of a question-answering encoder are the key's."""
     ids = torch.tensor([text.input_ids for text in texts], device=model.device)
     sizes = torch.tensor([[text.question_size] for text in texts], device=ids.device)
     kinds = (torch.arange(ids.shape[1], device=ids.device) >= sizes).long()

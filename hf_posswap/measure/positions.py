@@ -1,4 +1,4 @@
-"""What a scheme, or a model, says of positions, as numbers: vectors, frequencies, and the matrix that moves on by k."""
+"""A scheme's or a model's positions as numbers: vectors, frequencies, and the matrix of a shift."""
 
 import torch
 from transformers import PreTrainedModel
@@ -26,7 +26,7 @@ def scheme_of(model: PreTrainedModel) -> tuple[Scheme, Geometry]:
 
 @torch.no_grad()
 def position_table(source: Scheme | PreTrainedModel, positions: int | None = None, size: int = 64) -> torch.Tensor:
-    """Return the vectors that a scheme as printed, or a model as it is, adds at each position: (P, E).
+    """Return the vectors that a scheme by its formula, or a model as it is, adds at each position: (P, E).
 
     `positions` are P, by default 64 or all that the model holds; `size` is E, for schemes alone.
 
@@ -35,7 +35,7 @@ def position_table(source: Scheme | PreTrainedModel, positions: int | None = Non
             [0.8415, 0.5403, 0.0100, 0.9999]])
 
     Raises:
-        PosswapError: The scheme has no vectors, or none without a checkpoint, or the model holds fewer positions.
+        PosswapError: The scheme has no vectors, or none without a checkpoint; or the model has fewer positions.
     """
     if positions is not None and positions < 1:
         raise PosswapError(f"positions={positions} must be at least 1")
@@ -87,7 +87,7 @@ def frequencies(scheme: Scheme, geometry: Geometry) -> torch.Tensor:
 
 
 def pair_rotation(angles: torch.Tensor) -> torch.Tensor:
-    """Return the matrix that turns pairs (sin, cos) by angles (pairs,) further: (2 pairs, 2 pairs).
+    """Return the matrix that turns pairs (sin, cos) by angles (pairs,): (2 pairs, 2 pairs).
 
     sin(a + b) = cos b sin a + sin b cos a, and cos(a + b) = -sin b sin a + cos b cos a.
 
@@ -101,10 +101,10 @@ def pair_rotation(angles: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def translation(scheme: Scheme, shift: int, size: int) -> tuple[torch.Tensor, float]:
-    """Return T (E, E) with PE(t + shift) = T PE(t), and the share of the way from PE(t) to PE(t + shift) by which it misses.
+    """Return T (E, E) with PE(t + shift) = T PE(t), and its error relative to |PE(t + shift) - PE(t)|.
 
     For a scheme that turns queries and keys T is that rotation, for sinusoids the rotation of each pair. For other vectors it
-    is the least-squares solution over 4,096 positions; where no such matrix exists, it misses.
+    is the least-squares solution over 4,096 positions; where no such matrix exists, the error is large.
 
     >>> matrix, missed = translation(Sinusoidal(), 3, 4)
     >>> [round(x, 2) for x in matrix[0, :2].tolist()], missed < 1e-5  # sin(t + 3) = cos 3 sin t + sin 3 cos t

@@ -1,4 +1,4 @@
-"""How a model reads text that is longer than its original reads at once, next to the original behind a sliding window.
+"""Reading of text longer than the original's input, next to the original behind a sliding window.
 
 A causal model with a head: the loss of the next token by position in the text, in nats. Other models: 1 - cosine of the mean
 of a text's last states with the original's, by length; the original's are those of `measure.windows`.
@@ -24,13 +24,13 @@ class Reading:
 
     measure: str  # "loss" in nats, or "1 - cosine"
     window: int  # tokens that the original read at once, in steps of a quarter
-    original: dict[str, float]  # the loss at each range of positions, "0-255", ...; empty for cosines, which compare with it
+    original: dict[str, float]  # loss by range of positions, "0-255", ...; empty for cosines, which compare with it
     before: dict[str, float]  # by range of positions, or by length, "1024"
     after: dict[str, float]
 
 
 class LongText:
-    """Batches of text as the original reads them through a window: what other models are measured against.
+    """Batches of text, and the original's reading of them through a window as the reference.
 
     measure, original: as in `Reading`.
     """

@@ -1,7 +1,7 @@
-"""Finding long documents by short passages: documents, passages, ways of reading with a short model, and recall.
+"""Retrieval of long documents by short passages: documents, passages, ways to read them, recall.
 
-An embedder that reads fewer tokens than a document has is read around its limit in one of these ways, all of them in one
-call of `encode`, so that each can be trained by sentence-transformers' own trainer as it will be used:
+An embedder with a shorter limit than a document reads it in one of these ways. Each takes a single call of `encode`, so
+sentence-transformers' own trainer can train the model as it will be used:
 
     truncated   the first tokens
     ends        the first half and the last half of what it reads
@@ -31,10 +31,10 @@ class Passage(NamedTuple):
 
 
 def cut_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[str]:
-    """Cut texts into documents of about so many tokens, between words; what is left at an end is dropped, and what is double.
+    """Cut texts into documents of about `tokens` tokens, between words; remainders and duplicates are dropped.
 
     Raises:
-        DataError: No text is so long.
+        DataError: No text is as long as that.
     """
     documents = []
     for text in texts:
@@ -49,7 +49,7 @@ def cut_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, toke
 def draw_passages(
     documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: int, each: int, seed: int
 ) -> list[Passage]:
-    """Draw passages of so many tokens from each document, one from each of `each` equal parts of it.
+    """Draw passages of `tokens` tokens from each document, one from each of `each` equal parts of it.
 
     Raises:
         DataError: A document has too few tokens for that.
@@ -81,7 +81,7 @@ def _word_ends(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def pieces_of(ids: list[int], tokenizer: PreTrainedTokenizerBase, way: Way, size: int) -> list[list[int]]:
-    """Return what is read of a text: lists of at most `size` token ids, each with what the tokenizer puts around a text.
+    """Return what is read of a text: lists of at most `size` token ids, each with the tokenizer's special tokens.
 
     >>> from transformers import GPT2Tokenizer
     >>> [pieces_of(list(range(7)), GPT2Tokenizer(), way, 4) for way in ("truncated", "ends", "chunks")]
@@ -98,7 +98,7 @@ def pieces_of(ids: list[int], tokenizer: PreTrainedTokenizerBase, way: Way, size
 
 
 def read_as(pipeline, way: Way, size: int, longest: int) -> None:
-    """Let a SentenceTransformer take texts of up to `longest` tokens, in place, though its model reads `size`: see above."""
+    """Let a SentenceTransformer take texts of up to `longest` tokens, in place, with a model that reads `size`."""
     tokenizer, counts = pipeline.tokenizer, []
     pipeline.max_seq_length = longest
 

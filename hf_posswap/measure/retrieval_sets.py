@@ -1,8 +1,8 @@
-"""Retrieval sets, as the evaluator of sentence-transformers takes them: queries, corpus, and which documents answer a query.
+"""Retrieval sets for sentence-transformers' evaluator: queries, corpus, and each query's answers.
 
 `passkeys` and `needles` are the two synthetic sets of LongEmbed (Zhu et al. 2024, https://arxiv.org/abs/2404.12096), drawn
-anew: 100 documents of one length, of which 50 are asked for. In each something is said of a person, once, at any depth.
-What differs: names, numbers and facts are drawn from lists here, and the needle's text is the user's or the standard library's.
+anew: 100 documents of one length, 50 of which answer a query. Each states one fact about a person, once, at any depth. Unlike
+LongEmbed, names, numbers and facts are drawn from lists, and the text around a needle is the user's or the standard library's.
 """
 
 import csv
@@ -34,7 +34,7 @@ class RetrievalSet(NamedTuple):
 
 
 def passkeys(tokenizer: PreTrainedTokenizerBase, length: int, seed: int = 0) -> RetrievalSet:
-    """Hide each person's pass key in five short sentences, over and over.
+    """Hide each person's pass key in five short sentences that repeat, in documents of `length` tokens.
 
     Raises:
         DataError: The length leaves no room.
@@ -50,7 +50,7 @@ def passkeys(tokenizer: PreTrainedTokenizerBase, length: int, seed: int = 0) -> 
 
 
 def needles(tokenizer: PreTrainedTokenizerBase, length: int, text: Sequence[str], seed: int = 0) -> RetrievalSet:
-    """Hide a fact about each person between the sentences of a text, which begins elsewhere in each document.
+    """Hide a fact about each person between sentences of a text that starts at another place in each document.
 
     Raises:
         DataError: The length leaves no room, or there is no text.

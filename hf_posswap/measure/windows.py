@@ -1,10 +1,10 @@
-"""Windows: how a model that reads `window` tokens at once reads longer text, and what becomes of each token.
+"""Windows: how a model that reads `window` tokens at once reads longer text, each token from one window.
 
     B  sequences, L  tokens of the longest, W  windows of all sequences together, V  tokens of one window
 
-Windows of a sequence start at 0, stride, 2 stride, ..., and the last one ends with it. A token stands in several of them. What
-a causal model says of it is taken from the first window that contains it: there it has the most before it that any has
-had room for, at least V - stride tokens. What an encoder says is taken from the window where it stands nearest the middle.
+Windows of a sequence start at 0, stride, 2 stride, ..., and the last one ends with it. A token stands in several of them. A
+causal model's output for it comes from the first window that contains it, where it has the most tokens before it: V - stride or
+more. An encoder's is taken from the window where it stands nearest the middle.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ import torch
 class Windows(NamedTuple):
     """Windows of a batch (B, L), one after the other."""
 
-    rows: torch.Tensor  # (W,), the sequence that each is of
+    rows: torch.Tensor  # (W,), the sequence of each window
     places: torch.Tensor  # (W, V), places in that sequence
     chosen: torch.Tensor  # (W, V) bool: this token is taken from this window; true once for each token
     edges: torch.Tensor  # (W, V) bool: the first or the last token of its sequence
@@ -25,12 +25,12 @@ class Windows(NamedTuple):
         return {key: value[self.rows[:, None], self.places] for key, value in batch.items()}
 
     def put(self, windows: torch.Tensor, sequences: torch.Tensor) -> None:
-        """Write what windows (W, V, ...) say of the tokens that are taken from them into sequences (B, L, ...)."""
+        """Write the chosen tokens of windows (W, V, ...) into sequences (B, L, ...)."""
         rows = self.rows[:, None].expand_as(self.places)
         sequences[rows[self.chosen], self.places[self.chosen]] = windows[self.chosen]
 
     def split(self, count: int) -> list["Windows"]:
-        """Return so many windows at a time."""
+        """Return the windows in parts of at most `count`."""
         return [Windows(*parts) for parts in zip(*(part.split(count) for part in self), strict=True)]
 
     def opening(self) -> "Windows":
@@ -41,7 +41,7 @@ class Windows(NamedTuple):
 def lay_windows(mask: torch.Tensor, window: int, stride: int, *, causal: bool) -> Windows:
     """Lay windows over sequences of more than `window` places, by their mask (B, L), which is false where there is padding.
 
-    They lie on what is not padding. Only a sequence with fewer tokens than a window has padding in its only one.
+    They leave padding out, but for a sequence shorter than a window, whose only one has padding.
 
     >>> found = lay_windows(torch.ones(1, 10, dtype=torch.bool), 4, 2, causal=True)
     >>> found.places[:, 0].tolist(), found.chosen.sum(1).tolist()
@@ -68,6 +68,6 @@ def _lay_one(first: int, end: int, length: int, window: int, stride: int, causal
     offsets = torch.arange(length) - starts[:, None]  # (W, L), places in each window
     far = offsets.float() if causal else (offsets - (window - 1) / 2).abs()
     far = far.masked_fill((offsets < 0) | (offsets >= window), -1.0 if causal else float("inf"))
-    # The first window that contains a token is the one where it stands furthest back.
+    # A token stands furthest back in the first window that contains it.
     best = far.argmax(0) if causal else far.argmin(0)
     return places, best[places] == torch.arange(len(starts))[:, None]

@@ -3,10 +3,9 @@
 Conneau et al. 2018, "What you can cram into a single $&!#* vector", section 3 (https://arxiv.org/abs/1805.01070). Each
 sentence occurs twice, intact and with a swap, so both classes hold the same words and a bag of words scores 50 %.
 
-An encoder is asked as in the paper: a linear probe reads frozen sentence vectors (here the means of all layers' states, and
-ridge regression whose penalty is chosen on sentences left out, a sentence and its twin together). A causal model is asked which
-of the two it finds likelier (as in Warstadt et al. 2020, https://arxiv.org/abs/1912.00582). Nothing is random but the choice of
-sentences.
+For an encoder, as in the paper, a linear probe reads frozen sentence vectors: here the means of all layers' states, by ridge
+regression with its penalty chosen on held-out sentences. A causal model is asked which of the two is likelier (as in Warstadt
+et al. 2020, https://arxiv.org/abs/1912.00582). Only the choice of sentences is random.
 """
 
 import random
@@ -53,8 +52,8 @@ def word_order_probe(
 ) -> float:
     """Return the share of test texts that a linear probe on the model's frozen states tells intact from swapped.
 
-    Texts alternate, as `word_order_examples` returns them. The penalty is chosen by five folds which keep a sentence and its
-    swapped twin on one side: from its twin, of the same words and the other label, a text could be told apart.
+    Texts alternate, as `word_order_examples` returns them. The penalty is chosen by five folds, with a sentence and its swapped
+    twin in one fold: the twin, with the same words and the other label, would give the label away.
     """
     with extra():
         from sklearn.linear_model import RidgeClassifierCV
@@ -88,7 +87,7 @@ def word_order_preference(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 @torch.no_grad()
 def _sentence_vectors(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> numpy.ndarray:
-    by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # batches of like lengths waste little padding
+    by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # batches of similar lengths need little padding
     vectors = [None] * len(texts)
     for start in range(0, len(texts), 64):
         chosen = by_length[start : start + 64]

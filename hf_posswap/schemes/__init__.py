@@ -1,4 +1,4 @@
-"""What positions can be. Torch only: no scheme knows a model family."""
+"""The position schemes. They need torch only: no scheme knows a model family."""
 
 import difflib
 from dataclasses import MISSING, fields
@@ -46,7 +46,7 @@ SCHEMES: dict[str, type[Scheme]] = {
 def register_scheme(scheme: type[Scheme]) -> type[Scheme]:
     """Make a scheme known by its `name`, for strings, the command line and saved checkpoints; usable as a decorator.
 
-    A scheme that is passed as an instance needs no registration until a checkpoint of it is loaded.
+    A scheme passed as an instance needs no registration until a checkpoint of it is loaded. PosswapError: the name is taken.
     """
     name = getattr(scheme, "name", None)
     plain = isinstance(name, str) and name.replace("-", "_").isidentifier()
@@ -105,12 +105,12 @@ def scheme_from_dict(entry: dict[str, Any]) -> Scheme:
     return SCHEMES[name](**options)
 
 
-# What others call it, or would look for.
+# Names that are used elsewhere.
 _ELSEWHERE = {"rope": "rotary", "shaw": "relative", "nope": "none", "absolute": "learned", "sin": "sinusoidal", "t5": "buckets"}
 
 
 def nearest(given: Any, known) -> str:
-    """Return what somebody meant who has given a name that is not among the known ones, in brackets; or nothing."""
+    """Return a hint, in brackets, at the known name that an unknown one may mean; or an empty string."""
     word = str(given).lower()
     if _ELSEWHERE.get(word) in known:
         return f" (it is {_ELSEWHERE[word]!r} here)"

@@ -22,8 +22,8 @@ class Geometry:
     hidden_size: int  # of the table's vectors
     num_heads: int
     head_dim: int
-    max_positions: int  # what the swapped model shall hold
-    trained_positions: int  # what the original's table held
+    max_positions: int  # the longest input of the swapped model
+    trained_positions: int  # rows of the original's table
 
 
 class PositionEmbedding(nn.Module):
@@ -34,7 +34,7 @@ class PositionEmbedding(nn.Module):
     leave no trace in a checkpoint, and the stock model would load it silently with a random table.
     """
 
-    keeps_table: ClassVar[bool] = False  # True: `fit_table` is no warm start but what the scheme is
+    keeps_table: ClassVar[bool] = False  # True: the scheme is the table, so a cold start calls `fit_table`, too
 
     def __init__(self, geometry: Geometry):
         super().__init__()
@@ -77,13 +77,13 @@ class Constant(PositionEmbedding):
 
 
 class Places(NamedTuple):
-    """Where the queries and keys of one forward are. A tuple: accelerate moves its tensors with a layer on another device."""
+    """Where the queries and keys of one forward are. A tuple, so that accelerate moves its tensors to each layer's device."""
 
     queries: torch.Tensor  # positions, (B or 1, Q)
     slots: torch.Tensor  # places in the sequence or cache, (1, Q)
-    keys: torch.Tensor | None  # positions of all keys so far, (B or 1, K); None where nobody asked for them
-    key_mask: torch.Tensor | None = None  # (B, K) bool, True = attend; None where there is none, or it is not in this form
-    in_order: bool = False  # positions of attended keys run without gaps, and `key_mask` with causality is all that masks
+    keys: torch.Tensor | None  # positions of all keys so far, (B or 1, K); None where the scheme does not need them
+    key_mask: torch.Tensor | None = None  # (B, K) bool, True = attend; None if there is none, or it has another shape
+    in_order: bool = False  # attended keys have no gaps in position, and only `key_mask` and causality mask
 
     def distances(self, key_length: int) -> torch.Tensor:
         """Return key position minus query position, (B or 1, Q, K)."""
@@ -92,7 +92,7 @@ class Places(NamedTuple):
         return keys[:, None, :] - self.queries[:, :, None]
 
     def block(self, queries: slice, keys: torch.Tensor) -> "Places":
-        """Return the places of some queries, a slice, and some keys, by index; for a mask of their own."""
+        """Return the places of a slice of the queries and of keys by index, without a mask."""
         return Places(self.queries[:, queries], self.slots[:, queries], self.keys[:, keys])
 
     def causal(self, key_length: int) -> torch.Tensor:
@@ -104,15 +104,15 @@ class Places(NamedTuple):
 class AttentionPositions(nn.Module):
     """Attention-side module, one for each layer; its parameters, if any, belong to that layer.
 
-    A scheme defines what it needs of three hooks: `rotate` turns queries and keys, `bias` is added to the scores of whatever
-    attention implementation the model is set to, and `attend` replaces attention itself.
+    A scheme overrides the hooks it needs: `rotate` turns queries and keys, `bias` is added to the scores of whatever attention
+    implementation the model is set to, and `attend` replaces attention itself.
     """
 
     # Whether `prepare` wants the positions of keys; those of cached keys then travel inside the cache.
     needs_key_positions: ClassVar[bool] = False
 
     def forward(self, hook: str, *arguments, **options) -> Any:
-        """Call `rotate`, `bias` or `attend`. Models come through here, so that hooks on modules (offloading) see each use."""
+        """Call `rotate`, `bias` or `attend`. Models call the module, so that hooks on modules (offloading) run."""
         return getattr(self, hook)(*arguments, **options)
 
     def prepare(
@@ -126,8 +126,8 @@ class AttentionPositions(nn.Module):
         """Compute once for each forward what all layers share; called on the first layer's module.
 
         `position_ids` (B or 1, Q) are the positions of the queries, `slots` (1, Q) their places in the sequence or
-        cache, `length` the sequence length where it is known without looking at values (else None), `key_positions`
-        (B or 1, K) those of all keys so far where they are wanted, `attention_mask` what the model was given.
+        cache, `length` the sequence length where it is known without looking at values (else None), `key_positions` (B or 1, K)
+        those of all keys so far if `needs_key_positions`, `attention_mask` what the model was given.
         """
         return Places(position_ids, slots, key_positions)
 
@@ -144,13 +144,13 @@ class AttentionPositions(nn.Module):
         return states
 
     def dims_slow_to_fast(self) -> torch.Tensor | None:
-        """Order the head's dimensions by how little positions disturb them, or None when all are alike; (D,) int64."""
+        """Return the head's dimensions, (D,) int64, those that positions disturb least first; None when all are alike."""
         return None
 
     def solve(self, observe: Callable[[], Iterable], query_key: Any, scaling: float) -> None:
-        """Start this layer in closed form, as near to the original's attention as that gets; by default there is nothing to do.
+        """Set this layer's parameters in closed form, as near to the original's attention as possible; by default do nothing.
 
-        `observe()` yields the layer's `closed_form.Evidence`, batch by batch, with projections as they are at the time;
+        `observe()` yields the layer's `closed_form.Evidence`, batch by batch, computed with the projections of that moment;
         `query_key` holds views of the query and key projections.
         """
 
@@ -168,7 +168,7 @@ class Scheme(ABC):
     summary: ClassVar[str]  # one line for tables and --help
     # Options that may be "auto", and the values that `posswap.choose` tries for them, the usual one first.
     choices: ClassVar[dict[str, tuple]] = {}
-    # What a scheme claims, and `hf-posswap check` checks: adding one number to all positions changes no output.
+    # Claimed here and checked by `hf-posswap check`: adding one number to all positions changes no output.
     shift_invariant: ClassVar[bool] = False
     # Whether a loaded model of the scheme keeps what it has learned when it is given another longest input.
     resizable: ClassVar[bool] = True
@@ -196,7 +196,7 @@ class Scheme(ABC):
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, defaults included: what config.json stores."""
+        """Return all fields, defaults included, as config.json stores them."""
         return {"name": self.name, **asdict(self)}
 
     def __str__(self) -> str:
@@ -211,7 +211,7 @@ def check_choice(scheme: Scheme, field: str, choices: tuple) -> None:
         raise UnknownSchemeError(f"{scheme.name}: {field}={given!r} is not one of {', '.join(map(repr, choices))}")
 
 
-LARGEST = 1e30  # of any option: what comes near the largest float overflows in the first formula
+LARGEST = 1e30  # upper bound of all options: values near the largest float would overflow
 
 
 def check_number(scheme: Scheme, field: str, kind: type, minimum: float, *, above: bool = False, most: float = LARGEST) -> None:

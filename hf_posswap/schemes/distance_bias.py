@@ -1,4 +1,4 @@
-"""Numbers that are added to scores by distance alone, a function for each head: ALiBi's straight line and T5's buckets.
+"""Biases on scores that depend on the distance alone, one function per head: ALiBi and T5's buckets.
 
     s_ij = scale * q_i . k_j + b_h(j - i)
 
@@ -8,9 +8,9 @@ same on both sides:
     b_h(d) = -m_h |d|
 
 `Buckets`: Raffel et al. 2020, "Exploring the Limits of Transfer Learning", section 2.1 (https://arxiv.org/abs/1910.10683): a
-number for each bucket of distances, those below half of `buckets` alone, farther ones in growing buckets up to `reach`, beyond
-which all share the last one; the left and the right side have their own. Here each layer has its numbers, there the first
-layer's serve all.
+learned number for each bucket of distances. Distances below `buckets` / 2 have a bucket each, farther ones share growing
+buckets, and those from `reach` on the last one; left and right have their own. Here each layer has its numbers, in T5 all share
+the first layer's.
 
 Both are linear in what they learn, b = sum_n w_n f_n(j - i), so a fit starts them in closed form: with missing scores R and
 weights p (`closed_form.missing_scores`) it minimises sum_ij p_ij (scale (R_ij + c_i) - b_ij)^2, c_i a constant for each row,
@@ -41,7 +41,7 @@ class DistanceBias(AttentionPositions):
 
     @abstractmethod
     def settle(self, weights: torch.Tensor) -> None:
-        """Take over weights (H, N) float64 from the closed form."""
+        """Set the parameters from the closed form's weights, (H, N) float64."""
 
     def solve(self, observe, query_key, scaling) -> None:
         """Weighted least squares over all pairs, with a constant for each row taken out."""
@@ -62,12 +62,12 @@ class DistanceBias(AttentionPositions):
 
 
 class AlibiPositions(DistanceBias):
-    """A slope for each head, kept as its logarithm: steps are shares of it, and none turns negative."""
+    """A slope per head, stored as its logarithm: it stays positive, and a step changes it by a share of itself."""
 
     def __init__(self, scheme: "Alibi", geometry: Geometry):
         super().__init__()
         self.heads = geometry.num_heads
-        # Fixed ones are no buffer: a model that is built without memory would lose it.
+        # Fixed slopes are no buffer: a model built on the meta device would lose them.
         self.log_slopes = nn.Parameter(alibi_slopes(self.heads).log()) if scheme.slopes == "fitted" else None
 
     def initial_values(self):
@@ -78,14 +78,14 @@ class AlibiPositions(DistanceBias):
         if self.log_slopes is None:
             slopes = alibi_slopes(self.heads).to(distances.device)
         else:
-            slopes = self.log_slopes.float().exp()  # times distances that half precision could not hold
+            slopes = self.log_slopes.float().exp()  # in float32: half precision does not hold large distances
         return -slopes[:, None, None] * distances.abs()[:, None]
 
     def features(self, distances):
         return -distances.abs().double()[..., None]
 
     def settle(self, weights):
-        self.log_slopes.copy_(weights[:, 0].clamp_min(1e-4).log())  # a head that would look far looks everywhere
+        self.log_slopes.copy_(weights[:, 0].clamp_min(1e-4).log())  # 0 or below: such a head looks everywhere
 
     def solve(self, observe, query_key, scaling):
         if self.log_slopes is not None:
@@ -106,7 +106,7 @@ def alibi_slopes(heads: int) -> torch.Tensor:
 
 
 class BucketPositions(DistanceBias):
-    """A number for each head and bucket, (H, 2 * buckets): to the left, oneself included, then to the right."""
+    """A number for each head and bucket, (H, 2 * buckets): first distances up to 0 (left), then those above (right)."""
 
     def __init__(self, scheme: "Buckets", geometry: Geometry):
         super().__init__()
@@ -131,7 +131,7 @@ class BucketPositions(DistanceBias):
 
 
 class DistanceScheme(Scheme):
-    """What both have in common."""
+    """What ALiBi and T5's buckets have in common."""
 
     shift_invariant: ClassVar[bool] = True
     implementations: ClassVar[tuple[str, ...] | None] = ("eager", "flex_attention", "sdpa")

@@ -1,4 +1,4 @@
-"""Schemes of others: classes in modules and files that a command line names."""
+"""Load your own schemes from modules and files that a command line names."""
 
 import importlib
 import runpy
@@ -13,9 +13,9 @@ from hf_posswap.schemes import SCHEMES, Scheme, nearest, parse_scheme
 
 
 def load_scheme(source: str) -> Scheme | type[Scheme]:
-    """Return what a string names: a scheme that is known by its name, or a class or an instance in a module or a file.
+    """Return the scheme that a string names: a registered one, or a class or instance in a module or a file.
 
-    Nothing stays behind: a file that registers its scheme can be read again after it was changed.
+    Nothing stays registered or imported, so a file can be read again after a change.
 
     Raises:
         PosswapError: There is no such module or file, it cannot be imported, or what is named in it is no scheme.
@@ -33,7 +33,7 @@ def load_scheme(source: str) -> Scheme | type[Scheme]:
     finally:
         SCHEMES.clear()
         SCHEMES.update(known)
-        for key in set(sys.modules) - modules:  # helpers next to it: another folder's may have the same names
+        for key in set(sys.modules) - modules:  # its helper modules: another folder's may have the same names
             if "." not in key and _lies_in(sys.modules[key], folders):
                 del sys.modules[key]
     schemes = {key: value for key, value in found.items() if _is_scheme(value)}
@@ -46,8 +46,8 @@ def load_scheme(source: str) -> Scheme | type[Scheme]:
 def import_schemes(place: str) -> list[str]:
     """Import a module or a Python file, and return the names of the schemes that it registers (`register_scheme`).
 
-    They stay known, and can be named wherever a scheme is named; so does the folder of a file, at the end of the path, for
-    what they import later. What was imported before is not run again.
+    They stay registered, and the folder of a file stays at the end of `sys.path` for what they import later. A module that was
+    imported before is not run again.
 
     Raises:
         PosswapError: There is no such module or file, it cannot be imported, or it registers no scheme.
@@ -68,7 +68,7 @@ def import_schemes(place: str) -> list[str]:
 
 @contextmanager
 def _importing(place: str) -> Iterator[list[str]]:
-    """Inside, the current folder, and that of a file, can be imported from; errors say what was to be imported."""
+    """Inside, modules in the current folder and next to the file can be imported; errors name `place`."""
     if _is_file(place) and not Path(place).is_file():
         raise PosswapError(f"there is no file {place}")
     folders = [*([str(Path(place).resolve().parent)] if _is_file(place) else []), str(Path.cwd())]
@@ -79,7 +79,7 @@ def _importing(place: str) -> Iterator[list[str]]:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}."):
             raise PosswapError(
                 f"{place!r} is neither a scheme{nearest(place, SCHEMES)} nor a module, here or installed; schemes are "
-                f"{', '.join(SCHEMES)}: give one, a module, a file.py, or of a class in one of them module:Name or file.py:Name"
+                f"{', '.join(SCHEMES)}: give a scheme, module, file.py, module:Name or file.py:Name"
             ) from None
         raise PosswapError(f"{place} cannot be imported, {type(error).__name__}: {error}") from error
     finally:

@@ -1,7 +1,7 @@
-"""The ladder that leads to sinusoids: codes of a position that textbooks try first, each with what is wrong with it.
+"""The steps that lead to sinusoids: position codes that textbooks try first, and what is wrong with each.
 
-For understanding, not for use: swap one into a real model and see what it costs. p is the position, N what the model holds,
-E its hidden size, n = ceil(log2 N) the bits that it takes to count that far.
+For understanding, not for use: swap one into a real model and see what it costs. p is the position, N the model's longest
+input, E its hidden size, n = ceil(log2 N) the bits needed to count to N.
 
 | rung | S(p), its numbers | C, how many | what the next rung mends |
 |---|---|---|---|
@@ -14,18 +14,17 @@ E its hidden size, n = ceil(log2 N) the bits that it takes to count that far.
 | `posswap.Sinusoidal` | sin and cos of p w^(2i/E), i = 0 ... E/2 - 1 | E | |
 
 Normalised by the text's own length instead of the model's, as some have it, a token's code would change with every token that
-follows: neither padding nor a cache could be right.
+follows: padding and caches would be wrong.
 
-`combine="add"`: the code is added to the word's vector as it is printed, zeros behind its C numbers; a single number goes to
-all dimensions, where the layer norm at the door of each layer takes it out again: BERT and GPT-2 do not see `count` and
-`normalised` at all (`hf-posswap check` says so). `combine="concatenate"`: it is put next to the word's vector x, and a linear
-map leads back to E dimensions,
+`combine="add"`: the code is added to the word's vector, with zeros after its C numbers. A single number is added to all
+dimensions, where layer norm removes it: BERT and GPT-2 do not see `count` and `normalised` at all (`hf-posswap check` says so).
+`combine="concatenate"`: the code is put next to the word's vector x, and a linear map leads back to E dimensions,
 
     [x, S(p)] [I; W] = x + S(p) W,
 
-where x goes on as it is, since that is what the pretrained layers know. So concatenating is adding a projected code, and no
-more. W starts at zero: nothing is disturbed, and nothing is known of positions. A warm start fits it to the checkpoint's
-table instead, which shows how much of the table each code can say.
+where x is unchanged, since the pretrained layers expect it. So concatenating is the same as adding a projected code. W starts
+at zero: no change, and no positions. A warm start fits it to the checkpoint's table instead, which shows how much of the table
+each code can express.
 
 The names follow the posts from which many learn this: Kernes 2021, "Master Positional Encoding"
 (https://towardsdatascience.com/master-positional-encoding-part-i-63c05d90a0c3), and Kazemnejad 2019, "Transformer
@@ -102,7 +101,7 @@ class Ladder(Scheme):
     combine: Literal["add", "concatenate"] = "add"
 
     name: ClassVar[str] = "ladder"
-    resizable: ClassVar[bool] = False  # N is in the code: for another one, what was learned of it would mean something else
+    resizable: ClassVar[bool] = False  # the code depends on N: what was learned for one N is wrong for another
     summary: ClassVar[str] = "counts, bits and dials: what textbooks try before sinusoids, for understanding"
 
     def __post_init__(self):

@@ -16,7 +16,7 @@ from hf_posswap.schemes.base import Geometry, PositionEmbedding, Scheme, check_c
 
 
 class Table(nn.Embedding):
-    """A learned table, under the stock name `weight` and of the stock shape: plain classes may load it, rightly."""
+    """A learned table with the stock name `weight` and shape: plain classes may load it, and compute the same."""
 
     keeps_table: ClassVar[bool] = True
 

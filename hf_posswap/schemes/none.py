@@ -13,7 +13,7 @@ from hf_posswap.schemes.base import Scheme
 
 @dataclass(frozen=True, kw_only=True)
 class NoPositions(Scheme):
-    """Take the positions away. A warm start keeps the table's mean vector and its row 0, a cold one keeps nothing.
+    """No positions. A warm start keeps the table's mean vector and its row 0, a cold one keeps nothing.
 
     >>> NoPositions().to_dict()
     {'name': 'none'}

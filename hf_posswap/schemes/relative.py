@@ -3,20 +3,19 @@
 
     s_ij = scale * q_i . (k_j + a^K_r),   z_i = sum_j softmax(s_i)_j (v_j + a^V_r),   r = clip(j - i, -clip, clip) + clip
 
-With `key_query` the vectors meet keys, too: s_ij = scale * (q_i . k_j + q_i . a^K_r + k_j . a^K_r), method 4 of Huang et al.
-2020, "Improve Transformer Models with Better Relative Position Embeddings" (https://arxiv.org/abs/2009.13658).
+With `key_query` the vectors are multiplied with keys, too: s_ij = scale * (q_i . k_j + q_i . a^K_r + k_j . a^K_r), method 4 of
+Huang et al. 2020, "Improve Transformer Models with Better Relative Position Embeddings" (https://arxiv.org/abs/2009.13658).
 
-With `vectors="sinusoidal"` those of keys are no free table but a projection of sinusoids at the signed distance, a^K_r =
-PE(j - i) W / D with one W (D, D) for each head, as in Transformer-XL (Dai et al. 2019, section 3.3:
-https://arxiv.org/abs/1901.02860). Cosines do not see the sign, sines turn with it: left and right differ.
+With `vectors="sinusoidal"` key vectors are not a free table but projected sinusoids of the signed distance, a^K_r = PE(j - i) W
+/ D with one W (D, D) for each head, as in Transformer-XL (Dai et al. 2019, section 3.3: https://arxiv.org/abs/1901.02860).
+Sines change sign with the direction, so left and right differ.
 
 j is the key's position, i the query's: r < clip looks to the left. Tables are (H, R, D), or (R, D) when all heads share
 them as in the paper. With zero tables this is plain attention without positions.
 
-Two ways lead to the same numbers. Where distances run along the keys, as they do with and without padding and with a
-cache, `relative_attention` computes them at nearly the cost of plain attention. Other positions (packed documents, gaps),
-masks for each pair of query and key, eager attention, which returns probabilities, compiled models, and `key_query` take
-`attend_by_index`.
+There are two ways to the same numbers. Where positions go up by one from key to key, with padding and caches, too,
+`relative_attention` costs little more than plain attention. Other positions (packed documents, gaps), masks for each pair of
+query and key, eager attention (which returns probabilities), compiled models, and `key_query` take `attend_by_index`.
 """
 
 from dataclasses import dataclass
@@ -43,19 +42,19 @@ class RelativePositions(AttentionPositions):
         self.clip, self.key_query = scheme.clip, scheme.key_query
         rows = 2 * scheme.clip + 1
         shape = (rows, geometry.head_dim) if scheme.share_heads else (geometry.num_heads, rows, geometry.head_dim)
-        # Zero tables: the start that changes nothing but the missing table, and every entry gets a gradient.
+        # Zeros change nothing but the missing table, and every entry gets a gradient.
         self.key_table = nn.Parameter(torch.zeros(shape)) if scheme.vectors == "learned" else None
         projection = (*shape[:-2], geometry.head_dim, geometry.head_dim)
         self.key_projection = nn.Parameter(torch.zeros(projection)) if scheme.vectors == "sinusoidal" else None
         self.value_table = nn.Parameter(torch.zeros(shape)) if scheme.values else None
 
     def prepare(self, position_ids, slots, length, key_positions, attention_mask=None) -> Places:
-        """Find out once for all layers whether positions run along the keys."""
+        """Check once for all layers whether positions go up by one from key to key."""
         places = Places(position_ids, slots, key_positions)
         if _is_traced() or key_positions is None:
             return places
         if attention_mask is None:
-            # `slots` itself: nobody gave positions, and there is no need to look at them.
+            # The same tensor as `slots`: no positions were given, so there are none to check.
             return places._replace(in_order=key_positions is slots or _in_order(key_positions, None))
         if attention_mask.dim() != 2 or attention_mask.shape[-1] != key_positions.shape[-1]:
             return places
@@ -78,11 +77,11 @@ class RelativePositions(AttentionPositions):
         return sinusoids(torch.arange(-self.clip, self.clip + 1, device=device), self.key_projection.shape[-1])
 
     def solve(self, observe, query_key, scaling) -> None:
-        """Vectors of keys, then those of values, from what the layer misses at each distance; see `closed_form`.
+        """Fit key vectors, then value vectors, to what the layer misses at each distance; see `closed_form`.
 
-        Sinusoidal ones are fitted to the free ones, each distance counting as much as attention looks at it.
+        Sinusoidal key vectors are fitted to the free ones, each distance weighted by its attention.
 
-        With `key_query` there is nothing to do: the products of keys would need equations of their own.
+        With `key_query` nothing is done: its key products would need other equations.
         """
         if self.key_query:
             return
@@ -134,9 +133,9 @@ class RelativePositions(AttentionPositions):
         causal: bool,
         return_probabilities: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (B, H, Q, D), and the probabilities (B, H, Q, K) if they are asked for.
+        """Return (B, H, Q, D), and the probabilities (B, H, Q, K) or None.
 
-        `mask` is additive, or boolean with True = attend; where positions are in order, `shared` says it all.
+        `mask` is additive, or boolean with True = attend; where positions are in order, `shared` replaces it.
         """
         # Autocast computes projections in half precision and leaves parameters alone.
         tables = [None if table is None else table.to(query.dtype) for table in (self.key_vectors(), self.value_table)]
@@ -160,7 +159,7 @@ class RelativePositions(AttentionPositions):
 
 
 def _project(signal: torch.Tensor, table: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return W of signal W / D ~ table, weighted least squares over distances; (R, D), (G, R, D), (H, R) -> (G, D, D)."""
+    """Solve signal W / D ~ table for W, by weighted least squares over distances; (R, D), (G, R, D), (H, R) -> (G, D, D)."""
     weights = weights.sum(0, keepdim=True) if len(table) == 1 else weights
     weights = (weights / weights.mean(-1, keepdim=True))[..., None]
     size = signal.shape[-1]
@@ -169,12 +168,12 @@ def _project(signal: torch.Tensor, table: torch.Tensor, weights: torch.Tensor) -
 
 
 def _is_traced() -> bool:
-    """Whether what happens here is recorded to be used for other lengths and positions."""
+    """Whether this code is being traced, for later use with other lengths and positions."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _in_order(positions: torch.Tensor, key_mask: torch.Tensor | None) -> bool:
-    """Whether positions (B or 1, K) go up by one from key to key, in every row, as far as keys may be attended to."""
+    """Whether positions (B or 1, K) go up by one from key to key in every row; masked keys do not count."""
     shift = positions - torch.arange(positions.shape[-1], device=positions.device)
     if key_mask is None:
         return bool((shift == shift[:, :1]).all())
@@ -224,8 +223,8 @@ def attend_by_index(
 def set_relative_implementation(model: nn.Module, implementation: str) -> None:
     """Choose how a model with relative positions computes attention: "auto", "fused", "window" or "triton".
 
-    It goes with the modules, through copies and pickles, but not into config.json: a model that is saved and loaded, or
-    swapped again, starts at "auto". It concerns `relative_attention` alone, not what goes by index. See there.
+    Copies and pickles of the model keep the choice, config.json does not: a model that is loaded, or swapped again, starts at
+    "auto". Where `attend_by_index` is used, it has no effect. See `functional.relative_attention`.
 
     Raises:
         PosswapError: Another name, or a model without relative positions.
@@ -247,9 +246,9 @@ class Relative(Scheme):
         clip: Distances beyond it look alike; there are 2 * clip + 1 vectors a table.
         values: Also add a vector to the values; False is the key term alone.
         share_heads: One table for all heads of a layer, as in the paper.
-        key_query: Multiply the vectors of keys with the keys, too (`relative_key_query` of transformers 4). Exact, but
-            several times as slow as without on long inputs, and without a closed form: `fit` has its steps alone.
-        vectors: "learned", or "sinusoidal" for vectors of keys that are projected sinusoids; those of values stay learned.
+        key_query: Also multiply key vectors with the keys (`relative_key_query` of transformers 4). Several times slower on
+            long inputs, and without a closed form: `fit` can only take steps.
+        vectors: "learned", or "sinusoidal" for key vectors that are projected sinusoids; value vectors stay learned.
 
     >>> Relative(clip=16, share_heads=True).to_dict()
     {'name': 'relative', 'clip': 16, 'values': True, 'share_heads': True, 'key_query': False, 'vectors': 'learned'}

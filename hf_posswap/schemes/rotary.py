@@ -8,8 +8,8 @@ so that q.k depends on positions only through their distance. R = fraction * D d
 rotary, as in GPT-NeoX). Keys are rotated before they enter the cache.
 
 Layouts: `interleaved` pairs (2m, 2m + 1), as the paper and transformers' RoFormer; `half` pairs (m, m + R/2), as GPT-NeoX and
-Llama. Dimension m of `half` is 2m of `interleaved`, and m + R/2 is 2m + 1: for a model that had no rotary positions
-the two are one family up to that permutation.
+Llama. Dimension m of `half` is 2m of `interleaved`, and m + R/2 is 2m + 1: for a model that had no rotary positions the layouts
+differ only by that permutation.
 """
 
 import copy
@@ -32,7 +32,7 @@ from hf_posswap.schemes.base import (
 
 
 class RotaryPositions(AttentionPositions):
-    """Rotates queries and keys. It holds numbers only: no buffer that `.to(bfloat16)` or a checkpoint could touch."""
+    """Rotates queries and keys. It has no buffers that `.to(bfloat16)` or a checkpoint could change."""
 
     def __init__(self, scheme: "Rotary", geometry: Geometry):
         super().__init__()
@@ -40,7 +40,7 @@ class RotaryPositions(AttentionPositions):
         self.rotary_dim = scheme.rotary_dim(geometry.head_dim)
 
     def frequencies(self, device: torch.device, length: int | torch.Tensor | None) -> tuple[torch.Tensor, float]:
-        """Return theta_m as (R/2,) float64, fastest first, and the factor on cos and sin that yarn and longrope want."""
+        """Return theta_m as (R/2,) float64, fastest first, and the factor on cos and sin that yarn and longrope use."""
         scheme, scaling = self.scheme, self.scheme.scaling
         if scaling is None:
             planes = self.rotary_dim // 2
@@ -51,7 +51,7 @@ class RotaryPositions(AttentionPositions):
 
         parameters = {"original_max_position_embeddings": self.geometry.trained_positions, **scaling}
         parameters["rope_theta"] = float(scheme.theta)
-        # `dynamic` grows from this length, longrope reads it for a factor that is not given.
+        # `dynamic` scales from this length; longrope derives a missing factor from it.
         dynamic = scaling["rope_type"] == "dynamic"
         length_now = self.geometry.trained_positions if dynamic else self.geometry.max_positions
         config = _RopeConfig(parameters, self.rotary_dim, length_now)
@@ -66,7 +66,7 @@ class RotaryPositions(AttentionPositions):
         if kind == "dynamic" and length is None:
             length = int(position_ids.max()) + 1  # its frequencies depend on the current length
         frequencies, factor = self.frequencies(device, length)
-        if kind == "longrope":  # short ones or long ones, by the current length: chosen in tensors, so that a trace has both
+        if kind == "longrope":  # short or long factors by the current length; torch.where, so that a trace has both
             trained = self.scheme.scaling.get("original_max_position_embeddings", self.geometry.trained_positions)
             short, long = (self.frequencies(device, length)[0] for length in (trained, trained + 1))
             frequencies = torch.where(position_ids.to(device).max() < trained, short, long)
@@ -77,11 +77,11 @@ class RotaryPositions(AttentionPositions):
         return cos.to(position_ids.device, torch.float32), sin.to(position_ids.device, torch.float32)
 
     def prepare(self, position_ids, slots, length, key_positions, attention_mask=None) -> Any:
-        """Return the angles in the form that the cheapest formula takes; `rotate` knows it by what it gets.
+        """Return the angles in the form for the cheapest formula; `rotate` tells it by their number and shape.
 
-        Measured for one query and key: interleaved pairs as complex numbers are one pass over memory in eager mode, 4 to 9
-        times faster than pairs that are split and stacked; the compiler has no complex kernels, but fuses split and stack.
-        For halves, a roll of the head is cheaper than a cat, and the other way round when compiled.
+        In eager mode complex numbers turn interleaved pairs in one pass over memory, 4 to 9 times faster than split and stack
+        (measured for one query and key); the compiler has no complex kernels, but fuses split and stack. For halves, a roll is
+        cheaper than a cat in eager mode, and dearer when compiled.
         """
         cos, sin = self.angles(position_ids, length)
         if torch.compiler.is_compiling():
@@ -91,13 +91,13 @@ class RotaryPositions(AttentionPositions):
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
     def rotate(self, states: torch.Tensor, shared: Any) -> torch.Tensor:
-        """Turn by the shared angles, in float32, rounded once to the dtype of the model."""
+        """Turn (B, H, Q, D) states by the shared angles, in float32, rounded once to the model's dtype."""
         cos, sin = shared if len(shared) == 2 else (shared[0], None)
         turned = states if self.rotary_dim == states.shape[-1] else states[..., : self.rotary_dim]
         turned = turned.to(torch.promote_types(states.dtype, torch.float32))
         if cos.is_complex():
             if any(stride % 2 for stride in turned.stride()[:-1]):
-                turned = turned.contiguous()  # complex numbers cannot start at every second real one
+                turned = turned.contiguous()  # view_as_complex needs even strides
             pairs = torch.view_as_complex(turned.view(*turned.shape[:-1], -1, 2))
             turned = torch.view_as_real(pairs * cos).flatten(-2)
         elif cos.shape[-1] == self.rotary_dim:  # halves, (x, y) cos + (y, x) (-sin, sin)
@@ -121,17 +121,17 @@ class RotaryPositions(AttentionPositions):
         return torch.stack([2 * pairs, 2 * pairs + 1], dim=-1)
 
     def dims_slow_to_fast(self) -> torch.Tensor:
-        """Order the head's dimensions: those that never turn, then plane by plane from the slowest to the fastest."""
+        """Return the dimensions that never turn, then those of each plane from the slowest to the fastest, (D,) int64."""
         return torch.cat([torch.arange(self.rotary_dim, self.geometry.head_dim), self.planes().flip(0).flatten()])
 
     def solve(self, observe, query_key, scaling) -> None:
-        """Balanced basis, then the kernel that scores still miss by distance; see `closed_form`."""
+        """Balance the basis, then fit the function of distance that scores still miss; see `closed_form`."""
         moments = [0.0, 0.0]
         for evidence in observe():
             for side, states in enumerate((evidence.query, evidence.key)):
                 moments[side] = moments[side] + second_moment(evidence.tokens(states)) * states.shape[0] * states.shape[2]
-        balance(query_key, *moments, self.dims_slow_to_fast())  # at any common scale of the moments
-        for _ in range(2):  # what is written disturbs the scores of content a little: once more for what that left
+        balance(query_key, *moments, self.dims_slow_to_fast())  # a common scale of the moments does not matter
+        for _ in range(2):  # the first pass disturbs scores of content a little; the second corrects for it
             self._solve_kernel(observe, query_key, scaling)
 
     def _solve_kernel(self, observe, query_key, scaling) -> None:
@@ -156,7 +156,7 @@ def _positive(value: Any) -> bool:
 
 
 class _RopeConfig:
-    """What ROPE_INIT_FUNCTIONS read of a config: complete parameters, and a head of which every dimension turns."""
+    """The config fields that ROPE_INIT_FUNCTIONS read, for a head of which every dimension turns."""
 
     def __init__(self, rope_parameters: dict[str, Any], rotary_dim: int, max_positions: int):
         self.rope_parameters = rope_parameters
@@ -179,8 +179,8 @@ class Rotary(Scheme):
         scaling: What transformers' `rope_parameters` take, such as {"rope_type": "linear", "factor": 4.0}; types linear,
             dynamic, yarn, longrope, llama3. `dynamic` and `longrope` choose frequencies by the current length,
             as in transformers: keys cached before the trained length was passed keep the frequencies they had.
-        mark_first: Keep what the old table said at the first token (`Constant`). GPT-NeoX has no place for it: without it a
-            GPT-2 can be exported to that class (`posswap.export_native`), at the price of its attention sink.
+        mark_first: Keep the old table's row 0 for the first token (`Constant`). GPT-NeoX has no such vector: with False a GPT-2
+            can be exported to that class (`posswap.export_native`), but loses its attention sink.
 
     >>> Rotary(theta=500_000).to_dict()
     {'name': 'rotary', 'theta': 500000, 'fraction': 1.0, 'layout': 'interleaved', 'scaling': None, 'mark_first': True}
@@ -206,7 +206,7 @@ class Rotary(Scheme):
         check_choice(self, "mark_first", (True, False))
         if self.scaling is not None:
             self._check_scaling()
-            object.__setattr__(self, "scaling", copy.deepcopy(self.scaling))  # the caller's dict stays the caller's
+            object.__setattr__(self, "scaling", copy.deepcopy(self.scaling))  # the caller may change its own dict
 
     def _check_scaling(self) -> None:
         needed = {
@@ -244,7 +244,7 @@ class Rotary(Scheme):
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return R, the number of dimensions that turn."""
-        return int(head_dim * self.fraction + 1e-6)  # a third of 6 is 2, however many digits are given
+        return int(head_dim * self.fraction + 1e-6)  # a rounded third of 6 is 2
 
     def check(self, geometry: Geometry) -> None:
         super().check(geometry)

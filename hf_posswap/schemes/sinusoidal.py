@@ -54,7 +54,7 @@ class Code(PositionEmbedding):
 
     def __init__(self, geometry: Geometry, code: Callable[[torch.Tensor], torch.Tensor]):
         super().__init__(geometry)
-        self.code = code  # positions (..., ) -> float32 (..., C), here with C = E; it must go through pickles
+        self.code = code  # positions (..., ) -> float32 (..., C), here with C = E; it must be picklable
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
         return self.code(position_ids).to(self.weight.dtype)
@@ -63,14 +63,13 @@ class Code(PositionEmbedding):
 class ProjectedCode(PositionEmbedding):
     """A formula's vectors of any width C behind a linear map, S(p) W / C + b, with W (C, E) and b (E).
 
-    This is what is left of a concatenation, [x, S(p)] [I; W / C] = x + S(p) W / C, where x goes on as it is.
+    It equals a concatenation with a linear map that keeps x: [x, S(p)] [I; W / C] = x + S(p) W / C.
 
-    Position 0 has a vector of its own. Row 0 of a trained table is an outlier (see `Constant`): no smooth function goes
-    through it and its neighbours, and one that tries is wrong at all early positions.
+    Position 0 has a vector of its own. Row 0 of a trained table is an outlier (see `Constant`): no smooth function fits it and
+    its neighbours, and one fitted to it is wrong at all early positions.
 
-    An optimizer such as Adam moves every entry of W by its learning rate, and C of them meet in each number of the
-    output: the factor 1 / C makes that a step like those of a table. Without it, the first steps of tuning throw the
-    positions away.
+    Adam moves every entry of W by about its learning rate, and each output sums over C of them: the factor 1 / C makes the step
+    as small as a table's. Without it, the first steps of tuning destroy the positions.
     """
 
     def __init__(self, geometry: Geometry, code: Callable[[torch.Tensor], torch.Tensor], width: int):
@@ -82,12 +81,12 @@ class ProjectedCode(PositionEmbedding):
         self.first = nn.Parameter(torch.zeros(geometry.hidden_size))
 
     def fit_table(self, table: torch.Tensor) -> None:
-        """Row 0 as it is; for the others weighted least squares of the projected code against the table, in float64.
+        """Keep row 0; fit the projected code to the other rows by weighted least squares, in float64.
 
         min_W  sum_p w_p |S_p W - (P_p - mean)|^2 + 1e-3 |W|^2 + 1e-3 |S' W|^2, with S centred like P, so that the mean
         stays exact. w_p = 1 / (p + 4), scaled to a mean of 1, counts every octave of positions alike: all texts have a
-        tenth token, few have a five-hundredth. S' are the positions past the trained length, up to what the model shall
-        hold: without that last term the fit is closer where the table was, and explodes where it was not.
+        tenth token, few have a five-hundredth. S' are the positions from the trained length to the longest input: without that
+        last term the fit is closer on the table, and explodes beyond it.
         """
         beyond = torch.linspace(len(table), self.max_positions - 1, min(4096, self.max_positions - len(table))).round()
         positions = torch.cat([torch.arange(len(table)), beyond]).to(table.device)
@@ -106,7 +105,7 @@ class ProjectedCode(PositionEmbedding):
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
         signal = self.code(position_ids)
-        # The sum runs over large terms of both signs: in a bfloat16 model it is taken in float32 and rounded once.
+        # The sum has large terms of both signs: in a bfloat16 model it is taken in float32 and rounded once.
         projected = (signal / self.width @ self.projection.float() + self.bias.float()).to(self.projection.dtype)
         return torch.where(position_ids[..., None] == 0, self.first, projected)
 
