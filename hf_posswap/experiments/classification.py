@@ -42,7 +42,7 @@ class ClassificationConfig(TableConfig, RecipeConfig):
         if self.max_length is not None and self.max_length < 3:
             raise PosswapError(f"max_length={self.max_length} must be at least 3")
         if self.eval_steps < 0 or self.eval_batch_size < 1:
-            raise PosswapError(f"eval_steps={self.eval_steps} must be 0 or more, eval_batch_size={self.eval_batch_size} at least 1")
+            raise PosswapError(f"eval_steps={self.eval_steps} must be >= 0, and eval_batch_size={self.eval_batch_size} >= 1")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ Figures are measured after the swap (and fit), and again, as `tuned_...`, after 
 - Encoder: `cosine_N`, the cosine of its mean-pooled states with the original's on held-out blocks of N tokens. It is tuned by
   distillation from the original.
 - Causal model: `perplexity_N` on the same held-out tokens in blocks of one, two and four times the trained length N, and `kl`,
-  from the original's predictions at the trained length. It is tuned on its own loss. The original's table is repeated past its end.
+  from the original's predictions at the trained length. It is tuned on its own loss. The original repeats its table past it.
 - Both: `word_order`, how often it is noticed that two neighbours in a sentence were swapped, by a linear probe on an encoder's
   frozen states, or by which of the two sentences a causal model finds likelier. 0.5 is chance.
 """
@@ -58,7 +58,7 @@ class SwapCostConfig(TextConfig):
     fit_tokens: int = 16_384
     fit_steps: int = 10
     evaluation_tokens: int = 8192
-    word_order_sentences: Annotated[int, "Sentences of the word-order probe, half of them intact; half as many to test it."] = 480
+    word_order_sentences: Annotated[int, "Sentences to train the probe on, half of them intact; half as many test it."] = 480
 
     def __post_init__(self):
         super().__post_init__()

@@ -45,7 +45,7 @@ class TextOptions:
         super().__post_init__()
         files = [Path(name).resolve() for name in (self.train_file, self.validation_file) if name]
         if len(set(files)) < len(files):
-            raise PosswapError(f"--train-file and --validation-file are both {self.train_file}: leave out --validation-file")
+            raise PosswapError(f"{self.train_file} is given to train on and to measure on: leave out --validation-file")
         if self.dataset and self.train_file:
             raise PosswapError("give --dataset or --train-file, not both")
         for name, needed in (("dataset_config", "dataset"), ("validation_file", "train_file")):
