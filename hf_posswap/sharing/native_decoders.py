@@ -1,7 +1,6 @@
 """Causal models with rotary positions as GPT-NeoX: GPT-2, and OPT where its layers are pre-norm.
 
-GPT-NeoX rotates pairs (m, m + R/2) of the first R dimensions. Query, key and value are one projection, with the three of each
-head next to each other.
+GPT-NeoX rotates pairs (m, m + R/2) of the first R dimensions. Its one projection has query, key and value of each head in turn.
 """
 
 import torch

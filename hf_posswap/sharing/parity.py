@@ -1,7 +1,7 @@
 """Parity: whether an exported model computes what the swapped one does, measured on the same tokens.
 
-Both read random tokens and, with a tokenizer, real text: 16 tokens, 128 tokens, and the longest input, up to `LONGEST`. If there
-is a padding token, a second sequence is padded on the right.
+Both read random tokens and, with a tokenizer, real text: 16 tokens, 128 tokens, and the longest input, up to `LONGEST`. If
+there is a padding token, a second sequence is padded on the right.
 """
 
 from dataclasses import dataclass
