@@ -3,10 +3,10 @@
     hf-posswap claims              # all of them, as a table
     hf-posswap claims --markdown
 
-The claims come from papers, lectures and posts that teach positional encodings. A claim that holds under one condition and fails
-under another has a finding for each. Codes have E = 128 numbers per position unless a finding says otherwise. Where a trained
-model is needed, it is the embedded GPT-2 (256 positions) on held-out text from the standard library, which differs a little
-between versions of Python. Models that are trained here are tiny.
+The claims come from papers, lectures and posts that teach positional encodings. A claim that holds in one case and fails in
+another has a finding for each. Codes have E = 128 numbers per position unless a finding says otherwise. Where a trained model
+is needed, it is the embedded GPT-2 (256 positions) on held-out text from the standard library, which differs a little between
+versions of Python. Models that are trained here are tiny.
 """
 
 import math

@@ -9,7 +9,7 @@
     hf-posswap compare --schemes-from my_schemes.py --scheme original --scheme mine --output runs/mine
     hf-posswap compare --collect runs/mine --collect theirs/comparison.json --output runs/both
 
-Options after `--` are passed to every run. Each run is a separate process. Finished runs are kept, so the same command continues
+Options after `--` are passed to every run. Each run is a separate process. Finished runs are kept, so the same command goes on
 after an interruption. Writes comparison.json, .md, .html (self-contained) and pictures.
 """
 
@@ -53,7 +53,7 @@ def compare(
     collect: Annotated[
         list[Path] | None, typer.Option(help="Finished runs or comparisons, instead of running. Repeatable.")
     ] = None,
-    vary: Annotated[list[str] | None, typer.Option(help="An option that may differ between --collect runs. Repeatable.")] = None,
+    vary: Annotated[list[str] | None, typer.Option(help="An option that --collect runs may differ in. Repeatable.")] = None,
     figure: Annotated[list[str] | None, typer.Option(help="A figure to show. Repeatable. Default: all.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="The default recipe in minutes: rotary, relative; start fit.")] = False,
     launcher: Annotated[str, typer.Option(help="Command that starts each run.", show_default="this Python")] = sys.executable,
@@ -108,7 +108,7 @@ def run_all(command: list[str], jobs: list[tuple[str, str, int]], output: Path) 
         if status == 130:
             raise Interrupted(f"stopped; finished runs are kept in {output}: the same command does the rest")
         if status:
-            raise PosswapError(f"the run of {scheme}, {start}, seed {seed} failed, see above; finished runs are kept in {output}")
+            raise PosswapError(f"the run of {scheme}, {start}, seed {seed} failed; finished runs are kept in {output}")
 
 
 def _run(command: list[str]) -> int:

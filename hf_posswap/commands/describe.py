@@ -12,5 +12,5 @@ def describe_command(
     model: Annotated[str, typer.Argument(help="A model folder or Hub id, swapped or not.")],
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,
 ):
-    """Show which positions a checkpoint has: scheme, longest input, and what a swap changed."""
+    """Show which positions a checkpoint has, swapped or not."""
     typer.echo(describe(open_model(model, trust_remote_code=trust_remote_code)))

@@ -225,7 +225,7 @@ def backends_agree(subject: Subject) -> None:
     `attend` must give the same result whether or not it is asked for probabilities.
     """
     if len(backends_of(subject.scheme)) == 1:
-        raise NotApplicable(f"it runs only with {' and '.join(subject.scheme.implementations)}")
+        raise NotApplicable(f"it runs with {' and '.join(subject.scheme.implementations)} alone")
     model, mask = subject.model, padded(after=7)["attention_mask"]
     other = replace(subject, backend="eager" if subject.backend == "sdpa" else "sdpa").model
     same(*(one(text(), attention_mask=mask).logits[mask.bool()] for one in (model, other)), "outputs")
