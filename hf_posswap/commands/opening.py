@@ -104,7 +104,7 @@ def _check_place(source: str) -> None:
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{source} is no model: there is no config.json in it")
         if not isinstance(_json(folder / "config.json"), dict):
-            raise CheckpointError(f"config.json of {source} holds no object: give the config that was saved with the weights")
+            raise CheckpointError(f"config.json of {source} holds no options: give the config that was saved with the weights")
         return
     instead = f"take one that is built in, {' or '.join(EMBEDDED_MODELS)}"
     try:

@@ -68,7 +68,7 @@ class Wish:
     def open_one(self, *kinds: type) -> Any:
         """Return the only source; raise PosswapError if there are several."""
         if len(self.sources) > 1:
-            raise PosswapError(f"plot {self.kind} draws one source at a time: give one of {', '.join(self.sources)}")
+            raise PosswapError(f"plot {self.kind} draws one source at a time; given were {', '.join(self.sources)}")
         return self.open(*kinds)[self.sources[0]]
 
     def choose(self, usual: str | None, names, wanted: str) -> str:
@@ -194,7 +194,7 @@ def _batches(source: str, model: PreTrainedModel, length: int | None) -> list[di
     if len(tokenizer) <= 10:  # transformers makes up a tiny one for a folder without a tokenizer
         raise DataError(f"{source} has no tokenizer to read text with: save one next to the model")
     if (length or 0) > longest:
-        raise PosswapError(f"{source} reads {longest} tokens, not {length}: lower --positions")
+        raise PosswapError(f"{length} positions were asked for, and the model holds {longest}: lower --positions")
     documents = embedded_documents("validation", causal=find_target(model)[1].is_causal(model.config))
     rows = spread(token_blocks(documents, tokenizer, length or min(128, longest)), 4096)
     return [{"input_ids": some} for some in rows.split(8)]
@@ -304,12 +304,7 @@ def plot(
     shift: Annotated[list[int] | None, typer.Option(min=1, help="k of translation; repeatable. Default: 1 4 16.")] = None,
     figure: Annotated[str | None, typer.Option(help="Which figure of a result file, where there are several.")] = None,
 ):
-    """Draw the positions of schemes and checkpoints, or results of finished runs.
-
-    \b
-        hf-posswap plot table sinusoidal --output table.png
-        hf-posswap plot attention minilm rotary --output heads.png
-    """
+    """Draw positions, or results of finished runs: hf-posswap plot attention minilm rotary --output heads.png"""
     if kind not in KINDS:
         raise PosswapError(f"there is no picture {kind!r}; there are {', '.join(KINDS)}")
     if output.suffix not in (".png", ".svg"):
