@@ -10,9 +10,9 @@ Data: texts or pairs of texts with labels (classification) or numbers (regressio
 or parquet file. Usual column names are found; options name others. Without a validation part, a tenth of the training rows is
 held out.
 
-Figures are measured on the validation rows: accuracy, F1 (of the second label, and macro) and Matthews correlation, or Spearman's
-and Pearson's correlation, and the loss; with `test_`, on those of --test-file. Texts longer than the model's input are cut, and
-result.json says how many.
+Figures are measured on the validation rows: accuracy, F1 (of the second label, and macro) and Matthews correlation, or
+Spearman's and Pearson's correlation, and the loss; with `test_`, on those of --test-file. Texts longer than the model's input
+are cut, and result.json says how many.
 """
 
 from dataclasses import dataclass

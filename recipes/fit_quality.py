@@ -5,10 +5,9 @@
     python recipes/fit_quality.py --scheme relative --train-file valid.txt --validation-file test.txt --pairs stsb-dev.csv
     hf-posswap compare --collect runs/given --collect runs/random --vary text --output runs/texts
 
---text says what to fit on: `given`, the text of --train-file or --dataset (by default the embedded text); `embedded`, that of the
-standard library; `shuffled`, the given text with its tokens in random order; `random`, tokens drawn uniformly; `written`, text
-that a causal model writes itself. --seed draws from the text, and orders the steps. Figures are measured on held-out text: ratio
-(perplexity over the original's), kl (nats) and perplexity, or for an encoder cosine_N with the original's states at N tokens.
+--text is what to fit on: `given`, --train-file or --dataset (default: the embedded text); `embedded`, the standard library's;
+`shuffled`, the given text in random order; `random`, tokens drawn uniformly; `written`, by the causal model itself. Figures on
+held-out text: ratio (perplexity / original's), kl in nats, perplexity; for an encoder cosine_N with the original at N tokens.
 """
 
 from dataclasses import asdict, dataclass, replace

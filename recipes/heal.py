@@ -5,13 +5,12 @@
     python recipes/heal.py --model minilm --train-file my.txt --max-steps 300 --scheme relative --output runs/minilm
     accelerate launch recipes/heal.py --model gpt2 --dataset wikitext --dataset-config wikitext-2-raw-v1 --scheme rotary
 
-The scheme `original` is the control: the unswapped model, tuned in the same way. It matters if --text-weight is above 0, where
-the model also learns from the text itself.
+The scheme `original` is the control: the unswapped model, tuned alike, which matters if --text-weight lets it learn the text.
 
 Figures: `damage` on held-out text (KL from the original's predictions in nats, or 1 - cosine of an encoder's pooled states) and
-`perplexity`, measured at 0 tokens and about ten times in steps of a constant factor. `to_90_percent` is how many tokens it takes
-until damage is a tenth of that of a cold swap, for every start; it is interpolated, linearly in the logarithm of damage, between
-measurements, and missing if damage never falls so far.
+`perplexity`, at 0 tokens and at about ten steps that grow by a constant factor. `to_90_percent` is the number of tokens until
+damage is a tenth of that of a cold swap, for every start. It is interpolated between measurements, linearly in the logarithm of
+damage, and missing if damage never falls so far.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What does a swap cost, and what do a fit and a short tuning win back? hf_posswap/experiments/swap_cost.py explains the figures.
+"""What does a swap cost, and what do a fit and a short tuning win back? Figures: see hf_posswap/experiments/swap_cost.py.
 
     python recipes/swap_cost.py --model stdlib-gpt2 --scheme rotary --start fit --output runs/rotary
     python recipes/compare.py swap_cost --start cold --start swap --start fit --output runs/cost -- --model stdlib-gpt2
