@@ -88,7 +88,7 @@ class Config(TextOptions, SwapOptions):
         super().__post_init__()
         self.at_least_one("tokens", "passage", "window", "chunk", "documents")
         if self.batch_size < 2:
-            raise PosswapError(f"batch_size={self.batch_size} must be 2 or more: other pairs of the batch are the negatives")
+            raise PosswapError(f"batch_size={self.batch_size}: other pairs of the batch are the negatives, so give 2 or more")
         if min(self.max_steps, self.cached, self.checkpoint_every) < 0 or self.brake < 0 or not self.learning_rate > 0:
             raise PosswapError("max_steps, cached, checkpoint_every and brake must be 0 or more, and learning_rate above 0")
 

@@ -10,7 +10,7 @@ The swapped model reads whole blocks of 16 times the trained length. The origina
 trained length that slides by a quarter of it, so it reads each token several times. Each figure is the loss over a range of
 positions in the block: a model that can read on has about the same loss in all of them.
 
-With --tune-steps both are then trained on next-token prediction, with equal tokens of the same text: the swapped model in blocks
+With --tune-steps both are then trained on next-token prediction, on equal tokens of the same text: the swapped model in blocks
 as long as the fit's, the original in blocks of its trained length. Choose the --learning-rate of each by select_loss.
 
 Figures in nats per token: loss_N, held-out tokens at positions from N / 2 (the first: from 0) up to N; after training also
