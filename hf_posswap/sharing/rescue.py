@@ -4,8 +4,7 @@
 2 P - 1 vectors in each layer, shared by all heads, for distances up to P - 1 in both directions; nothing is added to the
 embeddings. transformers 5 loads such a checkpoint as an absolute model with an untrained table (`load_reports` warns of it).
 
-Row r of their table is for the distance query - key = r - (P - 1). Ours counts key - query, so the table is flipped, with
-clip = P - 1. Longer inputs, an error in transformers 4, use the outermost vectors.
+Row r of their table is for the distance query - key = r - (P - 1). Ours, with clip = P - 1, counts key - query: it is flipped.
 """
 
 import warnings
@@ -30,7 +29,7 @@ def load_relative_key(
     Args:
         path_or_id: A folder or a Hub repository.
         auto_class: AutoModel, AutoModelForMaskedLM, ...: the head to load it with.
-        max_positions: The longest input in tokens. Default: the checkpoint's. Distances beyond the checkpoint's are clipped.
+        max_positions: The longest input in tokens. Default: the checkpoint's. Longer distances use the outermost vectors.
         hub: Options of `from_pretrained`: revision, token, cache_dir, local_files_only, force_download, subfolder, dtype.
 
     Returns:
