@@ -178,7 +178,7 @@ def _attention(wish: Wish, plots: ModuleType) -> "Figure":
         if isinstance(one, PreTrainedModel):
             model, batches = one, _batches(source, one, wish.positions)
         elif model is None:
-            raise PosswapError(f"plot attention takes a model, then schemes to swap it to: plot attention minilm {source}")
+            raise PosswapError(f"plot attention takes a model, and then schemes for it: plot attention minilm {source}")
         else:
             swap(model, one)
         profiles[source] = attention_by_distance(model, batches, reach=min(64, batches[0]["input_ids"].shape[1] - 1))

@@ -186,7 +186,7 @@ def batch_independence(subject: Subject) -> None:
 def shift_invariance(subject: Subject) -> None:
     """A shift of all positions changes nothing, if so claimed.
 
-    Only differences of positions may matter: look for absolute positions, or leave shift_invariant at False.
+    Only differences of positions may count: look for absolute positions, or leave shift_invariant at False.
     """
     near, far = (subject.model(text(), position_ids=count_from(first)).logits for first in (1, 12))
     if subject.scheme.shift_invariant:

@@ -72,7 +72,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     longest = config.max_length or held
     if longest > held:
         raise PosswapError(
-            f"max_length={longest}, but the model will read {held} tokens only: raise max_positions, or lower max_length"
+            f"max_length={longest}, but the model will read {held} tokens: raise max_positions, or lower max_length"
         )
     metrics = metric_names(len(task.label_names))
     if config.metric:

@@ -71,7 +71,7 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
         try:
             answer = run(config, output, resume)
         except KeyboardInterrupt:
-            raise Interrupted(f"stopped without a result: the same command with --resume continues in {output}") from None
+            raise Interrupted(f"stopped without a result: the same command with --resume goes on in {output}") from None
         model = answer.pop("model", None)
         wrong = [f"{name} {value}" for name, value in answer["figures"].items() if not math.isfinite(value)]
         weights = () if model is None else model.named_parameters()

@@ -178,7 +178,7 @@ def esm(model: SwappedModel, stock: type, tokenizer) -> Converted:
     mean, difference, _ = constant(model)
     if (mean.any() or difference.any()) and (config.token_dropout or config.emb_layer_norm_before):
         raise UnsupportedModelError(
-            "the vector that the swap kept of the table has no place in this ESM, which rescales its words (token_dropout) or "
+            "the vector that the swap kept of the table has no place in ESM, which rescales its words (token_dropout) or "
             "norms them: swap with warm_start=False, fit, and export that"
         )
     weights, prefix = without(model, model.base_model.embeddings.position_embeddings)
