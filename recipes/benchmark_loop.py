@@ -32,7 +32,7 @@ from hf_posswap.training.run_log import announce
 def bare_loop(model: PreTrainedModel, rows: list[dict], config: TrainingConfig, device: torch.device) -> tuple[float, float]:
     """Train with a plain PyTorch loop; return seconds and the last loss."""
     model.to(device).train()
-    # fused, as in the loop; on CPUs it makes a difference of its own.
+    # fused, as in the loop: on CPUs the optimizer alone would make a difference.
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     scheduler = get_scheduler("cosine", optimizer, math.ceil(config.warmup_ratio * config.max_steps), config.max_steps)
     order = BatchOrder(len(rows), config.batch_size, config.seed)

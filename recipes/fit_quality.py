@@ -44,7 +44,7 @@ class Config(TextOptions, SwapOptions):
         "cosine": "of mean-pooled states with the original's on held-out blocks of N tokens, 1 is unhurt",
         "spearman": "of the cosine of two sentences with what people say",
     }
-    FORBIDDEN_STARTS = {"scratch": "what was drawn anew is near to nothing"}
+    FORBIDDEN_STARTS = {"scratch": "random weights cannot be compared with the original"}
 
     scheme: str = "rotary"
     start: str = "fit"

@@ -50,7 +50,7 @@ class Config(TextConfig):
         "ratio": "perplexity over the original's before; with N, after N tokens",
         "to": "tokens until so much of the cold swap's damage is won back",
     }
-    FORBIDDEN_STARTS = {"scratch": "what was drawn anew has lost nothing that it could win back"}
+    FORBIDDEN_STARTS = {"scratch": "random weights have nothing to win back"}
 
     model: str = "stdlib-gpt2"
     scheme: str = "rotary"

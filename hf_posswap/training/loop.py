@@ -60,8 +60,8 @@ def train(
     once complete, so a killed run leaves no partial one. `resume=True` continues from the newest, bit for bit on one process,
     and refuses another number of processes. If `auto_find_batch_size` starts again, `after_step` sees the steps again, too.
 
-    Under FSDP the model that is returned, or passed to `after_step`, holds this process's shards: all processes must call it,
-    and whatever gathers shards, such as `Accelerator.get_state_dict`, together. Under DeepSpeed's stage 3 that is true of
+    Under FSDP the returned model, and that of `after_step`, holds this process's shards: all processes must call it together,
+    and likewise functions that gather shards, such as `Accelerator.get_state_dict`. Under DeepSpeed's stage 3 this holds for
     `after_step`, but the returned model is whole. DeepSpeed leaves weights in the precision in which it trained.
 
     Raises:
