@@ -1,4 +1,4 @@
-"""What positions cost to run: time and memory of a swapped model, against the unswapped one on sdpa, on your machine.
+"""What positions cost to run: time and memory of a swapped model, compared with the unswapped one on sdpa, on your machine.
 
     python recipes/benchmark_attention.py --scheme relative --output runs/try
     python recipes/compare.py benchmark_attention --scheme original --scheme relative --scheme rotary --seed 0 \\
@@ -6,13 +6,13 @@
     python recipes/benchmark_attention.py --family gpt2 --layers 12 --phase decode --shape 1x1024 --scheme relative
     python recipes/benchmark_attention.py --scheme relative:clip=16 --implementation window --dtype bfloat16    # on a GPU
 
-Models have random weights. The model and its reference are called in turn, so that whatever else the machine does hits both. A
-ratio is the median over pairs of calls, of CPU time on one CPU thread and of wall time otherwise; its quartiles are in the
-details. The scheme `original` is the A/A control, the reference against itself: differences as small as its distance from 1
-mean nothing. Peak memory is that of a process of its own, above the level before the calls.
+Models have random weights. The model and its reference are called in turn, so that other load on the machine affects both. A
+ratio is the median over pairs of calls: of CPU time with one CPU thread, of wall time otherwise. Its quartiles are in the
+details. The scheme `original` compares the reference with itself: other ratios that are as close to 1 mean nothing. Peak memory
+is measured in a separate process, as growth above the level before the calls.
 
-glibc hands big blocks back to the kernel, which zeroes them anew for every call. What CUDA's caching allocator does can be had
-on a CPU, too: MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1099511627776 MALLOC_TOP_PAD_=268435456 before the command.
+By default glibc returns large blocks to the kernel, which zeroes them again for every call. To keep them, as CUDA's allocator
+does, put MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1099511627776 MALLOC_TOP_PAD_=268435456 before the command.
 """
 
 import ctypes
@@ -40,12 +40,12 @@ from hf_posswap.training.run_log import announce
 
 PHASES = ("forward", "train", "decode")
 MAX_PAIRS, WARM_UP = 200, 3
-TABLE_STD = 0.02  # of relative tables: a swap starts them at zero, and zeros would be an easier sum than real ones
+TABLE_STD = 0.02  # for relative tables, which a swap starts at zero: zeros may be faster to compute with
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunOptions):
-    """What is run, and how often."""
+    """What to run, and how often."""
 
     QUESTION = "What do positions cost in time and memory?"
     FIGURES = {
@@ -57,19 +57,19 @@ class Config(RunOptions):
     FORBIDDEN_STARTS = dict.fromkeys(("cold", "fit", "scratch"), "weights are random here")
 
     scheme: str = "relative"
-    family: Annotated[Literal["bert", "gpt2"], "Of the model, which has random weights."] = "bert"
-    attention: Annotated[Literal["sdpa", "eager"], "What the model runs on; its reference is always on sdpa."] = "sdpa"
-    implementation: Annotated[str | None, "Of relative: fused, window or triton. Default: chosen by shape."] = None
+    family: Annotated[Literal["bert", "gpt2"], "Family of the model, which has random weights."] = "bert"
+    attention: Annotated[Literal["sdpa", "eager"], "Attention of the model; its reference always has sdpa."] = "sdpa"
+    implementation: Annotated[str | None, "For relative: fused, window or triton. Default: chosen by shape."] = None
     phase: Annotated[tuple[str, ...], "forward, train, decode (one new token after those cached); repeatable."] = PHASES[:2]
-    shape: Annotated[tuple[str, ...], "Batch x length, repeatable."] = ("4x512", "1x2048")
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], "Of the weights."] = "float32"
+    shape: Annotated[tuple[str, ...], "Batch x length in tokens, repeatable."] = ("4x512", "1x2048")
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], "Data type of the weights."] = "float32"
     threads: Annotated[int, "CPU threads."] = 1
     layers: int = 2
     hidden: int = 768
     heads: int = 12
     vocab: int = 1000
-    calls: Annotated[int, "Pairs of calls, at least."] = 5
-    seconds: Annotated[float, "More pairs as long as they take less than this."] = 1.0
+    calls: Annotated[int, "The least number of pairs of calls."] = 5
+    seconds: Annotated[float, "Add further pairs until this time is over."] = 1.0
 
     def __post_init__(self):
         super().__post_init__()
@@ -87,7 +87,7 @@ class Config(RunOptions):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Time every phase at every shape, and take the peak of memory of each in a process of its own."""
+    """Time every phase at every shape, and measure the peak memory of each in a separate process."""
     torch.set_num_threads(config.threads)
     figures, details = {}, {}
     for phase in config.phase:
@@ -103,7 +103,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
                 try:
                     peak = process.submit(peak_memory, config, phase, batch, length).result()
                 except BrokenProcessPool:
-                    raise PosswapError(f"the process of {phase} {shape} was ended, probably out of memory") from None
+                    raise PosswapError(f"the process for {phase} {shape} died, probably out of memory: leave it out") from None
             if peak is not None:
                 figures[f"{phase}_{shape}_mib"] = peak
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -111,7 +111,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
 
 
 def build_model(config: Config, positions: int) -> PreTrainedModel:
-    """Return a randomly initialised model of the configured sizes, with its positions swapped if that was asked for."""
+    """Return a randomly initialised model of the configured sizes, swapped unless the scheme is `original`."""
     torch.manual_seed(config.seed)
     sizes = {"vocab_size": config.vocab, "attn_implementation": config.attention}
     if config.family == "bert":
@@ -161,9 +161,9 @@ def make_step(config: Config, phase: str, batch: int, length: int) -> Callable[[
 
 
 def paired_times(config: Config, steps: list[Callable[[], None]]) -> dict:
-    """Call the reference and the model in turn; return the ratio with its quartiles, and least milliseconds of both."""
+    """Call the reference and the model in turn; return the ratio with its quartiles, and the least milliseconds of both."""
     cuda = torch.cuda.is_available()
-    # CPU time does not see other processes, but means little for several threads.
+    # CPU time is not affected by other processes, but means little with several threads.
     clock = time.process_time if config.threads == 1 and not cuda else time.perf_counter
 
     def milliseconds(step: Callable[[], None]) -> float:
@@ -173,7 +173,7 @@ def paired_times(config: Config, steps: list[Callable[[], None]]) -> dict:
             torch.cuda.synchronize()
         return 1e3 * (clock() - before)
 
-    for step in WARM_UP * steps:  # kernels are compiled or chosen, threads started
+    for step in WARM_UP * steps:  # compiles or chooses kernels, starts threads
         milliseconds(step)
     started, pairs = time.perf_counter(), []
     while len(pairs) < config.calls or time.perf_counter() - started < config.seconds:
@@ -189,12 +189,12 @@ def paired_times(config: Config, steps: list[Callable[[], None]]) -> dict:
 
 
 def peak_memory(config: Config, phase: str, batch: int, length: int) -> float | None:
-    """Return by how many MiB memory grows over its level before, at the highest point of two calls; None if unknown.
+    """Return by how many MiB memory grows, at most, during two calls; None if the system does not tell.
 
-    On CUDA it is the caching allocator's count of bytes in use, on Linux the resident memory of the process.
+    On CUDA this counts bytes in use in the caching allocator, on Linux the resident memory of the process.
     """
     torch.set_num_threads(config.threads)
-    # Code that is loaded and threads that are started by a first call are not what a longer input costs.
+    # A small first call loads code and starts threads, which should not count.
     make_step(replace(config, layers=1), phase, 1, min(length, 32))()
     step = make_step(config, phase, batch, length)
     if torch.cuda.is_available():
@@ -205,8 +205,8 @@ def peak_memory(config: Config, phase: str, batch: int, length: int) -> float | 
         return None
     else:
         gc.collect()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc: what building the model has left free goes back,
-        if trim is not None:  # otherwise the calls would fill it unseen
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc: return free memory to the system first, since
+        if trim is not None:  # calls that reuse it would not seem to grow
             trim(0)
         before = _resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the high-water mark

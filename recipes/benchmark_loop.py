@@ -3,9 +3,9 @@
     python recipes/benchmark_loop.py --output runs/loop
     python recipes/benchmark_loop.py --model gpt2 --batch-size 8 --length 1024 --output runs/loop-gpt2     # on a GPU
 
-Runs alternate between the two, so that a machine that slows down slows down both; `overhead` is the median over pairs of
-(loop / bare - 1) in time for the same steps, without what comes before the first step. Nothing is read from the device in the
-bare loop until its end. The pairs are in the details of result.json.
+The two loops run in turn, so that a slower machine slows down both. `overhead` is the median over pairs of (loop / bare - 1) in
+wall time for the same steps; setup before the first step does not count. The bare loop reads nothing from the device before its
+end. `least_overhead` and `most_overhead` are the extremes; all pairs are in the details of result.json.
 """
 
 import math
@@ -30,9 +30,9 @@ from hf_posswap.training.run_log import announce
 
 
 def bare_loop(model: PreTrainedModel, rows: list[dict], config: TrainingConfig, device: torch.device) -> tuple[float, float]:
-    """Train as one would by hand; return seconds and the last loss."""
+    """Train with a plain PyTorch loop; return seconds and the last loss."""
     model.to(device).train()
-    # fused, as in the loop: on CPUs it alone would make the loop look better than it is.
+    # fused, as in the loop: on CPUs the optimizer alone would make a difference.
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     scheduler = get_scheduler("cosine", optimizer, math.ceil(config.warmup_ratio * config.max_steps), config.max_steps)
     order = BatchOrder(len(rows), config.batch_size, config.seed)
@@ -45,7 +45,7 @@ def bare_loop(model: PreTrainedModel, rows: list[dict], config: TrainingConfig, 
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    last = loss.item()  # waits for the device
+    last = loss.item()  # waits until the device is done
     return time.perf_counter() - started, last
 
 
@@ -62,13 +62,13 @@ def load(config: "Config") -> PreTrainedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunOptions):
-    """What is trained on both sides, and how often."""
+    """The model that both loops train, and how often."""
 
     QUESTION = "What does the training loop cost over a bare one?"
     FIGURES = {"overhead": "loop / bare - 1 in time for the same steps, the median over pairs"}
     FORBIDDEN_STARTS = dict.fromkeys(("cold", "fit", "scratch"), "only the time counts here")
 
-    model: Annotated[str | None, "A causal checkpoint; a small random GPT-2 without."] = None
+    model: Annotated[str | None, "A causal checkpoint. Default: a small GPT-2 with random weights."] = None
     scheme: str = "rotary"
     batch_size: int = 16
     length: int = 128
@@ -81,7 +81,7 @@ class Config(RunOptions):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Train pairs of models, one by hand and one by the loop."""
+    """Train pairs of models, one with each loop."""
     device = PartialState().device
     budget = TrainingConfig(max_steps=config.steps, batch_size=config.batch_size, table_learning_rate_factor=1.0)
     vocabulary = load(config).config.vocab_size

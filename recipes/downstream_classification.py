@@ -1,4 +1,4 @@
-"""What does another position scheme cost, or win, on a task? Fine-tune on texts with labels or numbers, and measure.
+"""What does another position scheme cost or gain on a task? Fine-tune on texts with labels or numbers, and measure.
 
     python recipes/downstream_classification.py                                    # the embedded task: is the order right?
     python recipes/downstream_classification.py --config recipes/configs/cola.yaml --scheme rotary --start fit
@@ -6,13 +6,13 @@
     python recipes/downstream_classification.py --model gpt2 --dataset glue/stsb --scheme relative --max-steps 2000
     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 -- recipes/downstream_classification.py --seed 1    # on two CPUs
 
-Any set of texts or pairs of texts with labels (classification) or numbers (regression): a Hub name, or a csv, tsv, json, jsonl
-or parquet file, with the column names that data sets use or those that you give. Without a validation part, a tenth of the
-training rows is held out.
+Data: texts or pairs of texts with labels (classification) or numbers (regression), as a Hub data set or a csv, tsv, json, jsonl
+or parquet file. Usual column names are found; options name others. Without a validation part, a tenth of the training rows is
+held out.
 
-Figures are of the validation rows: accuracy, F1 (of the second label, and macro) and Matthews correlation, or Spearman's and
-Pearson's correlation, and the loss; `test_` stands before those of --test-file. Text that is longer than the model reads is
-cut, and the result file says how much of it there was.
+Figures are measured on the validation rows: accuracy, F1 (of the second label, and macro) and Matthews correlation, or
+Spearman's and Pearson's correlation, and the loss; with `test_`, on those of --test-file. Texts longer than the model's input
+are cut, and result.json says how many.
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,13 @@
-"""How near to its original does a swapped model come by `fit` alone, and how much does the text it is fitted on matter?
+"""How near to its original does `fit` alone bring a swapped model, and how much does the text matter that it is fitted on?
 
     python recipes/fit_quality.py --model stdlib-gpt2 --scheme rotary --output runs/fit
     python recipes/compare.py fit_quality --start cold --start swap --start fit --output runs/fits -- --model stdlib-gpt2
     python recipes/fit_quality.py --scheme relative --train-file valid.txt --validation-file test.txt --pairs stsb-dev.csv
     hf-posswap compare --collect runs/given --collect runs/random --vary text --output runs/texts
 
-The seed draws the text and the order of steps. Texts: `given` is --train-file or --dataset (the embedded text without them),
-`embedded` the standard library's, `shuffled` the given text with its tokens in random order, `random` tokens drawn uniformly,
-`written` by a causal model itself. What is measured on was never fitted on.
+--text is what to fit on: `given`, --train-file or --dataset (default: the embedded text); `embedded`, the standard library's;
+`shuffled`, the given text in random order; `random`, tokens drawn uniformly; `written`, by the causal model itself. Figures on
+held-out text: ratio (perplexity / original's), kl in nats, perplexity; for an encoder cosine_N with the original at N tokens.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -34,7 +34,7 @@ from hf_posswap.training.run_log import announce
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextOptions, SwapOptions):
-    """What is fitted on, and what is measured on."""
+    """What to fit on, and what to measure on."""
 
     QUESTION = "How near does a fit alone bring a swapped model to its original?"
     FIGURES = {
@@ -44,7 +44,7 @@ class Config(TextOptions, SwapOptions):
         "cosine": "of mean-pooled states with the original's on held-out blocks of N tokens, 1 is unhurt",
         "spearman": "of the cosine of two sentences with what people say",
     }
-    FORBIDDEN_STARTS = {"scratch": "what was drawn anew is near to nothing"}
+    FORBIDDEN_STARTS = {"scratch": "random weights cannot be compared with the original"}
 
     scheme: str = "rotary"
     start: str = "fit"
@@ -64,7 +64,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     training, held_out = (documents(config, split, causal=causal) for split in ("train", "validation"))
     lengths = [longest] if causal else sorted({longest // 4, longest})
     held = {n: spread(token_blocks(held_out, tokenizer, n), config.evaluation_tokens) for n in lengths}
-    fitted = replace(config, start="swap") if config.start == "fit" else config  # the fit is what is looked at here
+    fitted = replace(config, start="swap") if config.start == "fit" else config  # the fit follows below, for its report
     model = load_model(fitted, AutoModelForCausalLM if causal else AutoModel, tokenizer=tokenizer)
     original, report = load_original(config.model).to(model.device), None
     if config.start == "fit" and config.scheme != ORIGINAL:
@@ -87,7 +87,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
 
 
 def _batches(config: Config, original, training: list[str], tokenizer, longest: int, causal: bool) -> list[torch.Tensor]:
-    """Return token ids of the kind of text that was asked for."""
+    """Return batches of token ids of the text that --text names."""
     tokens, seed = config.fit_tokens, config.seed
     if config.text == "written":
         return [written_text(original, tokens=tokens, seed=seed)]

@@ -1,16 +1,16 @@
-"""Win back what a swap cost: distil the swapped model from its original on text without labels, and count the tokens.
+"""How many tokens win back what a swap cost? Distil the swapped model from its original, on text without labels.
 
     python recipes/heal.py --scheme rotary --start fit --output runs/heal                     # stdlib-gpt2, one seed
     python recipes/compare.py heal --scheme original --scheme rotary --start cold --start fit --output runs/heals
     python recipes/heal.py --model minilm --train-file my.txt --max-steps 300 --scheme relative --output runs/minilm
     accelerate launch recipes/heal.py --model gpt2 --dataset wikitext --dataset-config wikitext-2-raw-v1 --scheme rotary
 
-The scheme `original` is the control: the unswapped model, tuned alike, which matters when --text-weight lets the text teach.
+The scheme `original` is the control: the unswapped model, tuned alike, which matters if --text-weight lets it learn the text.
 
-How it measures: damage to held-out text (KL to the original's predictions, or 1 - cosine of an encoder's pooled states) and
-perplexity, at 0 tokens and at about ten steps, each a constant factor after the one before. `to_90_percent` is the tokens
-after which damage first falls to a tenth of what the cold swap of that scheme costs, the same mark for every start, and is not
-there if it never does; between two measured points the logarithm of damage is a straight line.
+Figures: `damage` on held-out text (KL from the original's predictions in nats, or 1 - cosine of an encoder's pooled states) and
+`perplexity`, at 0 tokens and at about ten steps that grow by a constant factor. `to_90_percent` is the number of tokens until
+damage is a tenth of that of a cold swap, for every start. It is interpolated between measurements, linearly in the logarithm of
+damage, and missing if damage never falls so far.
 """
 
 import math
@@ -41,7 +41,7 @@ MEASUREMENTS = 10  # after the one at 0 tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextConfig):
-    """How a swapped model is tuned towards its original, and on what it is measured."""
+    """How to tune a swapped model towards its original, and what to measure on."""
 
     QUESTION = "How many tokens of distillation from the original win back what a swap cost?"
     FIGURES = {
@@ -50,22 +50,22 @@ class Config(TextConfig):
         "ratio": "perplexity over the original's before; with N, after N tokens",
         "to": "tokens until so much of the cold swap's damage is won back",
     }
-    FORBIDDEN_STARTS = {"scratch": "what was drawn anew has lost nothing that it could win back"}
+    FORBIDDEN_STARTS = {"scratch": "random weights have nothing to win back"}
 
     model: str = "stdlib-gpt2"
     scheme: str = "rotary"
     learning_rate: float = 1e-3
     dropout: bool = False
     evaluation_tokens: int = 8192
-    text_weight: Annotated[float, "Share of the text's own next tokens in the loss of a causal model."] = 0.0
+    text_weight: Annotated[float, "Weight of next-token prediction in the loss of a causal model, 0 to 1."] = 0.0
     block_size: Annotated[
         int | None, "Tokens of a training sequence. Default: the trained length; for an encoder up to 128."
     ] = None
-    fit_learning_rate: Annotated[float, "Peak rate of the steps of the start `fit`."] = 1e-3
+    fit_learning_rate: Annotated[float, "Peak learning rate of --start fit."] = 1e-3
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Swap, distil, and measure on the way. The main process fits; all measure: a sharded model is called by all together."""
+    """Swap, distil, and measure on the way. All processes measure, since all must call a sharded model together."""
     longest, causal = trained_length(config)
     tokenizer = load_tokenizer(config.model)
     block_size = config.block_size or (longest if causal else min(128, longest))
@@ -87,7 +87,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         fit_learning_rate=config.fit_learning_rate,
         tokenizer=tokenizer,
     )
-    # Nothing reaches a pooler from the states of layers, and processes that train together wait for every gradient.
+    # The loss on layers' states gives a pooler no gradient, and DDP waits for every gradient.
     if getattr(model, "pooler", None) is not None:
         model.pooler.requires_grad_(False)
     original = load_original(config.model).to(model.device)
@@ -112,11 +112,11 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         resume=resume,
         description="distillation",
     )
-    PartialState().wait_for_everyone()  # the main process writes the points that all read
+    PartialState().wait_for_everyone()  # until the main process has written the points that all read
     points = curve.points()
     for point in points if causal else ():
         point["ratio"] = point["perplexity"] / before["perplexity"]
-    # Where the text itself teaches, damage is not what is wanted less of.
+    # With --text-weight the model also learns from the text, so low damage is not the aim.
     judged = "ratio" if causal and config.text_weight else "damage"
     shares = () if cold is None else SHARES
     marks = {f"to_{share}_percent": tokens_to_reach(points, (1 - share / 100) * cold) for share in shares}
@@ -134,7 +134,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
 
 
 def measured_steps(max_steps: int) -> list[int]:
-    """Return the steps after which a run is measured: the first, the last, and by a constant factor in between.
+    """Return the steps after which to measure: the first, the last, and others between at a constant factor.
 
     >>> measured_steps(100)
     [1, 2, 3, 5, 8, 13, 22, 36, 60, 100]
@@ -143,12 +143,12 @@ def measured_steps(max_steps: int) -> list[int]:
 
 
 def tokens_to_reach(curve: list[dict], level: float) -> int | None:
-    """Return the tokens at which damage first is at or below a level: 0 where it starts there, None if it never gets there."""
+    """Return after how many tokens damage first is at or below a level, interpolated; None if it never is."""
     if curve[0]["damage"] <= level:
         return 0
     for before, after in zip(curve, curve[1:], strict=False):
         if after["damage"] <= level:
-            # Rounding may make the damage of an unhurt model zero or less.
+            # Rounding may make tiny damage zero or negative.
             high, middle, low = (math.log(max(value, 1e-12)) for value in (before["damage"], level, after["damage"]))
             share = (high - middle) / (high - low) if high > low else 1.0
             return round(before["tokens"] + share * (after["tokens"] - before["tokens"]))

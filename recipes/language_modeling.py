@@ -1,17 +1,17 @@
 """What does another position scheme cost a language model, and what does training on text win back? Masked LM for BERT, causal
-LM for GPT-2; with --start scratch the control: what if the model had been born with this scheme?
+LM for GPT-2. The control is --start scratch, a model that is trained with the scheme from the beginning.
 
     python recipes/language_modeling.py --model stdlib-gpt2 --scheme rotary --start fit
     python recipes/language_modeling.py --scheme relative --train-file train.txt --validation-file valid.txt  # minilm
     python recipes/language_modeling.py --model gpt2 --scheme rotary --dataset wikitext --dataset-config wikitext-2-raw-v1
     python recipes/language_modeling.py --config recipes/configs/language_modeling.yaml --scheme none --start scratch
 
-A BERT checkpoint without a head for masked LM (sentence encoders have none) gets a fresh one, which is trained first, with the
-original encoder frozen and before the swap: it is the same for every scheme and seed, its loss is in the result, and its
-weights are in head.safetensors, which --head takes: then other runs need not train it again.
+A BERT checkpoint without a masked-LM head (sentence encoders have none) gets a new one. It is trained before the swap, on the
+frozen original encoder, and is the same for every scheme and seed. It is saved as head.safetensors; with --head, other runs use
+it without training it again. Its loss is in the details of result.json.
 
-Figures are of held-out text after training: loss in nats a token, perplexity = exp(loss), of masked tokens for BERT; by length,
-the same tokens cut into shorter or longer blocks. Before training: start_loss. Details: losses by position, the curve.
+Figures on held-out text after training: `loss` in nats per token (per masked token for BERT), `perplexity` = exp(loss), and
+`perplexity_N` with the same tokens in blocks of N. `start_loss` is the loss before training. Details: losses by position.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ from hf_posswap.training.run_log import announce
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextConfig):
-    """One run: the text, how it is cut and masked, and where a new head comes from."""
+    """How to cut and mask the text, and where a new head comes from."""
 
     QUESTION = "What does a scheme cost a language model, and what does training on text win back?"
     FIGURES = {
@@ -59,12 +59,12 @@ class Config(TextConfig):
 
     block_size: Annotated[int | None, "Tokens of a training sequence. Default: the trained length; for BERT up to 128."] = None
     lengths: Annotated[
-        tuple[int, ...], "Lengths to measure at, repeatable. Default: a quarter, half and all of the block size."
+        tuple[int, ...], "Lengths in tokens to measure at, repeatable. Default: a quarter, half and all of the block size."
     ] = ()
-    mlm_probability: Annotated[float, "The share of tokens that is masked."] = 0.15
-    head: Annotated[str | None, "head.safetensors of another run. Default: a missing head is trained."] = None
-    head_steps: Annotated[int, "Steps of training a missing head."] = 200
-    head_learning_rate: Annotated[float, "Its peak learning rate."] = 1e-3
+    mlm_probability: Annotated[float, "Share of tokens to mask, for BERT."] = 0.15
+    head: Annotated[str | None, "head.safetensors of another run. Default: train a missing head."] = None
+    head_steps: Annotated[int, "Steps to train a missing head."] = 200
+    head_learning_rate: Annotated[float, "Peak learning rate for a missing head."] = 1e-3
 
     def __post_init__(self):
         super().__post_init__()

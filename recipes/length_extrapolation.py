@@ -1,21 +1,21 @@
-"""Does a swapped causal model read more than it was trained for, and what does a short fine-tune at a longer length win?
+"""Does a swapped causal model read more than it was trained on, and what does a short fine-tune at a longer length gain?
 
     python recipes/length_extrapolation.py --scheme rotary --start fit
     python recipes/length_extrapolation.py --scheme original     # the bar: the unswapped model, and a window that slides
     python recipes/length_extrapolation.py --scheme learned:extend=tile --finetune-factor 0     # without a fine-tune
     python recipes/length_extrapolation.py --scheme "rotary:scaling={rope_type=yarn,factor=8}" --start fit
 
-The same held-out tokens are cut into blocks of 1x, 2x, 4x, ... the trained length: the loss of each cut, before and after a
-fine-tune. Longer blocks help even a model that cannot use them, since fewer tokens stand at a block's beginning. So the
-original reads each cut, too, through a window of the trained length that slides over it: longer positions are of use only where
-they beat that. The swapped model reads the longest cut through the window as well: with the same weights and tokens, where the
-window is better new positions hurt, and where it is worse longer context helps.
+The same held-out tokens are cut into blocks of 1, 2, 4, ... times the trained length, and the loss is measured for each cut.
+Longer blocks lower the loss of any model, since fewer tokens are at the beginning of a block. So the baseline is the original
+with a sliding window of the trained length: longer positions are useful only if they beat it. The swapped model also reads the
+longest blocks through the window. If that is better than reading them whole, the new positions hurt; if it is worse, longer
+context helps.
 
-The scheme `original` can read longer blocks through the window only: those are its figures. Its fine-tune has blocks of the
-trained length and as many tokens a step as all others, so it is the bar after the fine-tune, too.
+For the scheme `original`, all figures are measured with the window. Its fine-tune has blocks of the trained length, and as many
+tokens per step as the other schemes have, so it is the baseline after the fine-tune, too.
 
-Figures: loss_N before and tuned_loss_N after the fine-tune, in nats a token, N tokens a block. Details: the windows, and losses
-by position in the longest block. A picture of all is in loss.png.
+Figures: loss_N before and tuned_loss_N after the fine-tune, in nats per token, with N tokens in a block. Details: losses with
+the window, and losses by position in the longest block. loss.png shows all losses.
 """
 
 from dataclasses import dataclass, replace
@@ -42,7 +42,7 @@ from hf_posswap.training.run_log import announce
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextConfig):
-    """One run: how far to look, and how far to train."""
+    """At which lengths to measure, and at which to fine-tune."""
 
     QUESTION = "Does a causal model read more than it was trained for?"
     FIGURES = {
@@ -52,10 +52,10 @@ class Config(TextConfig):
     FORBIDDEN_STARTS = {"scratch": "a model from scratch has no trained length (language_modeling.py --lengths trains one)"}
 
     model: str = "stdlib-gpt2"
-    batch_size: Annotated[int, "Sequences of the fine-tune's length a step, over all processes."] = 4
+    batch_size: Annotated[int, "Sequences per step, of the fine-tune's length, over all processes."] = 4
     factors: Annotated[tuple[int, ...], "Multiples of the trained length to measure at, repeatable."] = (1, 2, 4, 8, 16)
-    finetune_factor: Annotated[int, "The multiple of the trained length to fine-tune at; 0: no fine-tune."] = 4
-    stride: Annotated[int | None, "How far the window slides. Default: a quarter of the trained length; 1 is exact."] = None
+    finetune_factor: Annotated[int, "Multiple of the trained length to fine-tune at; 0: no fine-tune."] = 4
+    stride: Annotated[int | None, "Tokens by which the window slides. Default: a quarter of the trained length."] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -87,7 +87,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         rows = token_blocks(training, tokenizer, length)
         check_enough(rows, config)
         budget = config
-        if not swapped:  # shorter blocks, as many of them as make the same tokens
+        if not swapped:  # shorter blocks, but as many tokens per step
             rows = shorter_blocks(rows, tokenizer, trained)
             budget = replace(config, batch_size=config.batch_size * config.finetune_factor)
 

@@ -1,15 +1,15 @@
-"""Can a model work out nested expressions? ListOps by its published grammar, as a choice of ten digits.
+"""Can a model work out nested expressions? ListOps with its published grammar, as classification into ten digits.
 
     python recipes/listops.py --config recipes/configs/listops_quick.yaml --scheme rotary --output runs/listops   # minutes, CPU
     python recipes/listops.py --config recipes/configs/listops.yaml --scheme relative --output runs/lra           # a GPU's work
     python recipes/listops.py --model bert-base-uncased --start swap --max-length 500 --min-length 100 --output runs/pretrained
 
-Nangia & Bowman 2018 (https://arxiv.org/abs/1804.06028), long as in Tay et al. 2021 (https://arxiv.org/abs/2011.04006), whose
-Transformer gets 36.37 %; hf_posswap/measure/listops.py has the grammar. The model's own tokenizer has no part in it: symbols
-are the first 18 token ids. By default weights are drawn anew, as in the paper, with positions for the longest expression, and
---num-layers, --hidden-size and --num-heads change the size; the other starts go on from the checkpoint.
+Nangia & Bowman 2018 (https://arxiv.org/abs/1804.06028), with the lengths of Tay et al. 2021 (https://arxiv.org/abs/2011.04006),
+whose Transformer gets 36.37 %; hf_posswap/measure/listops.py has the grammar. Symbols are the first 18 token ids; the model's
+tokenizer is not used. By default weights are random, as in the paper, and --num-layers, --hidden-size and --num-heads change
+the size. With another --start, training begins from the checkpoint.
 
-`accuracy` is over held-out expressions, none of which is trained on, `majority` what the commonest answer would get, and
+`accuracy` is measured on expressions that are not trained on; `majority` is the accuracy of always giving the commonest answer.
 result.json also has the accuracy by length and by depth.
 """
 
@@ -37,7 +37,7 @@ _LENGTH_GROUPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ListOpsConfig(RecipeConfig):
-    """One model, trained on expressions and tested on others of the same kind. Defaults are those of Long Range Arena."""
+    """Training and test expressions, and the size of the model. Defaults are those of Long Range Arena."""
 
     QUESTION = "Can a model work out nested expressions (ListOps)?"
     FIGURES = {"accuracy": "of held-out expressions", "majority": "what guessing the commonest answer gets"}
@@ -48,13 +48,13 @@ class ListOpsConfig(RecipeConfig):
     batch_size: int = 32
     min_length: Annotated[int, "Expressions have more symbols than this."] = 500
     max_length: Annotated[int, "Expressions have fewer symbols than this."] = 2000
-    max_depth: Annotated[int, "How deep digits are nested at most; a lone digit has depth 1."] = 10
+    max_depth: Annotated[int, "The largest depth of nesting; a single digit has depth 1."] = 10
     max_args: Annotated[int, "Arguments of an operator, at most."] = 10
     train_examples: Annotated[int, "Expressions to train on."] = 96_000
     examples: Annotated[int, "Expressions to test on."] = 2000
-    num_layers: Annotated[int | None, "Layers of a model that starts from scratch. Default: the checkpoint's."] = None
-    hidden_size: Annotated[int | None, "Its hidden size."] = None
-    num_heads: Annotated[int | None, "Its attention heads."] = None
+    num_layers: Annotated[int | None, "With --start scratch: number of layers. Default: the checkpoint's."] = None
+    hidden_size: Annotated[int | None, "With --start scratch: hidden size. Default: the checkpoint's."] = None
+    num_heads: Annotated[int | None, "With --start scratch: attention heads. Default: the checkpoint's."] = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -65,12 +65,12 @@ class ListOpsConfig(RecipeConfig):
 
 def run(config: ListOpsConfig, folder: Path, resume: bool) -> dict:
     """Train on expressions, and test on others."""
-    positions = config.max_length + 1  # one symbol fewer than max_length, and [CLS] and [SEP]
+    positions = config.max_length + 1  # at most max_length - 1 symbols, and [CLS] and [SEP]
     model = load_model(config, AutoModelForSequenceClassification, max_positions=positions, **_options(config, positions))
     if longest_input(model.config) < positions:
         raise SequenceTooLongError(
             f"expressions of {config.max_length - 1} symbols take {positions} positions, and the model has "
-            f"{longest_input(model.config)}"
+            f"{longest_input(model.config)}: lower --max-length, or raise --max-positions"
         )
     shape = {name: getattr(config, name) for name in ("min_length", "max_length", "max_depth", "max_args")}
     expressions = listops_expressions(config.train_examples + config.examples, **shape, seed=config.seed)
@@ -92,20 +92,20 @@ def run(config: ListOpsConfig, folder: Path, resume: bool) -> dict:
 
 
 def _options(config: ListOpsConfig, positions: int) -> dict:
-    """Return what the model's configuration gets: ten labels, our padding token, and from scratch our sizes as well."""
+    """Return fields of the model's config: ten labels, our padding token, and for --start scratch also our sizes."""
     options = {"num_labels": 10, "pad_token_id": TOKEN_IDS["[PAD]"]}
     if config.start == "scratch":
         options |= {name: getattr(config, size) for size, name in _SIZES.items() if getattr(config, size) is not None}
         options |= {"max_position_embeddings": config.max_positions or positions, "vocab_size": len(TOKEN_IDS)}
         options |= {"bos_token_id": TOKEN_IDS["[CLS]"], "eos_token_id": TOKEN_IDS["[SEP]"]}
         if config.hidden_size is not None:
-            options["intermediate_size"] = 4 * config.hidden_size  # GPT-2 does so by itself, and drops this
+            options["intermediate_size"] = 4 * config.hidden_size  # GPT-2 computes its own, and ignores this
     return options
 
 
 @torch.no_grad()
 def predict(model: PreTrainedModel, examples: list[dict], batch_size: int) -> torch.Tensor:
-    """Return the likeliest label of each example; those of like length are read together."""
+    """Return the likeliest label of each example, (N,); examples of similar length share a batch."""
     model.eval()
     order = sorted(range(len(examples)), key=lambda number: len(examples[number]["input_ids"]))
     found = torch.zeros(len(examples), dtype=torch.long)

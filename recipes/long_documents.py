@@ -4,13 +4,13 @@
     python recipes/long_documents.py --config recipes/configs/movie_reviews.yaml --scheme rotary --max-length 1024
     python recipes/long_documents.py --dataset stanfordnlp/imdb --validation-split test --scheme relative --max-length 2048
 
-The original is cut at its own positions, whatever --max-length says: that is what there is without a swap. A swapped model
-reads --max-length tokens. Both see the same documents in the same order.
+For the original, documents are cut at its own longest input, whatever --max-length says: it cannot read more without a swap. A
+swapped model reads --max-length tokens. Both see the same documents in the same order.
 
-Figures are of all validation documents, and, with `_long` in their name, of those alone that the original cannot read as a
-whole. The result file says how many documents are long and how many were cut.
+Figures are measured on all validation documents and, with `_long` in their name, on only those that the original cannot read as
+a whole. result.json says how many documents are long, and how many were cut.
 
-Memory goes with --batch-size / --gradient-accumulation-steps documents of --max-length tokens at once.
+Memory grows with --batch-size / --gradient-accumulation-steps, the documents read at once, and with --max-length.
 """
 
 from dataclasses import dataclass, replace
@@ -25,13 +25,13 @@ from hf_posswap.experiments.recipe import main
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ClassificationConfig):
-    """Documents, and how much of them a swapped model reads."""
+    """Which documents to use, and how much of them a swapped model reads."""
 
     QUESTION = "Does reading more of a document help?"
     FIGURES = {"accuracy_long": "of the documents that the original cannot read as a whole; it is cut at what it can read"}
 
-    max_length: Annotated[int, "Tokens that a swapped model reads of a document: 1024, 2048, 4096."] = 1024
-    eval_batch_size: Annotated[int, "Documents a process reads at once when it measures."] = 8
+    max_length: Annotated[int, "Tokens of a document that a swapped model reads, such as 1024, 2048 or 4096."] = 1024
+    eval_batch_size: Annotated[int, "Documents per process and batch in the evaluation."] = 8
 
     def __post_init__(self):
         super().__post_init__()
@@ -40,7 +40,7 @@ class Config(ClassificationConfig):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Train and measure once, the original on what it can read."""
+    """Train and measure once; the original reads documents cut at its longest input."""
     trained = trained_positions(config)
     reads = min(trained, config.max_length) if config.scheme == ORIGINAL else config.max_length
     config = replace(config, max_length=reads, max_positions=reads)

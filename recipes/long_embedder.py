@@ -1,18 +1,18 @@
-"""An embedder that reads long documents in one go: swap, long fit, then pairs without labels, by sentence-transformers.
+"""Make an embedder that reads long documents in one go: swap, fit on long text, tune on pairs without labels.
 
     python recipes/long_embedder.py --scheme rotary --train-file books/ --validation-file plays.txt --save-model
-    python recipes/long_embedder.py --read chunks --chunk 128 --train-file books/ --validation-file plays.txt   # the bar
+    python recipes/long_embedder.py --read chunks --chunk 128 --train-file books/ --validation-file plays.txt   # baseline
     python recipes/long_embedder.py --scheme rotary --tokens 4096 --cached 4 --train-file my-documents.csv
     accelerate launch recipes/long_embedder.py --scheme rotary --train-file books/
 
-A pair is a passage of a document and the document; the other documents of its batch are what it is not. A brake holds the
-passages, which are short texts, at the vectors that the original gives them (--brake: its weight), so that what was good at
-short texts stays so. `original` is the bar: the same model, not swapped, tuned alike, reading as --read says. Rates, chunks and
-brakes are to be chosen by the figures on select text, the last tenth of the documents trained on, which no step sees.
+A pair is a document and a passage of it; the other documents of the batch are the negatives. A penalty, weighted by --brake,
+keeps the vectors of passages, which are short texts, near those of the original, so that it stays good at short texts. The
+scheme `original` is the baseline: the unswapped model, tuned in the same way, which reads documents as --read says. Choose
+rates, chunks and brakes by `select`, measured on the last tenth of the training documents, which is not trained on.
 
-Figures: recall, the share of passages whose document is the nearest of all, on documents of --validation-file; `early` and
-`late` of passages from the first and the last third; `select`, the same as recall on select text; `kept`, the mean cosine of
-short select passages with the original's vectors; `sts`, Spearman's rho on --sts, and `sts_original`.
+Figures: `recall`, the share of passages whose document is the nearest of all, on documents of --validation-file; `early` and
+`late`, the same for passages from the first and the last third; `select`, recall on the select text; `kept`, the mean cosine
+of its passages with the original's vectors; `sts`, Spearman's rho on --sts, and `sts_original`.
 """
 
 import time
@@ -47,13 +47,13 @@ with extra():
         MultipleNegativesRankingLoss,
     )
 
-EACH = 6  # passages of a document that is measured on
+EACH = 6  # passages drawn from each document in the evaluation
 TEMPERATURE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextOptions, SwapOptions):
-    """How long documents are, how they are read, and how the embedder is tuned to find them."""
+    """How long documents are, how to read them, and how to tune the embedder to find them."""
 
     QUESTION = "Does it find a long document by a passage of it, wherever that stands?"
     FIGURES = {
@@ -69,26 +69,26 @@ class Config(TextOptions, SwapOptions):
     start: str = "fit"
     span: int | None = 128
     first: int = 1
-    tokens: Annotated[int, "Of a document, and of the longest input of the swapped model."] = 1024
+    tokens: Annotated[int, "Tokens of a document, and the longest input of the swapped model."] = 1024
     passage: Annotated[int, "Tokens of a passage."] = 48
-    window: Annotated[int, "What the original reads at once in the long fit: the length that it was tuned at."] = 128
+    window: Annotated[int, "Window of the original in the fit, in tokens: the length that it was tuned at."] = 128
     read: Annotated[Way, "How the original reads a document; a swapped model reads it whole."] = "chunks"
-    chunk: Annotated[int, "Tokens that the original reads at once."] = 128
-    max_steps: Annotated[int, "Steps on pairs; 0: measure what is there."] = 60
-    batch_size: Annotated[int, "Pairs of a step, over all processes."] = 12
-    learning_rate: Annotated[float, "The peak, after a tenth of the steps; then down to 0 as a cosine."] = 5e-5
+    chunk: Annotated[int, "Tokens of a chunk, for the original."] = 128
+    max_steps: Annotated[int, "Tuning steps on pairs; 0: measure without tuning."] = 60
+    batch_size: Annotated[int, "Pairs per step, over all processes."] = 12
+    learning_rate: Annotated[float, "Peak rate, after warm-up over a tenth of the steps; then a cosine to 0."] = 5e-5
     brake: Annotated[float, "Weight of 1 - cosine of the passages' vectors with the original's."] = 1.0
-    cached: Annotated[int, "Pairs at once in memory, for large batches (GradCache); 0: all."] = 0
-    bf16: Annotated[bool, "Tune in bfloat16 where that loses little (autocast)."] = False
+    cached: Annotated[int, "Pairs in memory at once, for large batches (GradCache); 0: all."] = 0
+    bf16: Annotated[bool, "Tune with autocast to bfloat16."] = False
     checkpoint_every: Annotated[int, "Steps between checkpoints, for --resume; 0: none."] = 0
-    documents: Annotated[int, "Documents to find, at most."] = 120
+    documents: Annotated[int, "The largest number of documents to search."] = 120
     sts: Annotated[str | None, "A table of sentence1, sentence2 and label."] = None
 
     def __post_init__(self):
         super().__post_init__()
         self.at_least_one("tokens", "passage", "window", "chunk", "documents")
         if self.batch_size < 2:
-            raise PosswapError(f"batch_size={self.batch_size}: a pair is told from the others of its batch, give 2 or more")
+            raise PosswapError(f"batch_size={self.batch_size}: other pairs of the batch are the negatives, so give 2 or more")
         if min(self.max_steps, self.cached, self.checkpoint_every) < 0 or self.brake < 0 or not self.learning_rate > 0:
             raise PosswapError("max_steps, cached, checkpoint_every and brake must be 0 or more, and learning_rate above 0")
 
@@ -125,7 +125,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
 
 
 def pairs(config: Config, training: list[str], tokenizer) -> list:
-    """Draw a passage for each pair: every document once before any comes again."""
+    """Draw (passage, document) pairs; every document is used once before any is used again."""
     wanted, drawn = config.max_steps * config.batch_size, []
     generator = torch.Generator().manual_seed(config.seed)
     while len(drawn) < wanted:
@@ -136,7 +136,7 @@ def pairs(config: Config, training: list[str], tokenizer) -> list:
 
 
 class PairsWithBrake(nn.Module):
-    """MultipleNegativesRankingLoss, and how far passages have gone from the vectors (B, E) that come as labels."""
+    """MultipleNegativesRankingLoss, plus 1 - cosine of passages with their original vectors (B, E), the labels."""
 
     def __init__(self, model: SentenceTransformer, brake: float, cached: int):
         super().__init__()
@@ -146,7 +146,7 @@ class PairsWithBrake(nn.Module):
         self.pairs = kind(model, **options, **({"mini_batch_size": cached} if cached else {}))
 
     def forward(self, features, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a batch; columns are read apart, since together passages would be padded to documents."""
+        """Return the loss of a batch. Passages are read apart from documents, to whose length they would be padded."""
         passages, documents = features
         if self.cached:
             loss, short = self.pairs([passages, documents], None), self.model(passages)["sentence_embedding"]
@@ -162,7 +162,7 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
     announce("tuning")
     passages, long = map(list, zip(*drawn, strict=True))
     dataset = Dataset.from_dict({"anchor": passages, "positive": long, "label": original.encode(passages).tolist()})
-    if getattr(unwrap(embedder), "pooler", None) is not None:  # nothing reaches it, and processes wait for every gradient
+    if getattr(unwrap(embedder), "pooler", None) is not None:  # it gets no gradient, and DDP waits for every gradient
         unwrap(embedder).pooler.requires_grad_(False)
     if config.batch_size % PartialState().num_processes:
         raise PosswapError(f"batch_size={config.batch_size} does not divide into {PartialState().num_processes} processes")
@@ -180,7 +180,7 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
         use_cpu=cpu,
         ddp_backend="gloo" if cpu and PartialState().num_processes > 1 else None,
         ddp_find_unused_parameters=False,
-        ddp_broadcast_buffers=False,  # each part of a batch is read by itself, and buffers are in use until the gradients are
+        ddp_broadcast_buffers=False,  # a forward calls the model twice, and broadcasting would change buffers still in use
         save_strategy="steps" if config.checkpoint_every else "no",
         save_steps=config.checkpoint_every or 500,
         save_total_limit=1,
@@ -200,14 +200,14 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
 
 
 def spread(items: list, count: int) -> list:
-    """Return at most so many items, evenly spread."""
+    """Return at most `count` items, evenly spread."""
     count = max(1, min(count, len(items)))
     return [items[number * len(items) // count] for number in range(count)]
 
 
 @torch.no_grad()
 def measure(embedder, original, config: Config, asked: dict[str, tuple[list, list]]) -> tuple[dict, dict]:
-    """Return the figures of a run; and each query's hit, and the documents read in a second."""
+    """Return the figures of a run, and details: each query's hit, and documents read per second."""
     figures, found, seconds = {}, {}, 0.0
     for name, (texts, passages) in asked.items():
         started = time.perf_counter()

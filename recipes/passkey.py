@@ -1,4 +1,4 @@
-"""Does a model find a key that is hidden in a long text? Accuracy over length and depth, as a heat map.
+"""Does a model find a key that is hidden in a long text? Accuracy by length and depth, as a heat map.
 
     python recipes/passkey.py --config recipes/configs/passkey.yaml --scheme rotary --output runs/passkey    # minutes, CPU
     python recipes/passkey.py --config recipes/configs/passkey_bert.yaml --scheme relative --output runs/bert
@@ -7,9 +7,9 @@
 
 Mohtashami & Jaggi 2023 (https://arxiv.org/abs/2305.16300); hf_posswap/measure/passkey.py has the texts, and what differs.
 
-A causal model learns to say the key from short generated texts, and is asked at all lengths: `accuracy` is the share of keys
-it says in full, `candidates` the share of texts in which the key is likelier than nine other keys (one in ten by chance). An
-encoder learns to point at the key, as in question answering. Keys of the test are in no training text.
+A causal model is trained on short generated texts to say the key, and tested at all lengths. `accuracy` is the share of keys
+that it says in full, `candidates` the share of texts in which the key is likelier than nine others (0.1 is chance). An encoder
+is trained to point at the key, as in question answering. Test keys are in no training text.
 
 Writes result.json, with the matrices of lengths x depths, and heat_map.png into --output.
 """
@@ -40,7 +40,7 @@ from hf_posswap.training.run_log import announce
 
 @dataclass(frozen=True, kw_only=True)
 class PasskeyConfig(RecipeConfig):
-    """One model, trained on short texts with a key, and tested at all lengths and depths."""
+    """Which texts to train on, and at which lengths and depths to test."""
 
     QUESTION = "Does it find a key that is hidden in a long text?"
     FIGURES = {
@@ -50,16 +50,16 @@ class PasskeyConfig(RecipeConfig):
 
     model: str = "stdlib-gpt2"
     max_steps: int = 300
-    train: Annotated[bool, "Train on generated texts first. Without: what the checkpoint can do as it is."] = True
-    train_lengths: Annotated[tuple[int, ...], "Tokens of training texts; each text draws one of them."] = (256,)
-    lengths: Annotated[tuple[int, ...], "Tokens of test texts."] = (128, 256, 512, 1024, 2048, 4096, 8192)
+    train: Annotated[bool, "Train on generated texts first, or test the checkpoint as it is."] = True
+    train_lengths: Annotated[tuple[int, ...], "Tokens of training texts; each text draws one; repeatable."] = (256,)
+    lengths: Annotated[tuple[int, ...], "Tokens of test texts; repeatable."] = (128, 256, 512, 1024, 2048, 4096, 8192)
     depths: Annotated[tuple[float, ...], "Where the key is hidden: 0 the start of the filler, 1 its end."] = (
         0.0, 0.25, 0.5, 0.75, 1.0,
     )  # fmt: skip
     examples: Annotated[int, "Test texts for each length and depth."] = 20
     filler: Annotated[Literal["repeat", "text"], "The paper's five sentences, or the standard library's prose."] = "repeat"
-    decoys: Annotated[int, "Other keys in each text, of other names."] = 0
-    tokens_a_batch: Annotated[int, "Tokens that a test batch has at most, if one text is not longer."] = 8192
+    decoys: Annotated[int, "Number of other keys in each text, with other names."] = 0
+    tokens_a_batch: Annotated[int, "Most tokens in a test batch; a longer text is a batch of its own."] = 8192
 
     def __post_init__(self):
         super().__post_init__()
@@ -120,14 +120,14 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
 
 
 def heat_maps(model, texts: PasskeyTexts, config: PasskeyConfig, *, ask: Callable) -> dict[str, list[list[float]]]:
-    """Return the share of right answers of each kind, a row for each depth and a column for each length."""
+    """Return matrices of shares of right answers, by figure, with a row for each depth and a column for each length."""
     panels = {}
     for depth in config.depths:
         rows = {}
         for length in config.lengths:
             drawn = list(enumerate(depth_texts(texts, length, depth, config.examples, seed=config.seed)))
             size = max(1, config.tokens_a_batch // length)
-            # As many texts on each process, the last ones twice: sharded models can only be called by all together.
+            # Padded to equal counts by repeating texts, since all processes must call a sharded model together.
             with PartialState().split_between_processes(drawn, apply_padding=True) as own:
                 found = []
                 for some in (own[first : first + size] for first in range(0, len(own), size)):

@@ -1,20 +1,20 @@
-"""How far can it read now? A causal model with new positions on text many times as long as it was trained for, without labels.
+"""How far can a causal model with new positions read? Loss on text many times as long as it was trained on.
 
     python recipes/read_on.py --scheme relative --start fit              # a long fit: blocks of four times the trained length
     python recipes/read_on.py --scheme rotary --start fit --span 192     # attention to the last 192 tokens and the first 4
-    python recipes/read_on.py --scheme original                          # the bar: a window that slides over the same text
-    python recipes/read_on.py --scheme rotary --start fit --span 192 --generate 20000      # and what a new token costs
-    python recipes/read_on.py --scheme relative --start fit --tune-steps 500       # and what long text teaches it afterwards
+    python recipes/read_on.py --scheme original                          # the baseline: a window slides over the same text
+    python recipes/read_on.py --scheme rotary --start fit --span 192 --generate 20000      # also time generated tokens
+    python recipes/read_on.py --scheme relative --start fit --tune-steps 500       # also train on long text afterwards
 
 The swapped model reads whole blocks of 16 times the trained length. The original reads the same blocks through a window of the
-trained length that slides by a quarter of it, so it reads each token several times. Each figure is the loss of the tokens
-between two distances from the block's beginning: what counts is whether it stays where it is as the text goes on.
+trained length that slides by a quarter of it, so it reads each token several times. Each figure is the loss over a range of
+positions in the block: a model that can read on has about the same loss in all of them.
 
-With --tune-steps both are trained on the next token afterwards, on equal tokens of the same text, each in the longest blocks
-that it is made for. Choose each one's --learning-rate by select_loss, which is of text that is neither trained on nor reported.
+With --tune-steps both are then trained on next-token prediction, on equal tokens of the same text: the swapped model in blocks
+as long as the fit's, the original in blocks of its trained length. Choose the --learning-rate of each by select_loss.
 
-Figures: loss_N, nats a token of the held-out tokens at positions from N / 2 (the first: from 0) up to N. After training also
-start_loss_N, the same before it, and select_loss, over all places of a tenth of the training text that is never trained on.
+Figures in nats per token: loss_N, held-out tokens at positions from N / 2 (the first: from 0) up to N; after training also
+start_loss_N, the same before it, and select_loss, over all positions of training text that is kept out of training.
 """
 
 import time
@@ -41,7 +41,7 @@ from hf_posswap.training.run_log import announce
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextOptions, SwapOptions):
-    """One run: how long the text of the fit is, and how far to look."""
+    """How long the text of the fit is, and how far to read."""
 
     QUESTION = "How far can it read now?"
     FIGURES = {
@@ -52,11 +52,11 @@ class Config(TextOptions, SwapOptions):
     FORBIDDEN_STARTS = {"scratch": "a model from scratch has no trained length"}
 
     model: str = "stdlib-gpt2"
-    factor: Annotated[int, "The blocks that are read, in multiples of the trained length; a power of two."] = 16
-    fit_factor: Annotated[int, "The longest blocks of the start `fit`, likewise; 1: what the original reads."] = 4
-    tune_steps: Annotated[int, "Steps of training on the next token, after the fit; 0: none."] = 0
-    tune_tokens: Annotated[int, "Tokens of such a step, in blocks as long as the fit's; the original's: of its length."] = 4096
-    learning_rate: Annotated[float, "Its peak; the rate rises for a tenth of the steps and falls as a cosine to zero."] = 6e-4
+    factor: Annotated[int, "Length of the blocks to read, in multiples of the trained length; a power of two."] = 16
+    fit_factor: Annotated[int, "Longest blocks of --start fit, in multiples of the trained length."] = 4
+    tune_steps: Annotated[int, "Training steps on next-token prediction, after the fit; 0: none."] = 0
+    tune_tokens: Annotated[int, "Tokens per training step."] = 4096
+    learning_rate: Annotated[float, "Peak rate, after warm-up over a tenth of the steps; then a cosine to 0."] = 6e-4
     generate: Annotated[int, "Also generate this many tokens, and time their first and last thousand, and reading."] = 0
 
     def __post_init__(self):
@@ -123,7 +123,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
 
 @torch.no_grad()
 def generation(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, window: int) -> dict[str, float]:
-    """Return milliseconds a token over the first and the last thousand, cached keys, and what a window read anew costs."""
+    """Return median milliseconds per token, of the first and last thousand and of reading a window anew, and cached keys."""
     model = model.eval()
     cache, seconds, token = DynamicCache(config=model.config), [], prompt.to(model.device)
     mine = longest_input(model.config)

@@ -1,12 +1,12 @@
-"""What does an embedder find in long documents? Pass keys and needles as LongEmbed hides them, folders in BEIR's format, STS.
+"""What does an embedder find in long documents? Pass keys and needles as in LongEmbed, data sets in BEIR's format, STS.
 
     python recipes/retrieval.py --scheme rotary --start fit --span 128                 # MiniLM, 256 to 4,096 tokens
-    python recipes/retrieval.py --scheme original --read truncated                     # the bars: the original, which reads ...
-    python recipes/retrieval.py --scheme original --read chunks --chunk 128            # ... around its limit
+    python recipes/retrieval.py --scheme original --read truncated                     # baseline: documents are cut
+    python recipes/retrieval.py --scheme original --read chunks --chunk 128            # baseline: mean over chunks
     python recipes/retrieval.py --model runs/long-embedder/model --scheme original --read whole --beir nfcorpus --sts sts.csv
 
-Measured by sentence-transformers' own evaluators, so that other embedders' figures stand beside these. `read whole` is for a
-model that reads enough: one of recipes/long_embedder.py, say.
+Figures come from sentence-transformers' evaluators, so they can be compared with other embedders' figures. --read whole is for
+models that read enough tokens, such as those of recipes/long_embedder.py.
 
 Figures: passkey_N and needle_N, the share of 50 questions whose document is the first of 100 of N tokens; beir_NAME, nDCG@10;
 sts, Spearman's rho.
@@ -35,7 +35,7 @@ with extra():
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextOptions, SwapOptions):
-    """What is looked for, and how it is read."""
+    """What to search, and how to read it."""
 
     QUESTION = "What does it find in long documents?"
     FIGURES = {
@@ -48,10 +48,10 @@ class Config(TextOptions, SwapOptions):
 
     first: int = 1
     lengths: Annotated[tuple[int, ...], "Tokens of pass key and needle documents; repeatable."] = (256, 512, 1024, 2048, 4096)
-    window: Annotated[int, "What the original reads at once in a long fit: the length that it was tuned at."] = 128
-    fit_length: Annotated[int, "Tokens of the longest texts of the start `fit`."] = 1024
+    window: Annotated[int, "Window of the original in the fit, in tokens: the length that it was tuned at."] = 128
+    fit_length: Annotated[int, "Tokens of the longest texts of --start fit."] = 1024
     read: Annotated[Way, "How the original reads a document; a swapped model reads it whole."] = "truncated"
-    chunk: Annotated[int | None, "Tokens that the original reads at once. Default: as many as it takes."] = None
+    chunk: Annotated[int | None, "Tokens that the original reads at once. Default: its longest input."] = None
     beir: Annotated[tuple[str, ...], "Folders with corpus.jsonl, queries.jsonl and qrels/test.tsv; repeatable."] = ()
     sts: Annotated[str | None, "A table of sentence1, sentence2 and label."] = None
 
@@ -63,7 +63,7 @@ class Config(TextOptions, SwapOptions):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Swap, fit, look for what was hidden."""
+    """Swap, fit, and search all sets."""
     embedder = load_embedder(config.model)
     beir = {Path(place).name: read_beir(place) for place in config.beir}
     longest, reads = max([*config.lengths, embedder.max_seq_length]), config.chunk or embedder.max_seq_length

@@ -2,11 +2,11 @@
 
     python recipes/train_stdlib_gpt2.py --output runs/stdlib-gpt2            # about an hour on one core
     accelerate launch recipes/train_stdlib_gpt2.py --output runs/stdlib-gpt2 # on GPUs, the same steps
-    python recipes/train_stdlib_gpt2.py --output runs/stdlib-gpt2 --resume   # goes on after an interruption
+    python recipes/train_stdlib_gpt2.py --output runs/stdlib-gpt2 --resume   # continues after an interruption
 
-Why: `make demo` needs a real pretrained GPT-2 on a machine that may not reach the Hub. Documents are the modules of the
-standard library and the `help()` topics; a tenth of them, by a hash of their name, is held out. The result is a folder
-with model.safetensors (float16 on disk, float32 in memory), tokenizer.json and training.json.
+`make demo` needs a real pretrained GPT-2, also without access to the Hub. Documents are the modules of the standard library
+and the `help()` topics; a tenth of them, chosen by a hash of their name, is held out. The output folder gets
+model.safetensors (float16 on disk, float32 in memory), tokenizer.json and training.json.
 """
 
 import json
@@ -33,7 +33,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def build_tokenizer(documents: list[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, as GPT-2 has it, learned from the training documents only."""
+    """Return a byte-level BPE tokenizer, as GPT-2 has, learned from the training documents only."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -54,7 +54,7 @@ def build_tokenizer(documents: list[str], vocab_size: int = 2048) -> PreTrainedT
 
 
 def shifted_blocks(documents: list[str], tokenizer: PreTrainedTokenizerFast, passes: int) -> torch.Tensor:
-    """Every pass cuts the stream at other places, so that no token is always seen at the same position."""
+    """Return blocks (N, 256); each pass cuts the text at other places, so that tokens are seen at different positions."""
     stream = token_blocks(documents, tokenizer, length=1).flatten()
     offsets = [CONTEXT * i // passes for i in range(passes)]
     return torch.cat([stream[o : o + (len(stream) - o) // CONTEXT * CONTEXT].view(-1, CONTEXT) for o in offsets])
@@ -67,7 +67,7 @@ def held_out_perplexity(model: GPT2LMHeadModel, blocks: torch.Tensor) -> float:
 
 
 def card(report: dict) -> ModelCard:
-    """The model card, from what the run reported; huggingface_hub checks its metadata."""
+    """Return the model card for a run's report; huggingface_hub checks its metadata."""
     data = ModelCardData(language="en", license="apache-2.0", library_name="transformers", pipeline_tag="text-generation")
     config, versions = report["config"], report["versions"]
     budget = f"{config['max_steps']} steps of {config['batch_size']} x {CONTEXT} tokens, {report['train_tokens_seen']:,} in all"
@@ -138,7 +138,7 @@ def main(
 
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
-    # Half the download for free: float16 on disk, while config.json keeps dtype float32, so it loads as float32.
+    # float16 on disk halves the download; config.json keeps dtype float32, so the model loads as float32.
     weights = {name: tensor.half() for name, tensor in load_file(output / "model.safetensors").items()}
     save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
     stored = GPT2LMHeadModel.from_pretrained(output).eval()

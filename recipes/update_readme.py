@@ -1,12 +1,12 @@
-"""Write what is generated in the pages: recipes/results/README.md from its template, blocks of README.md, claims in notebooks/.
+"""Generate recipes/results/README.md from its template, blocks of README.md, and the table of claims in notebooks/README.md.
 
     python recipes/update_readme.py
 
-The templates recipes/results/*.jinja have the sentences; every number in them, and every table, is read from the committed
-result files, and `holds(...)` next to a sentence raises where these no longer say what it says. Result files are
-comparison.json (recipes/compare.py) and results.json (fit_quality.py, heal.py, benchmark_attention.py).
+The templates recipes/results/*.jinja have the text. Every number and table is read from the committed result files:
+comparison.json (recipes/compare.py) and results.json (fit_quality.py, heal.py, benchmark_attention.py). `holds(...)` after a
+sentence raises if the results no longer support it.
 
-The tests compare the pages with what this writes, so they cannot drift.
+The tests compare the pages with what this writes, so the pages cannot go out of date.
 """
 
 import ast
@@ -31,10 +31,10 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "recipes" / "results"
 PICTURE = RESULTS / "length_extrapolation" / "reading-past-the-trained-length.png"
 
-# Times of machines that were shared with other work: the paired benchmark is what compares times.
+# Not shown, since the machines also did other work; the paired benchmark compares times.
 NOT_SHOWN = ("tokens/s", "seconds", "fit, s")
 
-# Other pages with figures of a result file.
+# Other pages that show figures of a result file.
 SHOWN_IN = {
     "README.md": ("card/", "fit/minilm/", "fit/stdlib-gpt2/", "length_extrapolation/", "read_on/"),
     "notebooks/02_see_the_schemes.ipynb": ("ladder/",),
@@ -46,7 +46,7 @@ BESIDE = ("cli.py", "errors.py", "evaluating.py", "extras.py", "plots.py", "prov
 
 
 def schemes() -> str:
-    """The schemes: class, options, the attention that each works with; and how many classes of each family can be swapped."""
+    """Return a table of schemes (class, options, attention), and how many classes of each family can be swapped."""
     lines = ["| in Python | as a string | options | what it is | attention |", "|---|---|---|---|---|"]
     for name, scheme in SCHEMES.items():
         options = ", ".join(f"`{field.name}`" for field in fields(scheme)) or "none"
@@ -58,7 +58,7 @@ def schemes() -> str:
 
 
 def tree() -> str:
-    """The package, one line a folder or file of the spine, with the first line of its docstring."""
+    """Return the package's tree: a line for each folder and spine file, with the first line of its docstring."""
 
     def line(path: Path) -> str:
         file = path / "__init__.py" if path.is_dir() else path
@@ -73,7 +73,7 @@ def tree() -> str:
 
 
 def rows(file: Path) -> dict[str, dict[str, list[float]]]:
-    """Return what a result file says, as row -> figure -> a value for each seed; rows are called as in its tables."""
+    """Return the figures in a result file as {row: {figure: [value for each seed]}}; rows are named as in its tables."""
     content, found = json.loads(file.read_text()), {}
 
     def add(label: str, figures: dict) -> None:
@@ -100,7 +100,7 @@ def rows(file: Path) -> dict[str, dict[str, list[float]]]:
 
 
 def environment() -> Environment:
-    """Return what templates may say: tables, figures, and whether what they say of them holds."""
+    """Return the jinja environment, with the functions that templates may call: tables, figures, `holds`."""
     read = {file.parent.relative_to(RESULTS).as_posix(): rows(file) for file in sorted(RESULTS.rglob("comparison.json"))}
     for kind in ("fit", "fit-seconds", "heal", "heal-rates", "ladder"):
         read |= {f.parent.relative_to(RESULTS).as_posix(): rows(f) for f in sorted(RESULTS.glob(f"{kind}/*/results.json"))}
@@ -134,7 +134,7 @@ def environment() -> Environment:
 
 
 def tidy(text: str) -> str:
-    """Leave columns out that are not to be shown, and spreads that round to zero: they say no more than their absence."""
+    """Remove the columns NOT_SHOWN, and standard deviations that round to zero."""
     lines, drop = [], []
     for line in text.split("\n"):
         if line.startswith("|"):
@@ -147,7 +147,7 @@ def tidy(text: str) -> str:
 
 
 def comparison_table(folder: Path, figures: tuple[str, ...] = ()) -> str:
-    """The table of one comparison, and what stands behind it."""
+    """Return the table of one comparison, and the line with its provenance."""
     runs = json.loads((folder / "comparison.json").read_text())["runs"]
     place = folder.relative_to(RESULTS)
     files = f"[All figures, and differences seed by seed]({place}/comparison.md), [runs]({place}/comparison.json)"
@@ -247,7 +247,7 @@ def results_page() -> str:
 
 
 def wrap(page: str) -> str:
-    """Break lines of prose again, where figures of other widths have come in; tables and commands stay as they are."""
+    """Wrap lines of prose again after figures were filled in; tables and commands stay as they are."""
     parts = re.sub(r"\n{3,}", "\n\n", page).split("\n\n")
     for number, part in enumerate(parts):
         if part.startswith(("|", "#", "!", "<", "`", "- `")):
@@ -270,7 +270,7 @@ def render(readme: str) -> str:
 
 
 def replace_block(page: str, name: str, block: str) -> str:
-    """Return the page with what stands between <!-- name --> and <!-- /name --> replaced."""
+    """Return the page with the text between <!-- name --> and <!-- /name --> replaced."""
     pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
     page, count = re.subn(pattern, lambda m: f"{m[1]}{block}\n{m[2]}", page, flags=re.DOTALL)
     if count != 1:

@@ -229,7 +229,7 @@ ROTARY = posswap.Rotary(mark_first=False)
 @pytest.mark.parametrize(
     ("family", "scheme", "changes", "says"),
     [
-        ("roberta", posswap.Rotary(fraction=0.5), {}, "turns all dimensions of a head, and here 8 of 16"),
+        ("roberta", posswap.Rotary(fraction=0.5), {}, "rotates all dimensions of a head, and here 8 of 16"),
         ("roberta-decoder", ROTARY, {}, "no native counterpart: heads that have one are RobertaModel"),
         ("roberta", posswap.Rotary(), {}, "pass the tokenizer"),
         ("distilbert", ROTARY, {}, "no native counterpart: no class of transformers has this family's layers"),

@@ -75,7 +75,7 @@ def test_healing_end_to_end(recipe, heal, name):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"start": "scratch"}, "drawn anew.*known are cold, swap, fit"),
+        ({"start": "scratch"}, "random weights have nothing to win back.*known are cold, swap, fit"),
         ({"scheme": "rotray"}, "did you mean"),
         ({"max_steps": 0}, "1 or more"),
         ({"block_size": 33}, "from 3 to 32"),

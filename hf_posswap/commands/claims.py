@@ -1,12 +1,12 @@
-"""What is said of position schemes, checked: each claim is a function that computes what holds, where, and by how much.
+"""Claims about position schemes, checked: each is a function that computes where the claim holds, and by how much.
 
     hf-posswap claims              # all of them, as a table
     hf-posswap claims --markdown
 
-The claims are those of the papers, lectures and posts that people learn positional encodings from. A claim that holds in one
-place and fails in another has a finding for each. Formulas have E = 128 numbers a position unless a finding says otherwise.
-What needs a trained model takes the embedded GPT-2 (256 positions) and held-out text of its kind, the standard library, which
-differs a little from one Python to the next; what needs to be trained is tiny.
+The claims come from papers, lectures and posts that teach positional encodings. A claim that holds in one case and fails in
+another has a finding for each. Codes have E = 128 numbers per position unless a finding says otherwise. Where a trained model
+is needed, it is the embedded GPT-2 (256 positions) on held-out text from the standard library, which differs a little between
+versions of Python. Models that are trained here are tiny.
 """
 
 import math
@@ -45,7 +45,7 @@ SIZE = 128
 
 @dataclass(frozen=True)
 class Finding:
-    """Whether a claim holds under one condition, and the number that says so."""
+    """Whether a claim holds under one condition, and the number that shows it."""
 
     where: str
     holds: bool
@@ -54,7 +54,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim, and what was found."""
+    """A claim and its findings."""
 
     name: str
     statement: str
@@ -62,7 +62,7 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """Say "holds", "fails", or "depends" where findings differ."""
+        """Return "holds", "fails", or "depends" if findings differ."""
         held = {finding.holds for finding in self.findings}
         return "depends" if len(held) > 1 else "holds" if True in held else "fails"
 
@@ -342,7 +342,7 @@ CLAIMS: tuple[Callable[[], Iterator[Finding]], ...] = (
 
 
 def check_claims(claims: tuple[Callable[[], Iterator[Finding]], ...] = CLAIMS) -> list[Claim]:
-    """Compute what holds of each claim; a minute or less on one core for all of them.
+    """Compute the findings of each claim; all of them take a minute or less on one core.
 
     >>> check_claims((wavelengths,))[0].verdict
     'depends'
@@ -365,7 +365,7 @@ def markdown(claims: list[Claim]) -> str:
 
 
 def claims(markdown_table: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False):
-    """Check what is said of position schemes: what holds, where, and by how much."""
+    """Check common claims about position schemes, and show where each holds, and by how much."""
     found = check_claims()
     if markdown_table:
         typer.echo(markdown(found))
@@ -381,7 +381,7 @@ def claims(markdown_table: Annotated[bool, typer.Option("--markdown", help="As a
     Console().print(table)
 
 
-# -- what several of them need ---------------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def translation_matrix(distance: int, size: int = SIZE, base: float = 10_000.0) -> torch.Tensor:
@@ -403,7 +403,7 @@ def _different(codes: torch.Tensor) -> int:
 
 
 def _below(value: float) -> str:
-    """A number, or the power of ten that it is below where only its smallness says something."""
+    """Format a number; a very small one as a bound, "less than 1e-6"."""
     return f"{value:.2g}" if value > 1e-3 else f"less than 1e{math.ceil(math.log10(max(value, 1e-12)))}"
 
 
@@ -416,9 +416,9 @@ def _bert_base(max_positions: int) -> Geometry:
 
 
 def _text(length: int, count: int) -> torch.Tensor:
-    """Held-out text as token blocks (count, length) of the embedded GPT-2."""
+    """Return held-out text as token blocks (count, length) of the embedded GPT-2."""
     tokenizer = AutoTokenizer.from_pretrained(embedded_model("stdlib-gpt2"))
-    documents = embedded_documents("validation", causal=True)[:12]  # more than enough, and quicker cut into tokens
+    documents = embedded_documents("validation", causal=True)[:12]  # enough, and tokenized more quickly than all of it
     return token_blocks(documents, tokenizer, length)[:count]
 
 

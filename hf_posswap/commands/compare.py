@@ -1,4 +1,4 @@
-"""Run a recipe for several schemes, starts and seeds under one budget, or collect finished runs, and set them side by side.
+"""Run a recipe for several schemes, starts and seeds under one budget, or collect finished runs, and compare them.
 
     hf-posswap compare --quick --output runs/quick                     # minutes: two schemes after a short fit, one seed
     hf-posswap compare --output runs/cost                              # what a swap costs: hf_posswap/experiments/swap_cost.py
@@ -9,8 +9,8 @@
     hf-posswap compare --schemes-from my_schemes.py --scheme original --scheme mine --output runs/mine
     hf-posswap compare --collect runs/mine --collect theirs/comparison.json --output runs/both
 
-What stands after `--` goes to every run. Each is a process of its own, so that memory and seeds are its own, and finished ones
-are kept: the same command again does the rest. Writes comparison.json, .md, .html (one page, no other files) and pictures.
+Options after `--` are passed to every run. Each run is a separate process. Finished runs are kept, so the same command goes on
+after an interruption. Writes comparison.json, .md, .html (self-contained) and pictures.
 """
 
 import json
@@ -39,12 +39,12 @@ from hf_posswap.training.run_log import announce
 SCHEMES = (ORIGINAL, "sinusoidal", "relative", "rotary", "none")
 QUICK_SCHEMES = (ORIGINAL, "relative", "rotary")
 QUICK = shlex.split("--max-steps 8 --fit-tokens 8192 --evaluation-tokens 4096 --word-order-sentences 120")
-DEFAULT_RECIPE = "hf_posswap.experiments.swap_cost"  # a module of the package, so that it is there without the recipes
+DEFAULT_RECIPE = "hf_posswap.experiments.swap_cost"  # part of the package, so it works without the folder recipes/
 
 
 def compare(
     recipe: Annotated[str | None, typer.Argument(help="A recipe's file. Default: what a swap costs.")] = None,
-    options: Annotated[list[str] | None, typer.Argument(help="Options of the recipe, after --.")] = None,
+    options: Annotated[list[str] | None, typer.Argument(help="Options for every run of the recipe, after --.")] = None,
     output: Annotated[Path, typer.Option(help="Folder for runs/ and the comparison.")] = Path("runs/comparison"),
     scheme: Annotated[list[str] | None, typer.Option(help=f"Repeatable. Default: {' '.join(SCHEMES)}.")] = None,
     start: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(STARTS)}. Default: swap.")] = None,
@@ -53,15 +53,15 @@ def compare(
     collect: Annotated[
         list[Path] | None, typer.Option(help="Finished runs or comparisons, instead of running. Repeatable.")
     ] = None,
-    vary: Annotated[list[str] | None, typer.Option(help="An option that may differ, in --collect. Repeatable.")] = None,
-    figure: Annotated[list[str] | None, typer.Option(help="Figures of the table. Repeatable. Default: all.")] = None,
+    vary: Annotated[list[str] | None, typer.Option(help="An option that --collect runs may differ in. Repeatable.")] = None,
+    figure: Annotated[list[str] | None, typer.Option(help="A figure to show. Repeatable. Default: all.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="The default recipe in minutes: rotary, relative; start fit.")] = False,
-    launcher: Annotated[str, typer.Option(help="What starts a run.", show_default="this Python")] = sys.executable,
+    launcher: Annotated[str, typer.Option(help="Command that starts each run.", show_default="this Python")] = sys.executable,
 ):
-    """Compare position schemes in one recipe: equal budgets, means with spread, one page to share.
+    """Compare position schemes in one recipe: equal budgets, means ± standard deviation, one page to share.
 
-    Without a recipe: what a swap costs, and what a fit and a short tuning win back; without options, on what is built in.
-    What stands after -- goes to every run.
+    The default recipe measures what a swap costs, and what a fit and a short tuning win back, on the built-in MiniLM.
+    Options after -- are passed to every run.
 
     \b
         hf-posswap compare --quick --output runs/quick
@@ -70,13 +70,13 @@ def compare(
             -- --config recipes/configs/passkey.yaml
         hf-posswap compare --collect runs/mine --collect theirs/comparison.json --output runs/both
     """
-    if recipe is not None and recipe.startswith("-"):  # after `--` alone: options of the default recipe
+    if recipe is not None and recipe.startswith("-"):  # only options after `--`: they are for the default recipe
         recipe, options = None, [recipe, *(options or [])]
     if collect and (recipe or options or schemes_from):
         raise PosswapError("give a recipe to run (and --schemes-from), or --collect folders of finished runs, not both")
     if quick and (recipe or collect):
         raise PosswapError("--quick is the default recipe with a small budget: leave out the recipe, or --quick")
-    if quick:  # what is said besides wins
+    if quick:  # other options given on the command line win
         options, scheme = [*QUICK, *(options or [])], scheme or QUICK_SCHEMES
         start, seed = start or ["fit"], seed or [0]
     if not collect:
@@ -106,15 +106,15 @@ def run_all(command: list[str], jobs: list[tuple[str, str, int]], output: Path) 
         announce(f"compare: {scheme}, {start}, seed {seed}, run {number} of {len(jobs)}")
         status = _run([*command, *chosen, *(["--resume"] if folder.exists() else [])])
         if status == 130:
-            raise Interrupted(f"stopped; what is finished is kept in {output}: the same command does the rest")
+            raise Interrupted(f"stopped; finished runs are kept in {output}: the same command does the rest")
         if status:
-            raise PosswapError(f"the run of {scheme}, {start}, seed {seed} failed; what is finished is kept in {output}")
+            raise PosswapError(f"the run of {scheme}, {start}, seed {seed} failed; finished runs are kept in {output}")
 
 
 def _run(command: list[str]) -> int:
-    """Run a command in a session of its own, and return its exit status; 130 where this one was asked to stop.
+    """Run a command in its own session; return its exit status, or 130 if this process was asked to stop.
 
-    Its launcher would answer Ctrl-C with a traceback. On SIGTERM the training loop saves a checkpoint; all else just ends.
+    The run gets SIGTERM, on which the training loop saves a checkpoint. On Ctrl-C a launcher would print a traceback.
     """
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
     process = subprocess.Popen(command, start_new_session=True)
@@ -132,25 +132,24 @@ def _run(command: list[str]) -> int:
 def _jobs(schemes: list[str], starts: list[str], seeds: list[int]) -> list[tuple[str, str, int]]:
     for scheme in schemes:
         if scheme != ORIGINAL:
-            parse_scheme(scheme)  # a typo in the last one is found before the first is run
+            parse_scheme(scheme)  # find a typo in the last scheme before the first one runs
     if unknown := [start for start in starts if start not in STARTS]:
         raise PosswapError(f"start={unknown[0]!r} is not known; known are {', '.join(STARTS)}")
     jobs = []
-    for seed in seeds:  # one after the other: what is stopped half way has whole seeds to collect
+    for seed in seeds:  # seed by seed, so that an interrupted comparison has complete seeds to collect
         for scheme in schemes:
-            # The original has one start, unless the question is what it would have been from nothing.
+            # The original has one start only, but may also be trained from scratch.
             possible = [one for one in starts if one == "scratch"] or ["swap"] if scheme == ORIGINAL else starts
             jobs += [(scheme, start, seed) for start in possible]
     return jobs
 
 
 def _begin(output: Path, asked: dict) -> None:
-    """Note what is run, or check that it is what a folder was begun with: finished runs of other options would be kept."""
+    """Note recipe and options in the folder, or raise if it has runs of others: finished runs would be mixed with new ones."""
     file = output / "comparison_of.json"
     if file.exists() and json.loads(file.read_text()) != asked:
         raise PosswapError(
-            f"{output} was begun with another recipe or other options, see {file}, and its finished runs would be kept: choose "
-            "another --output, or give the same"
+            f"{output} holds runs of another recipe or other options, see {file}: choose another --output, or give the same"
         )
     write_json(file, asked)
 

@@ -1,6 +1,6 @@
 """`hf-posswap demo`: what a swap costs and what a fit wins back, on the two embedded models.
 
-Everything is computed here and now. Encoders are judged by the cosine of their sentence vectors with the original's, causal
+Every number is computed while it runs. Encoders are judged by the cosine of their sentence vectors with the original's, causal
 models by their perplexity, both on held-out text of the Python standard library.
 """
 
@@ -30,11 +30,11 @@ from hf_posswap.swapping import swap
 from hf_posswap.terminal import say
 
 SCHEMES = ("rotary", "relative")
-LENGTH = 128  # tokens of the blocks that an encoder is fitted and measured on: sentences are no longer
-LONG = 1024  # tokens, of a causal model that was trained with 256
-HELD_OUT = {"minilm": 8192, "stdlib-gpt2": 4096}  # tokens of each figure
+LENGTH = 128  # tokens of a block that an encoder is fitted and measured on
+LONG = 1024  # tokens, for a causal model that was trained on 256
+HELD_OUT = {"minilm": 8192, "stdlib-gpt2": 4096}  # held-out tokens for each figure
 
-# What a fit on 65,536 tokens with 100 steps a layer reaches: recipes/results/fit, three seeds, and what it takes there.
+# Figure and time of a fit on 65,536 tokens with 100 steps per layer: recipes/results/fit, three seeds.
 FULL = {
     "minilm": {"rotary": ("0.966", "167 s"), "relative": ("0.988", "230 s")},
     "stdlib-gpt2": {"rotary": ("23.45", "93 s"), "relative": ("23.32", "129 s")},
@@ -52,7 +52,7 @@ SENTENCES = (
 
 @dataclass
 class Demo:
-    """Where the demo prints, writes, and how long it fits."""
+    """Where the demo prints and writes, and how long it fits."""
 
     folder: Path
     fit_tokens: int
@@ -60,7 +60,7 @@ class Demo:
     console: Console = field(default_factory=lambda: Console(highlight=False, width=min(80, Console().width)))
 
     def step(self, title: str, meaning: str) -> None:
-        """Say in a line or two what comes and what its number means."""
+        """Announce a step, and what its number means."""
         self.console.print(f"\n[bold]{title}[/bold] {meaning}")
 
     def table(self, columns: list[str], rows: list[tuple], digits: int) -> None:
@@ -73,7 +73,7 @@ class Demo:
         self.console.print(table)
 
     def fit(self, model: PreTrainedModel, batches) -> FitReport:
-        """Fit a swapped model as short as this demo is."""
+        """Fit a swapped model with the budget of this demo."""
         scheme = model.base_model.position_scheme.name
         say(f"fitting {scheme}: {self.fit_tokens:,} tokens, {self.reconstruct} steps for each layer")
         report = fit(model, batches, reconstruct=self.reconstruct, progress=self.console.is_terminal)
@@ -84,12 +84,12 @@ def demo(
     output: Annotated[Path, typer.Option(help="A new folder for the picture, the swapped model and its card.")] = Path(
         "runs/demo"
     ),
-    fit_tokens: Annotated[int, typer.Option(min=4096, help="Tokens that each fit reads.")] = 16_384,
-    reconstruct: Annotated[int, typer.Option(min=1, help="Steps of each fit for each layer.")] = 20,
+    fit_tokens: Annotated[int, typer.Option(min=4096, help="Tokens for each fit.")] = 16_384,
+    reconstruct: Annotated[int, typer.Option(min=1, help="Steps per layer for each fit.")] = 20,
 ):
     """See what a swap costs and what a fit wins back: MiniLM and a small GPT-2, two minutes on two cores.
 
-    With --fit-tokens 65536 --reconstruct 100 the fits are those of the README's tables, which take minutes each.
+    With --fit-tokens 65536 --reconstruct 100, the fits are those of the README's tables, and take minutes each.
     """
     with new_folder(output) as folder:
         show = Demo(folder, fit_tokens, reconstruct)
@@ -150,12 +150,12 @@ def _causal(show: Demo) -> None:
     documents = embedded_documents("validation", causal=True)
     longest = spread(token_blocks(documents, tokenizer, LONG), HELD_OUT["stdlib-gpt2"])
     cuts = {length: shorter_blocks(longest, tokenizer, length) for length in (256, 512, LONG)}
-    # The original has no more than 256 positions. Its table, repeated, is what people try first.
+    # The original has 256 positions. Repeating its table is the usual first attempt to read further.
     found = {("original", "its table repeated"): swap(copy.deepcopy(original), "learned:extend=tile", max_positions=LONG)}
     for scheme in SCHEMES:
         found[scheme, "swap"] = swap(copy.deepcopy(original), scheme, max_positions=LONG)
     figures = {key: {length: perplexity(model, cut) for length, cut in cuts.items()} for key, model in found.items()}
-    # A tenth of the documents is more than enough, and quicker cut into tokens.
+    # A tenth of the documents is enough, and tokenized more quickly.
     batches = text_batches(embedded_documents("train", causal=True)[::10], tokenizer, 256, tokens=show.fit_tokens, causal=True)
     reports = {}
     for scheme in SCHEMES:
@@ -200,7 +200,7 @@ def _causal(show: Demo) -> None:
 
 @torch.no_grad()
 def _similar(model: PreTrainedModel, tokenizer) -> torch.Tensor:
-    """Return the cosine of each sentence's mean-pooled vector with the query's, (sentences,)."""
+    """Return the cosine of each sentence's mean-pooled vector with the query's, (number of sentences,)."""
     vectors = []
     for sentence in (QUERY, *SENTENCES):
         states = model(**tokenizer(sentence, return_tensors="pt")).last_hidden_state

@@ -1,4 +1,4 @@
-"""`hf-posswap describe`: what positions a checkpoint has."""
+"""`hf-posswap describe`: which positions a checkpoint has."""
 
 from typing import Annotated
 
@@ -12,5 +12,5 @@ def describe_command(
     model: Annotated[str, typer.Argument(help="A model folder or Hub id, swapped or not.")],
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,
 ):
-    """Say what positions a checkpoint has."""
+    """Show which positions a checkpoint has, swapped or not."""
     typer.echo(describe(open_model(model, trust_remote_code=trust_remote_code)))

@@ -16,11 +16,10 @@ def export_command(
     output: Annotated[Path, typer.Option(help="A new folder for the model, its tokenizer and parity.json.")],
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,
 ):
-    """Write a swapped model as a stock class of transformers that computes the same, and say how near it comes.
+    """Save a swapped model as a stock class of transformers that computes the same, and show the largest difference.
 
-    A pipeline of sentence-transformers stays one, and loads without hf_posswap.
-
-    BERT with rotary positions becomes RoFormer, GPT-2 GPT-NeoX; what is added to the embeddings becomes a plain table.
+    With rotary positions, BERT becomes RoFormer, and GPT-2 becomes GPT-NeoX. Positions that are added to the embeddings become
+    a learned table. A pipeline of sentence-transformers stays one. The result loads without hf_posswap.
     """
     with new_folder(output) as folder:
         loaded = open_whole(model, trust_remote_code=trust_remote_code)

@@ -1,4 +1,4 @@
-"""Output folders that are there as a whole or not at all."""
+"""Output folders that appear when they are complete, or not at all."""
 
 import os
 import shutil
@@ -11,12 +11,12 @@ from hf_posswap.errors import CheckpointError
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """Inside, a folder next to `output` to write into; afterwards it is `output`, or, after an error, gone.
+    """Yield a temporary folder to write into, which is renamed to `output` at the end, or deleted after an error.
 
-    Of two that write at once the first keeps the name, and the second ends with an error.
+    If two processes write at once, the first one gets the name, and the second ends with an error.
 
     Raises:
-        CheckpointError: There is something at `output`, before or since.
+        CheckpointError: `output` exists and is not empty, at the beginning or at the end.
     """
     taken = CheckpointError(f"{output} exists already: choose another --output")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -26,7 +26,7 @@ def new_folder(output: Path) -> Iterator[Path]:
     try:
         yield aside
         try:
-            aside.rename(output)  # onto an empty folder, too, and never onto one with something in it
+            aside.rename(output)  # replaces an empty folder, and raises for one that is not empty
         except OSError:
             if not output.exists():
                 raise

@@ -1,4 +1,4 @@
-"""Models that a command names: refused by their config alone where no command can use them, then loaded with their head."""
+"""Open the models that a command names: check the config first, then load the weights with their head."""
 
 import json
 from pathlib import Path
@@ -16,25 +16,25 @@ from hf_posswap.pipelines import is_pipeline, kind_of
 from hf_posswap.target import unsupported
 from hf_posswap.terminal import say
 
-TRUST_HELP = "Run the code that the model's folder or repository brings along."
+TRUST_HELP = "Run code from the model's folder or repository."
 
 
 def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Load a model with the head that it was saved with, so that nothing is lost on the way.
+    """Load a model with the head that it was saved with, so that no weights are lost.
 
     Args:
         name: A folder, a Hub id, or an embedded model.
-        trust_remote_code: As in transformers. Nobody is asked: False refuses.
+        trust_remote_code: As in transformers, but False never asks the user.
 
     Raises:
-        PosswapError: It is not there, it is broken, or its family cannot be swapped; the config alone tells the last.
+        PosswapError: The model does not exist, is broken, or is of a family that cannot be swapped.
     """
     source = model_source(name)
     config = _config(source, trust_remote_code)
     by_name = {kind.__name__: kind for pair in SWAPPED_CLASSES.items() for kind in pair}
     named = next((one for one in config.architectures or () if isinstance(one, str)), None)
     known = by_name.get(named)
-    if config.model_type.startswith("posswap-"):  # never as a plain model, whatever class is named
+    if config.model_type.startswith("posswap-"):  # load the swapped class even if the plain one is named
         known = SWAPPED_CLASSES.get(known, known)
     auto_class = AutoModelForCausalLM if config.model_type.endswith("gpt2") else AutoModel
     say(f"loading {name}")
@@ -56,7 +56,7 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel
 
 
 def open_whole(name: str, *, trust_remote_code: bool = False):
-    """Load a model as `open_model` does, or the pipeline of sentence-transformers that it is the first module of."""
+    """Load the pipeline of sentence-transformers in a folder or repository, or else a model, as `open_model` does."""
     source = model_source(name)
     _config(source, trust_remote_code)
     kind = kind_of(source)
@@ -70,14 +70,14 @@ def open_whole(name: str, *, trust_remote_code: bool = False):
 
 
 def open_tokenizer(name: str, *, trust_remote_code: bool = False):
-    """Return the tokenizer of such a model, or None: where it has none, transformers makes one up with hardly a word."""
+    """Return the model's tokenizer, or None if there is none (transformers then makes up a tiny one)."""
     with _one_line(f"the tokenizer of {name} cannot be read", "copy or download it again"):
         tokenizer = AutoTokenizer.from_pretrained(model_source(name), trust_remote_code=trust_remote_code)
     return tokenizer if len(tokenizer) > 10 else None
 
 
 def loading(model, folder: Path) -> str:
-    """Return the line of Python that loads what was saved."""
+    """Return the Python expression that loads the saved model."""
     name, place = type(model).__name__, repr(str(folder))
     if is_pipeline(model):
         return f"{name}({place})"
@@ -98,7 +98,7 @@ def _config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _check_place(source: str) -> None:
-    """Raise where there is no such model: transformers tries to reach the Hub for half a minute before it says so."""
+    """Raise CheckpointError if there is no such model; transformers would retry the Hub for half a minute first."""
     folder = Path(source)
     if folder.exists():
         if not (folder / "config.json").is_file():
@@ -131,7 +131,7 @@ def _json(path: Path):
 
 
 class _one_line:
-    """Around a call of transformers: whatever a broken file makes it raise becomes one line."""
+    """Around a call of transformers: turns any error that a broken file causes into a CheckpointError of one line."""
 
     def __init__(self, fact: str, remedy: str):
         self.fact, self.remedy = fact, remedy
@@ -146,6 +146,6 @@ class _one_line:
 
 def _reason(error: Exception) -> str:
     words = " ".join(str(error).split()) or type(error).__name__
-    if "ignore_mismatched_sizes" in words:  # what transformers says, while the shapes are in its log
+    if "ignore_mismatched_sizes" in words:  # transformers' advice, which does not fit here
         return "their shapes are not those that config.json says"
     return words if len(words) < 200 else f"{words[:200]} ..."

@@ -1,11 +1,11 @@
-"""`hf-posswap plot`: from a scheme, a model or a result file to one of the pictures of `plots`.
+"""`hf-posswap plot`: draw a scheme, a model or a result file with one of the functions in `plots`.
 
     hf-posswap plot table sinusoidal --output table.png                 # as printed, 16 positions of 64 dimensions
     hf-posswap plot dot-products minilm sinusoidal --output dots.svg    # a learned table next to a formula
     hf-posswap plot attention minilm rotary --dark --output heads.png   # before and after a swap
     hf-posswap plot recovery runs/heal --output recovery.png
 
-Schemes are drawn as they are printed, at sizes of your choice; models as they are.
+Schemes are drawn by their formula, at sizes of your choice; models with their own weights.
 """
 
 import json
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What was asked for on the command line."""
+    """The picture that was asked for on the command line."""
 
     kind: str
     sources: tuple[str, ...]
@@ -55,7 +55,7 @@ class Wish:
         )
 
     def open(self, *kinds: type) -> dict[str, Any]:
-        """Return every source as what it is, or raise where it is of no use here."""
+        """Return {source: opened source}; raise PosswapError for one that is not of these kinds."""
         words = {Scheme: "a scheme", PreTrainedModel: "a model", dict: "a result file or folder"}
         found = {source: open_source(source) for source in self.sources}
         for source, one in found.items():
@@ -66,22 +66,22 @@ class Wish:
         return found
 
     def open_one(self, *kinds: type) -> Any:
-        """Return the only source there is."""
+        """Return the only source; raise PosswapError if there are several."""
         if len(self.sources) > 1:
             raise PosswapError(f"plot {self.kind} draws one source at a time; given were {', '.join(self.sources)}")
         return self.open(*kinds)[self.sources[0]]
 
     def choose(self, usual: str | None, names, wanted: str) -> str:
-        """Return the figure that was asked for, or the usual one, which is None where there is nothing to draw."""
+        """Return the figure that was asked for, or the usual one; raise PosswapError if `usual` is None or it is unknown."""
         if usual is None:
-            raise PosswapError(f"plot {self.kind} takes {wanted}; there is nothing of the kind in {self.sources[0]}")
+            raise PosswapError(f"plot {self.kind} takes {wanted}; there are none in {self.sources[0]}")
         if self.figure is not None and self.figure not in names:
             raise PosswapError(f"{self.sources[0]} has no figure {self.figure!r} to draw; there are {', '.join(names)}")
         return self.figure or usual
 
 
 def open_source(source: str) -> Scheme | PreTrainedModel | dict:
-    """Return the scheme, results or model that a word on the command line stands for, looked for in this order.
+    """Return the scheme, results or model that a word on the command line names; they are tried in this order.
 
     Results are {"runs": [...], "vary": [...]} of `hf-posswap compare` or recipes, or {"rows": [...]} of `recipes/heal.py`.
 
@@ -89,7 +89,7 @@ def open_source(source: str) -> Scheme | PreTrainedModel | dict:
     8
 
     Raises:
-        PosswapError: It is none of them.
+        PosswapError: It is none of these.
     """
     path = Path(source)
     if source.partition(":")[0] in SCHEMES:
@@ -104,13 +104,13 @@ def open_source(source: str) -> Scheme | PreTrainedModel | dict:
     name = model_source(source)
     try:
         model, info = AutoModel.from_pretrained(name, output_loading_info=True, trust_remote_code=False)
-    # The last four: a config.json that is a list, a number as text, weights of another shape.
+    # The last four come from broken files: a config.json that is a list, a number as text, weights of another shape.
     except (OSError, ValueError, SafetensorError, AttributeError, KeyError, RuntimeError, TypeError) as error:
         raise PosswapError(
             f"{source} is no scheme ({', '.join(SCHEMES)}), no result file or folder, and no model that loads: {error}"
         ) from None
     if lost := [key for key in info["missing_keys"] if "position" in key or key.endswith("wpe.weight")]:
-        raise PosswapError(f"{source} has no weights for {lost[0]}: what would be drawn is random")
+        raise PosswapError(f"{source} has no weights for {lost[0]}, so they would be random: give a checkpoint that has them")
     return find_target(model.eval())[0]
 
 
@@ -155,7 +155,7 @@ def _dot_products(wish: Wish, plots: ModuleType) -> "Figure":
 
 
 def _wavelengths(wish: Wish, plots: ModuleType) -> "Figure":
-    lines, trained = {}, wish.positions  # of schemes alone nothing is trained: no line then
+    lines, trained = {}, wish.positions  # for schemes without a model there is no trained length, and no line for it
     for source, one in wish.open(Scheme, PreTrainedModel).items():
         alone = (one, one_head(wish.size or 64, wish.positions or 512))
         scheme, geometry = alone if isinstance(one, Scheme) else scheme_of(one)
@@ -178,7 +178,7 @@ def _attention(wish: Wish, plots: ModuleType) -> "Figure":
         if isinstance(one, PreTrainedModel):
             model, batches = one, _batches(source, one, wish.positions)
         elif model is None:
-            raise PosswapError(f"plot attention takes a model, and then what to swap it to: plot attention minilm {source}")
+            raise PosswapError(f"plot attention takes a model, and then schemes for it: plot attention minilm {source}")
         else:
             swap(model, one)
         profiles[source] = attention_by_distance(model, batches, reach=min(64, batches[0]["input_ids"].shape[1] - 1))
@@ -186,15 +186,15 @@ def _attention(wish: Wish, plots: ModuleType) -> "Figure":
 
 
 def _batches(source: str, model: PreTrainedModel, length: int | None) -> list[dict[str, torch.Tensor]]:
-    """Return some 4,096 tokens of the embedded text, in rows of 128 or as many as the model holds, unless told."""
+    """Return about 4,096 tokens of the embedded text, in rows of `length`, by default 128 or the model's longest input."""
     tokenizer, longest = (
         AutoTokenizer.from_pretrained(model_source(source), trust_remote_code=False),
         describe(model).max_positions,
     )
-    if len(tokenizer) <= 10:  # for a folder without one, one is made up
+    if len(tokenizer) <= 10:  # transformers makes up a tiny one for a folder without a tokenizer
         raise DataError(f"{source} has no tokenizer to read text with: save one next to the model")
     if (length or 0) > longest:
-        raise PosswapError(f"{length} positions were asked for, and the model holds {longest}")
+        raise PosswapError(f"{length} positions were asked for, and the model holds {longest}: lower --positions")
     documents = embedded_documents("validation", causal=find_target(model)[1].is_causal(model.config))
     rows = spread(token_blocks(documents, tokenizer, length or min(128, longest)), 4096)
     return [{"input_ids": some} for some in rows.split(8)]
@@ -249,7 +249,7 @@ def _recovery(wish: Wish, plots: ModuleType) -> "Figure":
     found = wish.open_one(dict)
     rows = [row for row in found.get("rows", []) if row.get("curve")]
     names = [name for name in ("damage", "perplexity") if rows and name in rows[0]["curve"][0]]
-    # Where the text itself teaches, damage is not what is wanted less of.
+    # With --text-weight the model also learns from the text, so low damage is not the aim.
     usual = names[-1] if names and found.get("config", {}).get("text_weight") else next(iter(names), None)
     name = wish.choose(usual, names, "curves over tokens, as recipes/heal.py writes them")
     lines = {}
@@ -267,7 +267,7 @@ def _recovery(wish: Wish, plots: ModuleType) -> "Figure":
     )
 
 
-# What draws a kind, and the options that it looks at; any other is an error, not silence.
+# Kind of picture -> (function, its options); any other option is an error.
 KINDS = {
     "table": (_table, ("positions", "size")),
     "similarity": (_similarity, ("positions", "size")),
@@ -304,7 +304,7 @@ def plot(
     shift: Annotated[list[int] | None, typer.Option(min=1, help="k of translation; repeatable. Default: 1 4 16.")] = None,
     figure: Annotated[str | None, typer.Option(help="Which figure of a result file, where there are several.")] = None,
 ):
-    """Draw positions or results: of a scheme, of a checkpoint, of finished runs."""
+    """Draw positions, or results of finished runs: hf-posswap plot attention minilm rotary --output heads.png"""
     if kind not in KINDS:
         raise PosswapError(f"there is no picture {kind!r}; there are {', '.join(KINDS)}")
     if output.suffix not in (".png", ".svg"):
@@ -322,6 +322,6 @@ def plot(
     wish = Wish(kind=kind, sources=tuple(source), positions=positions, size=size, shifts=shifts, figure=figure, dark=dark)
     drawn = _drawn(wish, plots)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context({"svg.hashsalt": "hf_posswap"}):  # the same picture is the same file, byte by byte
+    with rc_context({"svg.hashsalt": "hf_posswap"}):  # the same picture gives the same bytes
         drawn.savefig(output, dpi=150, metadata={"Date": None} if output.suffix == ".svg" else None)
     typer.echo(f"wrote {output}")

@@ -1,4 +1,4 @@
-"""`hf-posswap card`, `push` and `leaderboard`: what others see of a model."""
+"""`hf-posswap card`, `push` and `leaderboard`: publish a model and compare published ones."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +12,10 @@ from hf_posswap.sharing.leaderboard import leaderboard
 
 _RESULTS_HELP = "A folder that compare or a recipe wrote, with runs of this model's scheme; repeatable."
 _BASE_HELP = (
-    "What it was swapped from, if the folder does not say: owner/name, owner/name@revision, or local:name if on no Hub."
+    "The model that was swapped, if the folder does not say: owner/name, owner/name@revision, or local:name if not on the Hub."
 )
-_LICENSE_HELP = "Licence of the weights, such as apache-2.0: as a rule the base model's."
-_EVAL_HELP = "DATASET:TASK:FIGURE for .eval_results/, the Hub's own leaderboards of registered benchmarks; repeatable."
+_LICENSE_HELP = "Licence of the weights, such as apache-2.0; usually the base model's."
+_EVAL_HELP = "DATASET:TASK:FIGURE to write to .eval_results/, for the Hub's leaderboards of registered benchmarks; repeatable."
 
 
 def card_command(
@@ -25,27 +25,27 @@ def card_command(
     license: Annotated[str | None, typer.Option(help=_LICENSE_HELP)] = None,
     eval_result: Annotated[list[str] | None, typer.Option(help=_EVAL_HELP)] = None,
 ):
-    """Write a model's card, its results as JSON and pictures into its folder; text of your own in the card stays."""
+    """Write a model's card, its results as JSON and pictures into its folder; your own text in the card stays."""
     path = write_card(folder, results=results, base_model=base_model, license=license, eval_results=eval_result or ())
     typer.echo(f"wrote {path}")
     if ModelCard.load(path).data.license is None:
-        typer.echo("the card names no licence: say with --license under which one others may use the model")
+        typer.echo("the card names no licence: give one with --license, or others may not use the model")
 
 
 def push_command(
     folder: Annotated[Path, typer.Argument(help="A folder that swap or export wrote, or a delta.")],
-    repo_id: Annotated[str, typer.Argument(help="owner/name on the Hub; it is made where it does not exist.")],
+    repo_id: Annotated[str, typer.Argument(help="owner/name on the Hub; created if it does not exist.")],
     results: Annotated[list[Path] | None, typer.Option(help=_RESULTS_HELP)] = None,
     base_model: Annotated[str | None, typer.Option(help=_BASE_HELP)] = None,
     license: Annotated[str | None, typer.Option(help=_LICENSE_HELP)] = None,
-    private: Annotated[bool | None, typer.Option("--private/--public", help="Of a new repository.")] = None,
+    private: Annotated[bool | None, typer.Option("--private/--public", help="Visibility of a new repository.")] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request.")] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Also over a foreign model there, or text in its card.")
+        bool, typer.Option("--overwrite", help="Replace another model on the Hub, and text in its card.")
     ] = False,
     eval_result: Annotated[list[str] | None, typer.Option(help=_EVAL_HELP)] = None,
 ):
-    """Write the card as `card` does, and push the folder to the Hub; what is there already is not sent again."""
+    """Write the card as `card` does, and push the folder to the Hub; files that are there already are not sent again."""
     typer.echo(
         share(
             folder,
@@ -64,9 +64,9 @@ def push_command(
 def leaderboard_command(
     places: Annotated[list[str], typer.Argument(help="Folders of shared models, or owner/name[@revision] on the Hub.")],
     vary: Annotated[
-        list[str] | None, typer.Option(help="An option that may differ, and stands in the row; repeatable.")
+        list[str] | None, typer.Option(help="An option that may differ, and is shown in the row's name; repeatable.")
     ] = None,
     figure: Annotated[list[str] | None, typer.Option(help="A column to show; repeatable. Default: all.")] = None,
 ):
-    """Put what shared models say of themselves into one table for each recipe; unequal budgets are refused."""
+    """Show the results of several shared models in one table for each recipe; unequal budgets are an error."""
     typer.echo(leaderboard(places, vary=vary or (), figures=figure or ()))

@@ -1,4 +1,4 @@
-"""`hf-posswap swap`: from a checkpoint to a swapped one."""
+"""`hf-posswap swap`: swap the positions of a checkpoint, fit them, and save the result."""
 
 import sys
 from dataclasses import replace
@@ -32,29 +32,29 @@ def swap_command(
     output: Annotated[Path, typer.Option(help="A new folder for the swapped model and its tokenizer.")],
     max_positions: Annotated[int | None, typer.Option(help="The longest input; the checkpoint's own by default.")] = None,
     span: Annotated[int | None, typer.Option(help="Attend only to keys at a distance below this. Default: to all.")] = None,
-    first: Annotated[int, typer.Option(help="With --span, how many tokens at the beginning all others see.")] = 4,
+    first: Annotated[int, typer.Option(help="With --span: every token also sees this many at the beginning.")] = 4,
     cold: Annotated[bool, typer.Option("--cold", help="Drop the old table without a warm start.")] = False,
     fit: Annotated[
         str | None,
         typer.Option(
-            help="Fit the swapped model to its original, layer by layer, on this text: a file, folder or Hub dataset; "
-            "'auto': text at hand, the standard library's for an encoder, the model's own writing for a causal model."
+            help="Fit the swapped model to its original, layer by layer, on this text: a file, folder or Hub dataset, or "
+            "'auto': the standard library's text for an encoder, text that it generates itself for a causal model."
         ),
     ] = None,
     fit_tokens: Annotated[
-        int | None, typer.Option(help="Tokens to fit on and to measure the fit with. Default: 65536.")
+        int | None, typer.Option(help="Tokens to fit on, and to measure the fit with. Default: 65536.")
     ] = None,
     reconstruct: Annotated[
-        int | None, typer.Option(help="Steps for each layer; 0: the closed form alone. Default: 100.")
+        int | None, typer.Option(help="Steps of the fit per layer; 0: only the closed form. Default: 100.")
     ] = None,
     text_column: Annotated[str | None, typer.Option(help="The column of a table with the text. Default: text.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,
 ):
     """Swap a checkpoint's positions, fit the new ones if asked to, and save the result.
 
-    Swapped are BERT, RoBERTa, XLM-RoBERTa, CamemBERT and GPT-2 models with learned positions and any head of transformers', in
-    full precision, and pipelines of sentence-transformers around them, which stay whole. Not swapped: quantized models, other
-    families (OPT, ELECTRA, ...), and models that are rotary or relative already.
+    It takes BERT, RoBERTa, XLM-RoBERTa, CamemBERT and GPT-2 models with learned positions, with any head of transformers, in
+    full precision, and pipelines of sentence-transformers around them. It does not take quantized models, other families (OPT,
+    ELECTRA, ...), and models that have rotary or relative positions already.
     """
     for name, value in (("--fit-tokens", fit_tokens), ("--reconstruct", reconstruct), ("--text-column", text_column)):
         if fit is None and value is not None:
@@ -87,7 +87,7 @@ def swap_command(
         if tokenizer is not None and not piped:
             tokenizer.model_max_length = longest_input(loaded.config)
             tokenizer.save_pretrained(folder)
-    typer.echo(replace(describe(loaded), can_restore=False))  # this process ends, and the original with it
+    typer.echo(replace(describe(loaded), can_restore=False))  # only this process could restore it
     if tokenizer is None:
         typer.echo(f"no tokenizer saved: {model} has none for this model")
     typer.echo(f"saved to {output}: import hf_posswap, then {loading(whole, output)}")
@@ -96,7 +96,7 @@ def swap_command(
 def _calibration(
     source: str, text_column: str, model: PreTrainedModel, tokenizer, tokens: int, longest: int
 ) -> tuple[list, str]:
-    """Return token batches of the text that a fit was asked to use, and which text that is."""
+    """Return token batches of the text to fit on, and the name of that text for the report."""
     causal = family_of(model.config).is_causal(model.config)
     if source == "auto" and causal and model.get_output_embeddings() is not None:
         say(f"letting the model write {tokens:,} tokens to fit on")
@@ -107,6 +107,6 @@ def _calibration(
         documents, words = ["\n".join(stdlib_prose("train"))], "prose from the Python standard library"
     else:
         documents, words = read_documents(source, text_column=text_column), Path(source).name
-    reads = longest_input(model.config)  # the original; longer text it reads through a window
+    reads = longest_input(model.config)  # the original reads longer text through a window
     batches = text_batches(documents, tokenizer, longest, tokens=tokens, causal=causal, window=reads)
     return batches, words

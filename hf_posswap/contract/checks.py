@@ -1,7 +1,7 @@
 """The checks: each puts one scheme into a tiny model and computes the same thing in two ways.
 
-The first line of a docstring is what the report says the check means; the rest is what to look for when it fails. "And alone"
-is what is expected: tokens are counted from there.
+In the report, the first line of a docstring says what the check means, and the rest what to look for when it fails. A message
+"13 tokens with padding, and alone" names two inputs whose outputs must be equal.
 """
 
 import copy
@@ -46,8 +46,8 @@ FAR = 4000  # a distant position
 def builds(subject: Subject) -> None:
     """It can be made, swapped in and run.
 
-    A scheme is a frozen keyword-only dataclass with `name` and `summary`; its modules fit the sizes in Geometry, here 2
-    heads of 16 dimensions and 32 trained positions.
+    A scheme is a frozen keyword-only dataclass with `name` and `summary`. Its modules must have the sizes of their Geometry,
+    here 2 heads of 16 dimensions and 32 trained positions.
     """
     kind = type(subject.scheme)
     if missing := [field for field in ("name", "summary") if not isinstance(getattr(kind, field, None), str)]:
@@ -61,8 +61,8 @@ def builds(subject: Subject) -> None:
 def options(subject: Subject) -> None:
     """config.json and strings hold all that it is.
 
-    Options are numbers, strings, booleans, None, and lists or dicts of them: turn others into these in __post_init__. The
-    class has a @dataclass decorator and a name of its own.
+    Options must be numbers, strings, booleans, None, or lists and dicts of them: convert others in __post_init__. The class
+    needs its own @dataclass decorator and its own name.
     """
     scheme = subject.scheme
     with registered(scheme):
@@ -77,7 +77,7 @@ def options(subject: Subject) -> None:
 def restores(subject: Subject) -> None:
     """`restore` gives the original back, bit for bit.
 
-    A swap changes one model. Look for patches of torch or transformers, global hooks, tensors written in place.
+    A swap may change only its model. Look for patches of torch or transformers, global hooks, and tensors changed in place.
     """
     model = tiny_model(subject.family, subject.backend)
     kind, weights = type(model), copy.deepcopy(model.state_dict())
@@ -93,14 +93,14 @@ def restores(subject: Subject) -> None:
 def switched_on(subject: Subject) -> None:
     """It computes something else than no positions.
 
-    Is embedding_module or attention_module spelled right, and does it return the module? What is called in it is forward,
-    prepare, rotate and attend. LayerNorm takes out a number that is added to all dimensions alike.
+    Is embedding_module or attention_module spelled right, and does it return the module? Only forward, prepare, rotate and
+    attend of that module are called. LayerNorm removes a number that is added to all dimensions.
     """
     if isinstance(subject.scheme, NoPositions):
         raise NotApplicable("it is no positions, the baseline")
     model, none = subject.swapped(warm_start=False), tiny_model(subject.family, subject.backend)
     swap(none, NoPositions(), warm_start=False)
-    with torch.no_grad():  # a vector that all positions share does not count
+    with torch.no_grad():  # both get the same vector at position 1, so a vector that all positions share makes no difference
         position_table(none).mean.copy_(position_table(model)(torch.tensor([[1]]))[0, 0])
     different(*(one(text(), position_ids=count_from(1)).logits for one in (model, none)), "with and without positions")
 
@@ -108,7 +108,7 @@ def switched_on(subject: Subject) -> None:
 def order_matters(subject: Subject) -> None:
     """An encoder tells the same tokens in another order.
 
-    What is computed for a token has to depend on where it is, or where others are.
+    What is computed for a token must depend on its own position, or on those of others.
     """
     if subject.causal:
         raise NotApplicable("a decoder sees order through its causal mask")
@@ -121,8 +121,8 @@ def order_matters(subject: Subject) -> None:
 def position_ids(subject: Subject) -> None:
     """Positions that are given are the ones that count.
 
-    Compute from the position_ids that forward and prepare are handed, not from places in the tensor; and write to a new
-    tensor, as theirs belongs to the caller.
+    Compute from the position_ids that forward and prepare get, not from indices into the tensor. Write to a new tensor, since
+    theirs belongs to the caller.
     """
     model, tokens, positions = subject.model, text(), count_from(0).repeat(2, 1)
     expected = model(tokens).logits
@@ -142,8 +142,8 @@ def position_ids(subject: Subject) -> None:
 def padding(subject: Subject) -> None:
     """Tokens get what they get without padding around them.
 
-    `attend` has to apply the mask that it is given. No position may be divided by the length, which counts padding, or be a
-    place in the tensor, which counts it, too.
+    `attend` must apply the mask that it gets. Do not divide positions by the length, and do not use indices into the tensor:
+    both count padding.
     """
     model, tokens = subject.model, text()
     for side, inputs in (("right", {"attention_mask": padded(after=7)["attention_mask"]}), ("left", padded(before=7))):
@@ -156,10 +156,10 @@ def padding(subject: Subject) -> None:
 def packing(subject: Subject) -> None:
     """Two documents in one row get what they get alone.
 
-    Positions start again within a row: take them from position_ids. `attend` gets masks of 4 dimensions, too.
+    Positions start again within a row: take them from position_ids. `attend` also gets masks of 4 dimensions.
     """
     if architecture_of(subject.family).embeddings_read_mask:
-        raise NotApplicable("the family takes masks of 2 dimensions alone")
+        raise NotApplicable("the family takes only masks of 2 dimensions")
     tokens, lengths = text(), [12, 8]
     document = torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))
     allowed = document[:, None] == document[None]
@@ -174,7 +174,7 @@ def packing(subject: Subject) -> None:
 def batch_independence(subject: Subject) -> None:
     """A row alone gets what it gets in a batch.
 
-    position_ids are (1, L) or (B, L): rows have their own, and nothing may be summed up over the batch.
+    position_ids are (1, L) or (B, L), so rows may have their own, and nothing may be summed over the batch.
     """
     tokens, positions = text(), torch.cat([count_from(9), count_from(0)])
     together = subject.model(tokens, position_ids=positions.clone()).logits
@@ -186,7 +186,7 @@ def batch_independence(subject: Subject) -> None:
 def shift_invariance(subject: Subject) -> None:
     """A shift of all positions changes nothing, if so claimed.
 
-    Only differences of positions may count: look for absolute ones, or leave shift_invariant at False.
+    Only differences of positions may count: look for absolute positions, or leave shift_invariant at False.
     """
     near, far = (subject.model(text(), position_ids=count_from(first)).logits for first in (1, 12))
     if subject.scheme.shift_invariant:
@@ -200,8 +200,8 @@ def shift_invariance(subject: Subject) -> None:
 def cache(subject: Subject) -> None:
     """Decoding with a cache equals one forward without.
 
-    With a cache position_ids are those of the new tokens: what a token gets may depend on no later one, nor on how many
-    come at once. Keys are kept as `rotate` returned them; needs_key_positions gives `prepare` their positions.
+    With a cache, position_ids are those of the new tokens. A token's result must not depend on later tokens, nor on how many
+    come at once. The cache keeps keys as `rotate` returned them; with needs_key_positions, `prepare` gets their positions.
     """
     if not subject.causal:
         raise NotApplicable("an encoder has no cache")
@@ -209,7 +209,7 @@ def cache(subject: Subject) -> None:
     expected = model(text(), use_cache=False).logits
     alone = model(text()[1:, 7:], use_cache=False).logits
 
-    def caches():  # new ones each time: not every transformers empties a dynamic one on `reset`
+    def caches():  # new ones each time: in some versions of transformers, `reset` does not empty a dynamic cache
         return {"": DynamicCache(config=config), ", with a static cache": StaticCache(config=config, max_cache_len=LENGTH + 3)}
 
     for kind, empty in caches().items():
@@ -222,7 +222,7 @@ def cache(subject: Subject) -> None:
 def backends_agree(subject: Subject) -> None:
     """Eager attention and sdpa give the same.
 
-    `attend` computes the same whether or not it is asked for probabilities.
+    `attend` must give the same result whether or not it is asked for probabilities.
     """
     if len(backends_of(subject.scheme)) == 1:
         raise NotApplicable(f"it runs with {' and '.join(subject.scheme.implementations)} alone")
@@ -237,7 +237,7 @@ def backends_agree(subject: Subject) -> None:
 def gradients(subject: Subject) -> None:
     """Each parameter gets a gradient in each backward.
 
-    Make a parameter only where every forward uses it, in every layer; `detach` and rounding stop gradients.
+    Make only parameters that every forward uses, in every layer. `detach` and rounding stop gradients.
     """
     found = gradients_of(subject.model)
     unused = [name for name, gradient in found.items() if gradient is None]
@@ -251,17 +251,17 @@ def gradients(subject: Subject) -> None:
 def gradient_checkpointing(subject: Subject) -> None:
     """Gradients are the same with layers run twice.
 
-    A layer may run twice: count no calls, use nothing up, and share by what `prepare` returns.
+    A layer may run twice: do not count calls or consume values, and share values between layers by what `prepare` returns.
     """
     model = subject.swapped().train()
     expected = gradients_of(model)
-    # transformers has renamed it, and warns under the old name
+    # transformers 5.23 renamed it, and warns of the old name
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     for reentrant in (False, True):
         enable({"use_reentrant": reentrant})
         for name, gradient in gradients_of(model).items():
             if (gradient is None) != (expected[name] is None):
-                raise Failure(f"{name} has a gradient in one case alone, use_reentrant={reentrant}")
+                raise Failure(f"{name} has a gradient only with or only without checkpointing, use_reentrant={reentrant}")
             if gradient is not None:
                 same(gradient, expected[name], f"the gradient of {name}, use_reentrant={reentrant}")
 
@@ -269,8 +269,8 @@ def gradient_checkpointing(subject: Subject) -> None:
 def save_and_reload(subject: Subject) -> None:
     """A saved model loads with the same outputs, bit for bit.
 
-    Options, parameters and persistent buffers are loaded. Other tensors that __init__ or fit_table make are lost, as
-    transformers loads into empty ones: compute them in forward.
+    Options, parameters and persistent buffers are loaded. Other tensors made in __init__ or fit_table are lost, since
+    transformers loads into empty modules: compute them in forward.
     """
     with registered(subject.scheme), tempfile.TemporaryDirectory() as folder:
         subject.model.save_pretrained(folder)
@@ -283,7 +283,7 @@ def save_and_reload(subject: Subject) -> None:
 def deepcopy(subject: Subject) -> None:
     """A copy computes the same, and shares nothing.
 
-    Tensors belong to the module: not to Python modules or classes, and none is the result of a computation.
+    Keep tensors in the module, not in Python modules or classes, and keep none that has a gradient history.
     """
     model = subject.swapped()
     expected = model(text()).logits
@@ -315,13 +315,13 @@ def longer_than_trained(subject: Subject) -> None:
 def phase_precision(subject: Subject) -> None:
     """bfloat16 errs as little at position 4000 as at 1.
 
-    Compute angles in float32 or better and round once, at the end. Buffers are cast along with the model: keep frequencies
-    as numbers, and make the tensor in forward.
+    Compute angles in float32 or better, and round once, at the end. Buffers are cast with the model: keep frequencies as
+    Python numbers, and make the tensor in forward.
     """
     if refusal := subject.refuses(2 * FAR):
         raise NotApplicable(refusal)
     coarse, fine, tokens = subject.swapped(2 * FAR).bfloat16(), subject.swapped(2 * FAR), text(rows=8)
-    with torch.no_grad():  # the same weights for both, so that arithmetic alone differs; buffers stay as they are
+    with torch.no_grad():  # the same weights for both, so that only arithmetic differs; buffers stay as they are
         for target, source in zip(fine.parameters(), coarse.parameters(), strict=True):
             target.copy_(source)
         outputs = [[model(tokens, position_ids=count_from(first)).logits for model in (coarse, fine)] for first in (1, FAR)]

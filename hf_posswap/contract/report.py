@@ -1,10 +1,10 @@
-"""Run the checks on a scheme, your own or a built-in one, and say what fails, by how much, and why as a rule.
+"""Run the checks on a scheme, your own or a built-in one, and say what fails, by how much, and what the usual cause is.
 
     hf-posswap check rotary:theta=500
     hf-posswap check my_module:MyScheme
     hf-posswap check path/to/file.py:MyScheme
 
-Nothing is trained or downloaded, and the process stays as it was: its random state, and the schemes that are registered in it.
+Nothing is trained or downloaded. Random state and registered schemes of the process stay as they are.
 """
 
 import inspect
@@ -32,24 +32,24 @@ MODELS = tuple((family, backend) for family in FAMILIES for backend in BACKENDS)
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found in one family."""
+    """The result of one check in one family."""
 
     check: str
     family: str
-    passed: bool | None  # None: it does not apply
-    detail: str = ""  # what differs, by how much and where; or why the check does not apply
+    passed: bool | None  # None: the check does not apply
+    detail: str = ""  # what differs, by how much and where, or why the check does not apply
 
 
 @dataclass(frozen=True)
 class Conformance:
-    """What `check_scheme` found; `print` shows it as a table, with reasons beneath."""
+    """The results of `check_scheme`; `print` shows a table, with reasons below it."""
 
     scheme: Scheme
     results: tuple[CheckResult, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed."""
+        """Whether no check failed."""
         return all(result.passed is not False for result in self.results)
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Conformance:
             reasons += [*failed, "    " + " ".join(advice.split())] if failed else []
             for result in row.values():
                 if result.passed is None:
-                    notes.setdefault(result.detail, {})[result.check] = None  # names in order, each once
+                    notes.setdefault(result.detail, {})[result.check] = None  # a dict as an ordered set
         notes = [f"- {', '.join(names)}: {detail}" for detail, names in notes.items()]
         console = Console(width=120, highlight=False, color_system=None, force_jupyter=False)
         with console.capture() as capture:
@@ -80,12 +80,12 @@ def check_scheme(scheme: Scheme | type[Scheme] | str, *, models: Sequence[tuple[
     Args:
         scheme: An instance, a class whose options have defaults, or a string such as "rotary:theta=500". It need not be
             registered.
-        models: Family and attention backend of each model that it is put into.
+        models: (family, attention backend) of each model to check the scheme in.
 
-    A check that raises has failed, and what it raised is the reason. All of it takes some seconds.
+    A check that raises any exception has failed, with the exception as the reason. The whole run takes some seconds.
 
     Raises:
-        PosswapError: This is no scheme: no subclass of Scheme, no dataclass, a class without defaults, an unknown string.
+        PosswapError: Not a subclass of Scheme, not a dataclass, a class with options without defaults, or an unknown string.
 
     >>> found = check_scheme("none")
     >>> found.passed, [result.family for result in found.results if result.check == "cache" and result.passed]
@@ -121,7 +121,7 @@ def check_scheme(scheme: Scheme | type[Scheme] | str, *, models: Sequence[tuple[
 
 
 def name_of(check: Callable[[Subject], None]) -> str:
-    """Return what the report calls a check."""
+    """Return the name of a check in the report."""
     return check.__name__.replace("_", " ")
 
 
@@ -141,7 +141,7 @@ def _instance(scheme: Scheme | type[Scheme] | str) -> Scheme:
 
 
 def _run(check: Callable[[Subject], None], subjects: list[Subject]) -> CheckResult:
-    """Run a check with each backend; where it fails with one, it has failed."""
+    """Run a check with each backend; it passes only if no backend fails."""
     passed, detail = True, ""
     for subject in subjects:
         try:
@@ -157,7 +157,7 @@ def _run(check: Callable[[Subject], None], subjects: list[Subject]) -> CheckResu
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """Keep transformers from showing one for every model that is saved or loaded."""
+    """Inside, transformers shows no progress bar for every model that is saved or loaded."""
     enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -171,7 +171,7 @@ _SOURCE_HELP = "module:Name, path/to/file.py:Name (a class or an instance), or a
 
 
 def check(scheme: Annotated[str, typer.Argument(help=_SOURCE_HELP)]):
-    """Check a position scheme, your own or one of these, against the contract; exits with 1 when something fails."""
+    """Check a position scheme, your own or a built-in one, against the contract. Exits with status 1 if a check fails."""
     found = check_scheme(load_scheme(scheme))
     typer.echo(found)
     if not found.passed:

@@ -1,7 +1,7 @@
-"""What a check looks at: a scheme in a tiny random model, the inputs it is given, and what counts as equal.
+"""What the checks work with: a scheme in a tiny random model, inputs, and what counts as equal.
 
-Weights are drawn with a standard deviation of 0.3: at transformers' 0.02, what positions do to the outputs of so small a model
-is less than any sensible tolerance, and no check could fail.
+Weights have a standard deviation of 0.3. With transformers' 0.02, positions would change the outputs of so small a model by
+less than any sensible tolerance, and no check could fail.
 """
 
 from collections.abc import Iterator
@@ -24,15 +24,15 @@ from hf_posswap.schemes import SCHEMES, Scheme, register_scheme
 from hf_posswap.surgery import geometry_of
 from hf_posswap.swapping import swap
 
-TRAINED, LENGTH = 32, 20  # positions that the models hold before a swap, tokens of an input
-TOLERANCE, VISIBLE = 1e-4, 1e-2  # what rounding may change and what must change, relative to the largest output
+TRAINED, LENGTH = 32, 20  # positions of the models before a swap; tokens of an input
+TOLERANCE, VISIBLE = 1e-4, 1e-2  # largest change by rounding, smallest change that counts; relative to the largest output
 BACKENDS = ("eager", "sdpa")
-FAMILIES = ("bert", "bert-decoder", "gpt2")  # that a report is made of; the checks take all others, too
-# What tiny configs want beyond BERT's names.
+FAMILIES = ("bert", "bert-decoder", "gpt2")  # families in a report; the checks work with all others, too
+# Config fields of tiny models that differ from BERT's.
 _SIZES = {
     "distilbert": {"hidden_dim": 64, "dropout": 0.0, "attention_dropout": 0.0},
     "electra": {"embedding_size": 24},
-    # as the 350m checkpoint: projections in and out, post-norm
+    # like the 350m checkpoint: projections in and out, post-norm
     "opt": {"ffn_dim": 64, "dropout": 0.0, "init_std": 0.3, "word_embed_proj_dim": 24, "do_layer_norm_before": False},
 }
 
@@ -47,22 +47,22 @@ class NotApplicable(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A scheme, and the family and attention backend of the models that it is put into."""
+    """A scheme, and the family and attention backend of the models to check it in."""
 
     scheme: Scheme
     family: str
     backend: str
-    untouched: torch.Tensor  # logits of a plain model, from before the scheme was put into any
+    untouched: torch.Tensor  # logits of the model, computed before any swap
 
     @property
     def causal(self) -> bool:
-        """Whether its models look only to the left."""
+        """Whether the models of this family are causal."""
         return architecture_of(self.family).is_causal(tiny_config(self.family))
 
     def swapped(self, max_positions: int | None = None, *, warm_start: bool = True) -> PreTrainedModel:
-        """Make a swapped model, with room to spare where the scheme has it, and noise on the scheme's parameters.
+        """Make a swapped model, with twice its trained length if the scheme allows it, and noise on the scheme's parameters.
 
-        Many parameters start at zero, which would hide what they are used for.
+        Many parameters start at zero, and errors in their use would not show.
         """
         if max_positions is None:
             max_positions = TRAINED if self.refuses(2 * TRAINED) else 2 * TRAINED
@@ -76,7 +76,7 @@ class Subject:
         return self.swapped()
 
     def refuses(self, max_positions: int) -> str:
-        """Say in the scheme's own words why it cannot hold so many positions; nothing if it can."""
+        """Return the scheme's own message why it cannot hold so many positions; "" if it can."""
         try:
             self.scheme.check(geometry_of(tiny_config(self.family, self.backend), max_positions, TRAINED))
         except PosswapError as error:
@@ -85,12 +85,12 @@ class Subject:
 
 
 def backends_of(scheme: Scheme) -> tuple[str, ...]:
-    """Return the backends that a scheme runs with; all where that is neither, so that the swap says so."""
+    """Return the backends that a scheme runs with; if it is none of these, return all, and the swap will raise."""
     return tuple(backend for backend in BACKENDS if backend in (scheme.implementations or BACKENDS)) or BACKENDS
 
 
 def architecture_of(family: str) -> Architecture:
-    """Return the architecture of a family's name, which may end in "-decoder"."""
+    """Return the architecture of a family; "-decoder" at the end of its name is ignored."""
     return ARCHITECTURES[family.removesuffix("-decoder")]
 
 
@@ -118,11 +118,11 @@ def tiny_config(family: str, backend: str = "eager", **changes) -> PreTrainedCon
 
 
 def tiny_model(family: str, backend: str = "eager", *, head: type | None = None, seed: int = 0, **changes) -> PreTrainedModel:
-    """Make the model that is swapped; a seed always gives the same weights.
+    """Make the model to swap; a seed always gives the same weights.
 
-    Given `position_ids` count from 0, also in a family whose own do not.
+    Its `position_ids` count from 0 even if those of its family do not.
     """
-    torch.default_generator.manual_seed(seed)  # the CPU's alone: torch.manual_seed would move those of GPUs, too
+    torch.default_generator.manual_seed(seed)  # of the CPU only: torch.manual_seed would also seed GPUs
     config = tiny_config(family, backend, **changes)
     model = (head or auto_class(family)._model_mapping[type(config)])(config).eval()
     move([parameter for parameter in model.parameters() if parameter.dim() == 1], 0.1)  # biases and norms, as if trained
@@ -138,43 +138,43 @@ def _count_from(first_id: int, model, arguments: tuple, named: dict) -> tuple[tu
 
 @torch.no_grad()
 def move(parameters: list[torch.nn.Parameter], by: float) -> None:
-    """Add noise of a standard deviation to each."""
+    """Add noise with standard deviation `by` to each parameter."""
     for parameter in parameters:
         parameter.add_(by * torch.randn(parameter.shape))
 
 
 def position_table(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the table, or the module in its place."""
+    """Return the position table, or the module that replaced it."""
     owner, name = model.architecture.table_owner(model.base_model)
     return getattr(owner, name)
 
 
 def position_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
-    """Return the parameters that a swapped model has for positions."""
+    """Return all parameters of a swapped model's positions."""
     attentions = model.architecture.self_attentions(model.base_model)
     modules = [position_table(model), *(attention.positions for attention in attentions if hasattr(attention, "positions"))]
     return [parameter for module in modules for parameter in module.parameters()]
 
 
 def text(rows: int = 2, length: int = LENGTH) -> torch.Tensor:
-    """Return token ids, none of them special."""
+    """Return random token ids (rows, length), none of them special."""
     return torch.randint(2, 98, (rows, length), generator=torch.Generator().manual_seed(5))
 
 
 def count_from(first: int) -> torch.Tensor:
-    """Return positions that start somewhere, (1, L). At 0 a scheme may mark the first token, see `Constant`."""
+    """Return positions first, first + 1, ..., (1, L). At 0 a scheme may mark the first token, see `Constant`."""
     return torch.arange(first, first + LENGTH)[None]
 
 
 def padded(before: int = 0, after: int = 0) -> dict[str, torch.Tensor]:
-    """Return the mask and the positions of two rows, the second with padding."""
+    """Return mask and positions, both (2, L), of two rows, the second with padding."""
     mask = torch.ones(2, LENGTH, dtype=torch.int64)
     mask[1, :before] = mask[1, LENGTH - after :] = 0
     return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
 
 def in_parts(model: PreTrainedModel, sizes: tuple[int, ...], cache: Cache, padded: dict | None = None) -> torch.Tensor:
-    """Return the logits of a text that a model reads part by part."""
+    """Return the logits (2, L, V) of a text that a model reads in parts, with a cache."""
     logits, inputs, end = [], {}, 0
     for part in text().split(sizes, dim=1):
         start, end = end, end + part.shape[1]
@@ -185,7 +185,7 @@ def in_parts(model: PreTrainedModel, sizes: tuple[int, ...], cache: Cache, padde
 
 
 def gradients_of(model: PreTrainedModel) -> dict[str, torch.Tensor | None]:
-    """Return the gradient of every parameter, by name, for a loss in which all logits count."""
+    """Return the gradient of every parameter, by name, for a loss that depends on all logits."""
     tokens = text()
     model.zero_grad()
     logits = model(tokens, use_cache=False).logits
@@ -207,7 +207,7 @@ def same(actual: torch.Tensor, expected: torch.Tensor, what: str, tolerance: flo
 
 @torch.no_grad()
 def different(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Fail where hardly more than rounding is between two tensors."""
+    """Fail unless two tensors differ by clearly more than rounding, relative to the largest value."""
     difference, needed = float((actual - expected).abs().max()), VISIBLE * max(1.0, float(expected.abs().max()))
     if not difference >= needed:
         raise Failure(f"{what}: the largest difference is {difference:.2g}, and {needed:.2g} or more is expected")
@@ -215,7 +215,7 @@ def different(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 @contextmanager
 def registered(scheme: Scheme) -> Iterator[None]:
-    """Have a scheme known by its name inside; afterwards it is known if it was before."""
+    """Inside, the scheme is registered; afterwards only if it was before."""
     known = scheme.name in SCHEMES
     register_scheme(type(scheme))
     try:

@@ -1,6 +1,6 @@
-"""Fine-tune a swapped model on texts with labels, and measure it: what the recipes of classification share.
+"""Fine-tune a swapped model on texts with labels, and measure it: what the classification recipes share.
 
-Shapes: B texts of a batch, L tokens of the longest of them, C labels (1 in a regression).
+Shapes: N rows, L tokens in a text, C labels (1 for a regression).
 """
 
 from dataclasses import dataclass
@@ -25,29 +25,29 @@ from hf_posswap.measure.word_order import word_order_examples
 from hf_posswap.training import TrainingRun, evaluate_batches, pad, train
 from hf_posswap.training.run_log import announce
 
-WORD_ORDER = {"train": 4000, "validation": 1000}  # examples of the embedded task, where max_*_samples do not say
+WORD_ORDER = {"train": 4000, "validation": 1000}  # examples of the embedded task, unless max_*_samples are given
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClassificationConfig(TableConfig, RecipeConfig):
     """A model, a scheme, a budget, and rows of a table; without a data set, the embedded word-order task."""
 
-    metric: Annotated[str | None, "The main one. Default: accuracy, or spearman for numbers."] = None
-    max_length: Annotated[int | None, "Cut texts after so many tokens. Default: what the model reads."] = None
-    eval_steps: Annotated[int, "Measure after every so many steps, too. 0: at the end alone."] = 0
-    eval_batch_size: Annotated[int, "Texts a process reads at once when it measures."] = 32
+    metric: Annotated[str | None, "The main metric. Default: accuracy, or spearman if labels are numbers."] = None
+    max_length: Annotated[int | None, "Cut texts after this many tokens. Default: as many as the model reads."] = None
+    eval_steps: Annotated[int, "Also measure every N steps; 0: only at the end."] = 0
+    eval_batch_size: Annotated[int, "Texts per process and batch in the evaluation."] = 32
 
     def __post_init__(self):
         super().__post_init__()
         if self.max_length is not None and self.max_length < 3:
             raise PosswapError(f"max_length={self.max_length} must be at least 3")
         if self.eval_steps < 0 or self.eval_batch_size < 1:
-            raise PosswapError(f"eval_steps={self.eval_steps} or eval_batch_size={self.eval_batch_size} is too small")
+            raise PosswapError(f"eval_steps={self.eval_steps} must be >= 0, and eval_batch_size={self.eval_batch_size} >= 1")
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The token ids of one split, with what became of texts that were too long."""
+    """The token ids of one split, and how many of its texts were cut."""
 
     rows: list[dict]  # input_ids (L,), labels (), and token_type_ids (L,) for pairs
     lengths: list[int]  # before they were cut
@@ -57,28 +57,28 @@ class Encoded:
 def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *, split_at: int | None = None) -> dict:
     """Read the rows, train on them, measure; return {"figures", "cost", ...} for the result file of a recipe.
 
-    With `split_at`, figures are also taken on the texts of more than so many tokens alone (`accuracy_long`). `folder` keeps
-    checkpoints and the measurements of `eval_steps`, for a run that is resumed.
+    With `split_at`, there are also figures of only those texts with more tokens than that (`accuracy_long`). `folder` keeps
+    checkpoints and the measurements of `eval_steps`, so that a run can be resumed.
 
     Raises:
-        PosswapError: All that is wrong with data, options and model, before anything is trained.
+        PosswapError: Data, options or model are invalid; raised before training starts.
     """
     from hf_posswap.measure.metrics import metric_names  # imports `evaluate`, which takes seconds
 
-    with PartialState().main_process_first():  # which fills the cache that the others read
+    with PartialState().main_process_first():  # it downloads into the cache that the others read
         task = read_labelled(config)
     tokenizer, trained = load_tokenizer(config.model), trained_positions(config)
     held = config.max_positions or trained  # what the scheme will hold
     longest = config.max_length or held
     if longest > held:
         raise PosswapError(
-            f"max_length={longest}, but the model will read {held} tokens: raise max_positions, or cut at {held}"
+            f"max_length={longest}, but the model will read {held} tokens: raise max_positions, or lower max_length"
         )
     metrics = metric_names(len(task.label_names))
     if config.metric:
         if config.metric not in metrics:
             kind = "a regression" if task.is_regression else f"{len(task.label_names)} labels"
-            raise PosswapError(f"metric={config.metric!r} is none for {kind}; there are {', '.join(metrics)}")
+            raise PosswapError(f"metric={config.metric!r} does not fit {kind}; there are {', '.join(metrics)}")
         metrics = (config.metric, *(name for name in metrics if name != config.metric))
     if len(task.train) < config.batch_size:
         raise DataError(f"{len(task.train)} training rows do not fill one batch of {config.batch_size}")
@@ -149,12 +149,12 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
 
 
 def trained_positions(config: RecipeConfig) -> int:
-    """Return how many tokens the checkpoint reads before it is swapped."""
+    """Return the longest input, in tokens, of the checkpoint before it is swapped."""
     return longest_input(load_family(config.model)[0])
 
 
 def read_labelled(config: TableConfig) -> Task:
-    """Read the rows that a configuration asks for; without a data set, those of the embedded word-order task."""
+    """Read the data that a configuration names; without any, make the embedded word-order task."""
     if config.dataset or config.train_file or config.validation_file or config.test_file:
         return read_task(config)
     parts = {}
@@ -166,13 +166,13 @@ def read_labelled(config: TableConfig) -> Task:
 
 
 def encode(rows: Rows, tokenizer: PreTrainedTokenizerBase, longest: int, split: str = "train") -> Encoded:
-    """Turn texts into token ids of at most `longest`; of a pair, the longer one is cut first.
+    """Turn texts into at most `longest` token ids; in a pair, the longer text is cut first.
 
-    A tokenizer that puts nothing between the texts of a pair gets the end-of-text token there: GPT-2 would read them as one.
+    If the tokenizer puts nothing between the texts of a pair (GPT-2), the end-of-text token separates them.
     """
     pairs = rows.pairs
     if pairs is not None and tokenizer.sep_token_id is None and tokenizer.eos_token is not None:
-        pairs = [tokenizer.eos_token + text for text in pairs]  # with the second, whose end is what is cut off
+        pairs = [tokenizer.eos_token + text for text in pairs]  # before the second, as texts are cut at their ends
     kinds = pairs is not None and tokenizer.sep_token_id is not None
 
     def tokenize(places: list[int], **options) -> dict:
@@ -181,12 +181,12 @@ def encode(rows: Rows, tokenizer: PreTrainedTokenizerBase, longest: int, split: 
 
     def tensors(found: dict, place: int, label) -> dict:
         row = {name: torch.tensor(values[place]) for name, values in found.items()}
-        return row | {"labels": torch.tensor(label)}  # int64 for a label, float32 for a number
+        return row | {"labels": torch.tensor(label)}  # int64 for a class, float32 for a number
 
     whole = tokenize(range(len(rows)))
     lengths = [len(ids) for ids in whole["input_ids"]]
     if 0 in lengths:
-        raise DataError(f"row {lengths.index(0) + 1} of the {split} texts has no token: drop empty texts")
+        raise DataError(f"row {lengths.index(0) + 1} of the {split} texts has no token: remove empty texts")
     encoded = [tensors(whole, place, label) for place, label in enumerate(rows.labels)]
     long = [place for place, length in enumerate(lengths) if length > longest]
     if long:
@@ -197,8 +197,8 @@ def encode(rows: Rows, tokenizer: PreTrainedTokenizerBase, longest: int, split: 
 
 
 def predict(model: PreTrainedModel, rows: list[dict], pad_token_id: int, batch_size: int) -> torch.Tensor:
-    """Return the logits (N, C) of all rows in their order, on all processes, each of which reads its share."""
-    order = sorted(range(len(rows)), key=lambda place: len(rows[place]["input_ids"]))  # like lengths waste little padding
+    """Return the logits (N, C) of all rows, in their order and on all processes; each process computes its share."""
+    order = sorted(range(len(rows)), key=lambda place: len(rows[place]["input_ids"]))  # similar lengths need little padding
     logits = evaluate_batches(
         model,
         [rows[place] for place in order],
@@ -214,7 +214,7 @@ def predict(model: PreTrainedModel, rows: list[dict], pad_token_id: int, batch_s
 
 
 class _Kept:
-    """In the place of a metric: what it would be given. Several metrics and the loss are computed from it."""
+    """Takes the place of a metric and keeps the predictions, from which several metrics and the loss are computed."""
 
     def __init__(self):
         self.predictions = []
@@ -239,7 +239,7 @@ def _figures(model: PreTrainedModel, rows: list[dict], metrics: tuple[str, ...],
 
 
 def _fit_batches(config: ClassificationConfig, rows: Rows | None, tokenizer, trained: int) -> list[torch.Tensor]:
-    """Return the text that a swap is fitted on: that of the training rows, or, where they are too few, the embedded text."""
+    """Return the token ids to fit on: those of the training rows, or of the embedded text if there are too few rows."""
     _, causal = load_family(config.model)
     longest = min(trained, config.max_positions or trained)
     texts = embedded_documents("train", causal=causal) if rows is None else [*rows.texts, *(rows.pairs or [])]

@@ -1,7 +1,7 @@
-"""Finished runs of a recipe side by side: the same budget or no comparison, means with spread, what differs surely.
+"""Compare finished runs of a recipe: equal budgets, means with standard deviations, significant differences.
 
-A run is a folder with the result.json of a recipe (`recipe.main`). Runs may differ in scheme, start and seed; anything else
-that differs was either asked for (`vary`) or makes the comparison unfair, and that is an error which names it.
+A run is a folder with the result.json of a recipe (`recipe.main`). Runs may differ in scheme, start and seed, and in options
+named by `vary`. Any other difference makes the comparison unfair, and is an error that names it.
 """
 
 import json
@@ -17,15 +17,15 @@ from hf_posswap.training.budget import NOT_BUDGET
 ORIGINAL = "original"  # the scheme of a model that is left as it is
 FREE = ("scheme", "start", "seed", "schemes_from", "save_model")
 _PARTS = {"recipe", "command", "commit", "versions", "hardware", "config", "figures", "cost", "folder"}
-_LESS_IS_BETTER = {"loss", "perplexity", "kl", "damage", "ratio", "tokens", "ms", "mib"}  # words of a figure's name
+_LESS_IS_BETTER = {"loss", "perplexity", "kl", "damage", "ratio", "tokens", "ms", "mib"}  # words in a figure's name
 _MORE_IS_BETTER = {"accuracy", "candidates", "f1", "matthews", "spearman", "pearson", "cosine", "word", "recall", "sts"}
 COST = {"tokens_per_second": ("tokens/s", 1.0, "{:,.0f}"), "peak_memory_bytes": ("peak MiB", 2**20, "{:,.0f}")}
 
 
 def load_runs(places: Sequence[Path]) -> list[dict]:
-    """Return the results below some folders, in the order of their paths; each knows its `folder`.
+    """Return all results below these folders, sorted by path, each with its `folder`.
 
-    A comparison.json, or a folder that holds one and no runs, is read too: what others have measured needs no second run.
+    A place may also be a comparison.json, or a folder with one and no runs, so that others' results can be included.
     """
     runs = []
     for place in map(Path, places):
@@ -50,14 +50,14 @@ def _read(path: Path) -> dict:
     try:
         found = json.loads(path.read_text())
     except ValueError as error:
-        raise PosswapError(f"{path} cannot be read ({error}): remove it, and run that again") from None
+        raise PosswapError(f"{path} cannot be read ({error}): remove it, and run its recipe again") from None
     if not isinstance(found, dict):
         raise PosswapError(f"{path} must hold an object, not {type(found).__name__}")
     return found
 
 
 def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:
-    """Raise where runs cannot be compared: another recipe, another budget, a run twice, or seeds that only some have."""
+    """Raise PosswapError for runs of different recipes or budgets, a run given twice, or seeds that only some rows have."""
     first = runs[0]
     for run in runs[1:]:
         if run["recipe"] != first["recipe"]:
@@ -81,7 +81,7 @@ def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:
     seeds = {row: [run["config"]["seed"] for run in members] for row, members in rows.items()}
     for row, members in rows.items():
         files = sorted({str(run["config"].get("schemes_from")) for run in members})
-        if len(files) > 1:  # one name, and maybe two schemes
+        if len(files) > 1:  # the same name may mean different schemes
             raise PosswapError(f"runs of {label_of(row)} have schemes_from {' and '.join(files)}: compare those of one file")
     for row, found in seeds.items():
         if len(set(found)) < len(found):
@@ -89,26 +89,26 @@ def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:
         if set(found) != set(seeds[first_row]):
             raise PosswapError(
                 f"{label_of(row)} has seeds {sorted(found)} and {label_of(first_row)} {sorted(seeds[first_row])}: "
-                "compare over equal seeds"
+                "give all rows the same seeds"
             )
 
 
 def rows_of(runs: list[dict], vary: Sequence[str]) -> dict[tuple, list[dict]]:
-    """Group runs that differ in seed alone."""
+    """Group runs that differ only in their seed."""
     rows = {}
     for run in runs:
         rows.setdefault(_row(run["config"], vary), []).append(run)
-    return dict(sorted(rows.items(), key=lambda item: item[0][0] != ORIGINAL))  # what all others are compared with
+    return dict(sorted(rows.items(), key=lambda item: item[0][0] != ORIGINAL))  # the original comes first
 
 
 def _row(config: dict, vary: Sequence[str]) -> tuple:
-    """Return what a row's runs share; an original has no start, unless it was trained from nothing."""
+    """Return what the runs of a row share; an original has no start, unless it was trained from scratch."""
     start = "" if config["scheme"] == ORIGINAL and config["start"] != "scratch" else config["start"]
     return (config["scheme"], start, *((name, str(config.get(name))) for name in vary))
 
 
 def row_label(run: dict, vary: Sequence[str] = ()) -> str:
-    """Return the name of the row of a table that a run is in."""
+    """Return the name of a run's row in a table."""
     return label_of(_row(run["config"], vary))
 
 
@@ -119,7 +119,7 @@ def label_of(row: tuple) -> str:
 
 
 def figure_names(runs: list[dict], wanted: Sequence[str] = ()) -> list[str]:
-    """Return the figures that were asked for, or those of all runs; one that no run has is an error."""
+    """Return the figures that were asked for, by default all; raise PosswapError for one that no run has."""
     known = list(dict.fromkeys(name for run in runs for name in run["figures"]))
     if unknown := [name for name in wanted if name not in known]:
         raise PosswapError(f"no run has the figure {unknown[0]!r}; there are {', '.join(sorted(known))}")
@@ -127,12 +127,12 @@ def figure_names(runs: list[dict], wanted: Sequence[str] = ()) -> list[str]:
 
 
 def is_length(figure: str, name: str) -> bool:
-    """Whether a figure is another one at a length: `loss_128` is `loss` at 128 tokens."""
+    """Whether `figure` is the figure `name` at a length: `loss_128` is `loss` at 128 tokens."""
     return figure.startswith(f"{name}_") and figure.removeprefix(f"{name}_").isdigit()
 
 
 def markdown(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
-    """Return one table, a line for each scheme and start; ± is the standard deviation over seeds."""
+    """Return a Markdown table with a line for each scheme and start; ± is the standard deviation over seeds."""
     names = figure_names(runs, figures)
     costs = [name for name in COST if any(name in run["cost"] for run in runs)]
     heads = [*(name.replace("_", " ") for name in names), *(COST[name][0] for name in costs)]
@@ -157,11 +157,11 @@ def _cell(values: list[float | None]) -> str:
 
 
 def paired_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
-    """Return a table of how far each row is from the original's, seed by seed; empty where no original was run.
+    """Return a table of differences from the original, paired by seed; empty if no original was run.
 
-    Runs of one seed share their luck (the order of data, what is drawn), which falls out of their difference: the mean of the
-    differences ± their standard deviation. Bold: Student's t-test calls it different from zero, p < 0.05, each cell by itself;
-    where a figure is the same with all seeds there is nothing to test.
+    Runs with one seed share the order of data and other random draws, whose effect cancels in their difference. A cell is the
+    mean of the differences ± their standard deviation. Bold: significant in Student's t-test, p < 0.05, each cell by itself.
+    A figure that is the same for all seeds is not tested.
     """
     names = figure_names(runs, figures)
     columns = [_differences(rows_of(runs, vary), name) for name in names]
@@ -172,10 +172,10 @@ def paired_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequenc
 
 
 def _differences(rows: dict[tuple, list[dict]], name: str) -> dict[tuple, list[float]]:
-    """Return by how much a figure of each row is more than the original's, seed by seed; no row without an original."""
+    """Return each row's figure minus the original's, seed by seed; rows without an original are left out."""
     found = {}
     for row, members in rows.items():
-        # What was born with a scheme is compared with what was born without, if that was run.
+        # Rows from scratch are compared with the original from scratch, if that was run.
         original = next((one for start in (row[1], "") if (one := (ORIGINAL, start, *row[2:])) in rows), None)
         if row[0] != ORIGINAL and original is not None:
             theirs = {run["config"]["seed"]: run["figures"].get(name) for run in rows[original]}
@@ -195,7 +195,7 @@ def _difference(values: list[float]) -> str:
 
 
 def _surely(values: list[float]) -> bool:
-    """Whether Student's t-test calls the mean different from zero, p < 0.05; of one value, or equal ones, it says nothing."""
+    """Whether the mean differs from zero in Student's t-test, p < 0.05; False for one value or equal values."""
     if len(values) < 2 or not all(map(math.isfinite, values)):
         return False
     with extra():
@@ -205,9 +205,9 @@ def _surely(values: list[float]) -> bool:
 
 
 def verdict(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
-    """Return the conclusion in a sentence or two: the best row of the first figure, and which rows surely differ there.
+    """Return the conclusion in a sentence or two: the best row in the first figure, and which rows differ significantly.
 
-    Of a figure over lengths, the longest is judged too. Whether more or less is better is told by the figure's name.
+    If the figure is measured over lengths, the longest is judged too. The figure's name tells whether more or less is better.
     """
     names = figure_names(runs, figures)
     family = [name for name in names if is_length(name, names[0].rpartition("_")[0])] if names else []
@@ -231,7 +231,7 @@ def _judged(rows: dict[tuple, list[dict]], name: str) -> str:
 
 
 def background(runs: list[dict]) -> str:
-    """Return what stands behind a table: seeds, commands, commits, versions, hardware."""
+    """Return the line below a table: recipe, seeds, commits, versions, hardware."""
     seeds = sorted({run["config"]["seed"] for run in runs})
     spread = "means ± standard deviations over them" if len(seeds) > 1 else "a single one: no spread"
     versions = sorted({", ".join(f"{name} {v}" for name, v in run["versions"].items()) for run in runs})

@@ -1,4 +1,4 @@
-"""What a run measures while it trains, kept in files of its folder: a run that was stopped and resumed has all of it."""
+"""Measurements during training, each in a file in the run's folder, so that a resumed run has all of them."""
 
 import json
 from pathlib import Path
@@ -9,16 +9,16 @@ from hf_posswap.provenance import write_json
 
 
 class Curve:
-    """Points {"step": ..., ...} of one run, below its folder."""
+    """Points {"step": ..., ...} of one run, stored below its folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder / "rows"
 
     def add(self, step: int, figures: dict) -> None:
-        """Keep what was measured after a step, on the main process; what was there before is replaced."""
+        """Store the figures measured after a step, on the main process; a point at this step is replaced."""
         if PartialState().is_main_process:
             write_json(self.folder / f"{step:08d}.json", {"step": step, **figures})
 
     def points(self) -> list[dict]:
-        """Return all points by their steps."""
+        """Return all points, sorted by step."""
         return [json.loads(file.read_text()) for file in sorted(self.folder.glob("*.json"))]

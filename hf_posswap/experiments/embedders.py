@@ -1,4 +1,4 @@
-"""Embedders of recipes: a pipeline of sentence-transformers by its name on the command line, with the positions of a run."""
+"""Embedders for recipes: load a pipeline of sentence-transformers, give it the positions of a run, measure it on STS."""
 
 from collections.abc import Sequence
 
@@ -29,9 +29,9 @@ def load_embedder(name: str) -> SentenceTransformer:
 def swap_embedder(
     embedder: SentenceTransformer, config: SwapOptions, texts: Sequence[str], *, tokens: int, window: int, longest: int = 0
 ) -> None:
-    """Give an embedder the positions of a run, in place; it then reads `longest` tokens, or `tokens`, or as many as it had.
+    """Give an embedder the positions of a run, in place; it reads at least `longest` and `tokens`, unless max_positions is set.
 
-    The main process fits it on texts of up to `tokens`, which the original reads through a window; others get its weights.
+    For the start `fit`, the main process fits it on texts of up to `tokens`, which the original reads in windows of `window`.
     """
     longest = config.max_positions or max(tokens, longest, longest_input(unwrap(embedder).config))
     warm, window = config.start != "cold", window if window < tokens else None
@@ -45,7 +45,7 @@ def swap_embedder(
 
 
 def sts(embedder: SentenceTransformer, path: str) -> float:
-    """Return Spearman's rho of cosines with what people say, on a table of sentence1, sentence2 and label."""
+    """Return Spearman's rho between cosines and human scores, for a table with columns sentence1, sentence2 and label."""
     table = read_table(path)
     columns = [table[name][:] for name in ("sentence1", "sentence2", "label")]
     return EmbeddingSimilarityEvaluator(*columns, write_csv=False)(embedder)["spearman_cosine"]

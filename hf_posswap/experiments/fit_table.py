@@ -1,10 +1,10 @@
-"""The committed results of fits as Markdown tables, and the line that says what stands behind a table."""
+"""The committed results of fits as Markdown tables, and the line with their provenance."""
 
 from statistics import mean, stdev
 
 
 def provenance_line(results: dict) -> str:
-    """Return the command, seeds, versions and hardware behind a table."""
+    """Return the line below a table: command, seeds, versions, hardware."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     hardware = results["hardware"]["accelerator"] or "{cpu}, threads: {threads}".format(**results["hardware"])
     commit = f" at commit {results['commit']}" if results["commit"] else ""
@@ -14,7 +14,7 @@ def provenance_line(results: dict) -> str:
 
 
 def fit_table(results: dict) -> str:
-    """Return the rows of recipes/fit_quality.py as a Markdown table: cold, warm and fitted, with spread over seeds."""
+    """Return results of recipes/fit_quality.py as a Markdown table: cold, warm and fitted, ± standard deviation over seeds."""
     names = list(results["original"])
     titles = {"spearman": "STS-B rho", "ratio": "ppl / original's", "kl": "KL", "perplexity": "ppl"}
     heads = [titles.get(name, name.replace("_", " ")) for name in names]
@@ -39,7 +39,7 @@ def fit_table(results: dict) -> str:
 
 
 def stage_table(results: dict, name: str) -> str:
-    """Return one figure of recipes/fit_quality.py for many schemes, a row each: cold, warm, fitted with spread over seeds."""
+    """Return one figure of recipes/fit_quality.py as a Markdown table, a row for each scheme: cold, warm and fitted."""
     title = {"ratio": "perplexity / original's"}.get(name, name.replace("_", " "))
     lines = [f"| {results['config']['model']}: {title} | cold swap | swap | fit |", "|---|---:|---:|---:|"]
     for row in results["rows"]:

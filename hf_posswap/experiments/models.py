@@ -1,4 +1,4 @@
-"""The models of recipes: a checkpoint by its name on the command line, its tokenizer, and the positions that a run asks for."""
+"""The models of recipes: load a checkpoint and its tokenizer, and give the model the positions of a run."""
 
 import resource
 import sys
@@ -32,7 +32,7 @@ from hf_posswap.training.run_log import announce
 
 
 def load_family(name: str, **options) -> tuple[PreTrainedConfig, bool]:
-    """Return the configuration of an unswapped checkpoint, by its name on the command line, and whether it is causal."""
+    """Return the config of an unswapped checkpoint (built-in name, folder or Hub id), and whether it is causal."""
     config = AutoConfig.from_pretrained(model_source(name), **options)
     if config.model_type not in ARCHITECTURES:
         raise UnsupportedModelError(
@@ -42,10 +42,10 @@ def load_family(name: str, **options) -> tuple[PreTrainedConfig, bool]:
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint; one without a padding token pads with its end of text."""
+    """Load the tokenizer of a checkpoint; one without a padding token pads with its end-of-text token."""
     source = model_source(name)
     family, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
-    if not 10 < len(tokenizer) <= family.vocab_size:  # for a folder without one, transformers makes one up
+    if not 10 < len(tokenizer) <= family.vocab_size:  # transformers makes up a tiny one for a folder without a tokenizer
         raise PosswapError(
             f"{name}: the tokenizer has {len(tokenizer)} tokens and the model {family.vocab_size}: they do not belong together"
         )
@@ -55,7 +55,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def load_original(name: str) -> PreTrainedModel:
-    """Load an unswapped checkpoint as the cost of a swap is measured on it: a causal model with its head, an encoder bare."""
+    """Load an unswapped checkpoint to compare with: a causal model with its head, an encoder without."""
     _, causal = load_family(name)
     return (AutoModelForCausalLM if causal else AutoModel).from_pretrained(model_source(name)).eval()
 
@@ -65,12 +65,12 @@ def load_model(
     fit_learning_rate: float = 1e-3, tokenizer: PreTrainedTokenizerBase | None = None,
     prepare: Callable[[PreTrainedModel, set[str]], None] | None = None, progress: bool = True, **options,
 ) -> PreTrainedModel:  # fmt: skip
-    """Load the checkpoint into a class of transformers' Auto family, and give it the positions that the run asks for.
+    """Load the checkpoint with one of transformers' Auto classes, and give it the positions of the run.
 
-    Seeded, so that a head the checkpoint lacks starts the same for every scheme. `max_positions` is what the recipe needs
-    where the user said nothing; `fit_batches()` gives the text for the start `fit` (`text_batches`). The main process alone
-    fits; the other ones get its weights. `prepare(model, missing)` is called on the original before it is
-    swapped, with the names of weights that the checkpoint lacks: to train a new head that all schemes start from.
+    A head that the checkpoint lacks is drawn with the run's seed, so it is the same for every scheme. `max_positions` is what
+    the recipe needs, unless the user gives it. `fit_batches()` returns the text for the start `fit` (see `text_batches`); only
+    the main process fits, and the others get its weights. `prepare(model, missing)` is called before the swap with the names
+    of weights that the checkpoint lacks: a recipe can train a new head there that all schemes start from.
     """
     announce(f"loading {config.model}: {config.scheme}, start {config.start}, seed {config.seed}")
     set_seed(config.seed)
@@ -78,14 +78,14 @@ def load_model(
     if tokenizer is not None and family.pad_token_id is None:
         family.pad_token_id = tokenizer.pad_token_id
     trained = longest_input(family)
-    # A recipe that needs fewer than the checkpoint has is content with those.
+    # Never fewer than the checkpoint has, unless the user says so.
     longest = config.max_positions or max(max_positions or 0, trained)
     if config.scheme != ORIGINAL:  # before anything is loaded or trained
         parse_scheme(config.scheme).check(geometry_of(family, longest, trained))
     elif longest > trained:
         raise PosswapError(
-            f"the original reads {trained} tokens, not {longest}: ask for learned:extend=tile or learned:extend=interpolate, "
-            "or for fewer"
+            f"the original reads {trained} tokens, not {longest}: take learned:extend=tile or learned:extend=interpolate, or "
+            "ask for fewer"
         )
     if config.start == "scratch":
         model = auto_class.from_config(family)
@@ -109,7 +109,7 @@ def load_model(
 
 
 def cost(model: PreTrainedModel, run: TrainingRun | None = None) -> dict:
-    """Return what a run cost: parameters, tokens, tokens a second, and the peak of memory on this process's device."""
+    """Return what a run cost: parameters, tokens, seconds, tokens/s, and peak memory in bytes on this process's device."""
     device = PartialState().device
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)

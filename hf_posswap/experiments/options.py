@@ -1,7 +1,7 @@
-"""The options of a recipe: a frozen dataclass that is a command line and a YAML file too.
+"""The options of a recipe: a frozen dataclass that also defines its command line and its YAML files.
 
-Every field is an option of the command line, with the text of its annotation as help. `--config FILE.yaml` sets any of them,
-and the command line wins. What a recipe asks, and what its figures mean, stands on its class as well.
+Every field is a command-line option, with the text of its annotation as help. `--config FILE.yaml` sets any of them, and the
+command line wins. The class also says which question the recipe asks (QUESTION), and what its figures mean (FIGURES).
 """
 
 import inspect
@@ -25,20 +25,20 @@ STARTS = ("cold", "swap", "fit", "scratch")
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What every run has: a scheme, how a model gets it, and a seed. Runs that are compared differ in these alone."""
+    """What every run has: a scheme, how a model gets it, and a seed. Runs that are compared differ only in these."""
 
     QUESTION: ClassVar[str] = ""  # what the recipe asks, in a line
-    FIGURES: ClassVar[dict[str, str]] = {}  # what a figure is, by the beginning of its name
-    FORBIDDEN_STARTS: ClassVar[dict[str, str]] = {}  # and why
-    # What an option of the command line takes the place of in a configuration file, beside itself.
+    FIGURES: ClassVar[dict[str, str]] = {}  # beginning of a figure's name -> what it means
+    FORBIDDEN_STARTS: ClassVar[dict[str, str]] = {}  # start -> why this recipe does not take it
+    # Option of the command line -> further options of the YAML file that it overrides.
     REPLACES: ClassVar[dict[str, tuple[str, ...]]] = {}
 
     scheme: Annotated[str, "name or name:option=value,...; original leaves the model as it is."] = ORIGINAL
-    schemes_from: Annotated[str | None, "A module or file.py of yours that registers further schemes."] = None
+    schemes_from: Annotated[str | None, "Your own module or file.py that registers further schemes."] = None
     start: Annotated[
-        str, "cold drops the table, swap starts warm, fit fits to the original before training, scratch draws all weights anew."
+        str, "cold: drop the table; swap: warm start; fit: fit to the original before training; scratch: new random weights."
     ] = "swap"
-    seed: Annotated[int, "Of all that is drawn."] = 0
+    seed: Annotated[int, "Seed of all random draws."] = 0
 
     def __post_init__(self):
         check_seed(self.seed)
@@ -50,7 +50,7 @@ class RunOptions:
             raise PosswapError(f"start={self.start!r}: {why}; known are {', '.join(known)}")
 
     def at_least_one(self, *names: str) -> None:
-        """Raise where one of these options is less than 1; None is what is not given."""
+        """Raise PosswapError if one of these options is less than 1; None means not given."""
         for name in names:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise PosswapError(f"{name}={value} must be at least 1")
@@ -58,15 +58,15 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SwapOptions(RunOptions):
-    """A checkpoint, and what the positions of the scheme are fitted with."""
+    """A checkpoint, its length after the swap, and the budget of a fit."""
 
     model: Annotated[str, "A model folder or Hub id; minilm and stdlib-gpt2 are built in."] = "minilm"
     max_positions: Annotated[int | None, "The longest input of the swapped model. Default: what the recipe needs."] = None
-    span: Annotated[int | None, "How far attention looks in the swapped model. Default: everywhere."] = None
-    first: Annotated[int, "With --span, how many tokens at the beginning all others see."] = 4
-    fit_tokens: Annotated[int, "Tokens of training text that the start `fit` reads."] = 65_536
-    fit_steps: Annotated[int, "Steps of that fit for each layer; 0: the closed form alone."] = 100
-    save_model: Annotated[bool, "Keep the model and its tokenizer, in the folder `model` of --output."] = False
+    span: Annotated[int | None, "Attend only to keys at a distance below this. Default: to all."] = None
+    first: Annotated[int, "With --span: every token also sees this many tokens at the beginning."] = 4
+    fit_tokens: Annotated[int, "Tokens of training text for --start fit."] = 65_536
+    fit_steps: Annotated[int, "Steps per layer for --start fit; 0: only the closed form."] = 100
+    save_model: Annotated[bool, "Save the model and its tokenizer in the folder `model` of --output."] = False
 
     def __post_init__(self):
         RunOptions.__post_init__(self)
@@ -86,12 +86,12 @@ class RecipeConfig(SwapOptions, TrainingConfig):
     def __post_init__(self):
         TrainingConfig.__post_init__(self)
         SwapOptions.__post_init__(self)
-        if "none" in self.report_to:  # the command line has no other way to say so
+        if "none" in self.report_to:  # the command line cannot give an empty tuple
             object.__setattr__(self, "report_to", ())
 
 
 def read_config(config_class: type[RunOptions], file: Path | None, given: dict) -> RunOptions:
-    """Return a configuration from a YAML file, with what was given on the command line over it; unknown keys are errors."""
+    """Return the configuration in a YAML file, overridden by options of the command line; unknown keys are errors."""
     hints = get_type_hints(config_class)
     hints = {field.name: hints[field.name] for field in fields(config_class)}
     values = {}
@@ -118,23 +118,23 @@ def read_config(config_class: type[RunOptions], file: Path | None, given: dict) 
 
 
 def _as_declared(value, hint):
-    """Return a YAML value with tuples for lists, and numbers where they are wanted: YAML 1.1 reads 1e-4 as text."""
+    """Return a YAML value with tuples for lists, and as a float where one is declared: YAML 1.1 reads 1e-4 as text."""
     if isinstance(value, list):
         return tuple(_as_declared(one, hint) for one in value)
     if float in (hint, *get_args(hint)) and isinstance(value, int | str) and not isinstance(value, bool):
         try:
             return float(value)
         except ValueError:
-            pass  # which is then no number, and said to be none
+            pass  # the caller reports that it is no number
     return value
 
 
 def command_line(config_class: type[RunOptions], output: Path) -> inspect.Signature:
-    """Return the signature that typer makes options of: one for each field, and those that are not part of what is compared."""
+    """Return the signature that typer turns into options: --output, --resume, --config, and one for each field."""
     hints = get_type_hints(config_class)
     options = {
         "output": (Path, output, typer.Option("--output", help="Folder for config.json, result.json and checkpoints.")),
-        "resume": (bool, False, typer.Option("--resume", help="Go on with an interrupted run.")),
+        "resume": (bool, False, typer.Option("--resume", help="Continue an interrupted run.")),
         "config": (Path | None, None, typer.Option("--config", help="A YAML file of options; the command line wins.")),
     }
     for field in fields(config_class):
@@ -145,7 +145,7 @@ def command_line(config_class: type[RunOptions], output: Path) -> inspect.Signat
         declared = f"{name}/--no-{name[2:]}" if kind is bool else name
         if get_origin(kind) is tuple:
             kind = list[get_args(kind)[0]]
-        # None: not given, so that the file's value or the dataclass's default holds.
+        # None means not given: then the file's value or the dataclass's default holds.
         options[field.name] = (kind | None, None, typer.Option(declared, help=text.strip(), show_default=False))
     only = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature(
@@ -157,7 +157,7 @@ def command_line(config_class: type[RunOptions], output: Path) -> inspect.Signat
 
 
 def _help(config_class: type, name: str) -> str:
-    """Return the text of a field's annotation; a class that only gives another default has that of its parent."""
+    """Return the text of a field's annotation; a subclass that only changes the default inherits it."""
     for one in config_class.__mro__:
         hint = inspect.get_annotations(one, eval_str=True).get(name)
         if texts := getattr(hint, "__metadata__", ()):

@@ -1,4 +1,4 @@
-"""A comparison as a page to share: a verdict, tables, pictures, and the configuration of every run in one file of HTML."""
+"""A comparison as one HTML file to share: conclusion, tables, pictures, and the configuration of every run."""
 
 import base64
 import html
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> list[Path]:
-    """Check the budgets; write comparison.json, comparison.md, PNG pictures and one self-contained comparison.html."""
+    """Check budgets; write comparison.json, comparison.md, a self-contained comparison.html and PNGs; return their paths."""
     check_budgets(runs, vary)
     table = markdown(runs, vary=vary, figures=figures)
     pictures = plots(runs, vary, figures)
@@ -71,7 +71,7 @@ def _page(runs: list[dict], text: str, pictures: "dict[str, Figure]") -> str:
 
 
 def plot(runs: list[dict], name: str, vary: Sequence[str] = ()) -> "Figure":
-    """Draw one figure: a line over lengths where runs have `name_128`, `name_256`, ..., else a bar a row; with all seeds."""
+    """Draw one figure with all seeds: lines over lengths if runs have `name_128`, `name_256`, ..., else a bar for each row."""
     from hf_posswap.plots import plot_bars, plot_loss_by_length, plot_recovery
 
     rows = {label_of(row): members for row, members in rows_of(runs, vary).items()}
@@ -85,13 +85,13 @@ def plot(runs: list[dict], name: str, vary: Sequence[str] = ()) -> "Figure":
         for row, members in rows.items()
     }
     lines = {row: {n: values for n, values in points.items() if values} for row, points in lines.items()}
-    if lengths[0] == 0:  # what was measured while training
+    if lengths[0] == 0:  # these are tokens of training, not lengths of an input
         return plot_recovery(lines, label=label)
     return plot_loss_by_length(lines, None, "", label=label)
 
 
 def plots(runs: list[dict], vary: Sequence[str] = (), figures: Sequence[str] = ()) -> "dict[str, Figure]":
-    """Draw what a comparison shows: a picture for each family of figures over lengths, else the main one, which comes first."""
+    """Draw a picture for each family of figures over lengths (`loss_128`, `loss_256`, ...), or else of the first figure."""
     names = figure_names(runs, figures)
     families = [n for n in dict.fromkeys(n.rpartition("_")[0] for n in names) if sum(is_length(m, n) for m in names) > 1]
     return {name: plot(runs, name, vary) for name in families or names[:1]}

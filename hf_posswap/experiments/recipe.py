@@ -1,12 +1,12 @@
 """What all recipes share: a command line, a swapped model, one result file.
 
-A recipe is a question. It says which options it has (a frozen dataclass, a child of `RecipeConfig`), and how one run answers it
-for one scheme and one seed (a function of that configuration):
+A recipe asks one question. It defines its options (a frozen dataclass, a subclass of `RecipeConfig`), and a function that
+answers the question for one scheme and one seed:
 
     @dataclass(frozen=True, kw_only=True)
     class Config(RecipeConfig):
-        QUESTION = "Does it find a key that is hidden?"
-        FIGURES = {"accuracy": "the share of keys that are found"}
+        QUESTION = "Does it find a hidden key?"
+        FIGURES = {"accuracy": "share of keys that are found"}
 
         depth: Annotated[int, "Where the key is hidden."] = 3
 
@@ -15,8 +15,8 @@ for one scheme and one seed (a function of that configuration):
     if __name__ == "__main__":
         main(Config, run)
 
-config.json and result.json in the output folder say what was run and what came out. Comparing schemes and seeds is the job of
-`hf-posswap compare`.
+The output folder gets config.json, with all options, and result.json, with the figures. `hf-posswap compare` runs a recipe for
+several schemes and seeds.
 """
 
 import inspect
@@ -43,22 +43,22 @@ from hf_posswap.provenance import lock, prepare_output, provenance, weight_hashe
 from hf_posswap.terminal import run_program
 from hf_posswap.training.launching import save_trained
 
-__all__ = ["RecipeConfig", "cost", "load_model", "load_tokenizer", "main"]  # what a recipe of yours needs
+__all__ = ["RecipeConfig", "cost", "load_model", "load_tokenizer", "main"]  # what your own recipe needs
 FORMAT = 1
 
 
 def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool], dict]) -> None:
     """Run a recipe from the command line.
 
-    `run(config, folder, resume)` works in `folder` and returns {"figures": {name: number}, "cost": {...}, "model": model} and
-    what else the result file shall hold; it is called on all processes, and the main one writes. Figures that are no numbers
-    are an error, and no result.
+    `run(config, folder, resume)` works in `folder`. It returns {"figures": {name: number}, "cost": {...}, "model": model} and
+    further entries for result.json; "model" is optional. It is called on all processes, and the main one writes the result.
+    If a figure or weight is NaN or infinite, PosswapError is raised and no result is written.
     """
     held, module = [], inspect.getmodule(run)
     program = Path(module.__file__).stem
 
     def command(**given):
-        # The first state of a process decides for all, and on its own heeds everything that was launched but this.
+        # The first PartialState of a process fixes its device, and does not look at this variable by itself.
         PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
         output, resume, file = (given.pop(name) for name in ("output", "resume", "config"))
         config = read_config(config_class, file, {name: value for name, value in given.items() if value is not None})
@@ -71,20 +71,20 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
         try:
             answer = run(config, output, resume)
         except KeyboardInterrupt:
-            raise Interrupted(f"stopped; no result is written, the same command with --resume goes on in {output}") from None
+            raise Interrupted(f"stopped without a result: the same command with --resume goes on in {output}") from None
         model = answer.pop("model", None)
         wrong = [f"{name} {value}" for name, value in answer["figures"].items() if not math.isfinite(value)]
         weights = () if model is None else model.named_parameters()
         wrong += [f"{name} that is not finite" for name, value in weights if not _finite(value)]
         if wrong:
-            raise PosswapError(f"the run ended in {wrong[0]}, and has no result: lower --learning-rate, or look at the data")
+            raise PosswapError(f"the run ended in {wrong[0]}, and has no result: lower --learning-rate, or check the data")
         keep = isinstance(config, SwapOptions) and config.save_model
         if keep:
             if model is None:
-                raise PosswapError(f"save_model: {program} makes no model to keep")
+                raise PosswapError(f"{program} makes no model to keep: leave out --save-model")
             _save_model(model, config.model, output / "model")
         if PartialState().is_main_process:
-            spec = sys.modules["__main__"].__spec__  # of a module that was started with -m
+            spec = sys.modules["__main__"].__spec__  # set if a module was started with -m
             run_by = f"python -m {spec.name}" if spec else f"python {without_home(sys.argv[0])}"
             asked = {"question": config.QUESTION, "meaning": config.FIGURES} if config.QUESTION else {}
             kept = {"weights": weight_hashes(output / "model")} if keep else {}
@@ -92,7 +92,7 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
             write_json(output / "result.json", {**about, **answer, **kept})
             _show(answer["figures"], output / "result.json")
 
-    # \b: leave the lines of the paragraph as they are.
+    # \b makes the help keep the line breaks of a paragraph.
     command.__doc__ = (module.__doc__ or "").replace("\n\n    ", "\n\n\b\n    ")
     command.__signature__ = command_line(config_class, Path("runs") / program.replace("_", "-"))
     try:
@@ -103,12 +103,12 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
 
 
 def _finite(value: torch.Tensor) -> bool:
-    local = value.to_local() if isinstance(value, DTensor) else value  # of what is sharded, this process's part
+    local = value.to_local() if isinstance(value, DTensor) else value  # this process's shard
     return bool(local.detach().isfinite().all())
 
 
 def _save_model(model: PreTrainedModel, source: str, folder: Path) -> None:
-    if is_pipeline(model):  # which has its tokenizer
+    if is_pipeline(model):  # it saves its own tokenizer
         if PartialState().is_main_process:
             model.save_pretrained(str(folder))
         return

@@ -1,17 +1,17 @@
-"""What does a swap cost, and what do a fit and a short tuning win back? Against the original, before anything else is asked.
+"""What does a swap cost, and what do a fit and a short tuning win back? The swapped model is compared with its original.
 
-    hf-posswap compare --output runs/minilm                                                # every scheme, on what is built in
+    hf-posswap compare --output runs/minilm                                                # default schemes, built-in model
     hf-posswap compare --start cold --start swap --start fit --output runs/gpt2 -- --model gpt2 --train-file my.txt
     python recipes/swap_cost.py --model stdlib-gpt2 --scheme rotary --output runs/rotary   # one scheme, one seed
 
-Right after the swap (and the fit), and, with `tuned_` before the names, after --max-steps of tuning that are equal for all:
+Figures are measured after the swap (and fit), and again, as `tuned_...`, after --max-steps of tuning, equal for all schemes:
 
-- an encoder: `cosine_N`, of its mean-pooled states with the original's on held-out blocks of N tokens; it is tuned by
-  distillation from the original;
-- a causal model: `perplexity_N` on the same held-out tokens in blocks of one, two and four times its trained length, and `kl`
-  of its predictions to the original's at the first; it is tuned on its own loss. The original's table is repeated past its end;
-- `word_order`: whether two neighbours in a sentence were swapped, by a linear probe on an encoder's frozen states, or by which
-  of two sentences is likelier; 0.5 is chance.
+- Encoder: `cosine_N`, the cosine of its mean-pooled states with the original's on held-out blocks of N tokens. It is tuned by
+  distillation from the original.
+- Causal model: `perplexity_N` on the same held-out tokens in blocks of one, two and four times the trained length N, and `kl`,
+  from the original's predictions at the trained length. It is tuned on its own loss. The original repeats its table past it.
+- Both: `word_order`, how often it is noticed that two neighbours in a sentence were swapped, by a linear probe on an encoder's
+  frozen states, or by which of the two sentences a causal model finds likelier. 0.5 is chance.
 """
 
 from dataclasses import dataclass, replace
@@ -33,12 +33,12 @@ from hf_posswap.measure.word_order import word_order_examples, word_order_prefer
 from hf_posswap.training import train
 from hf_posswap.training.run_log import announce
 
-TUNING_LENGTH = 128  # of an encoder, whose sentences are shorter than that; a causal model is tuned at its trained length
+TUNING_LENGTH = 128  # tokens, for an encoder: sentences are shorter; a causal model is tuned at its trained length
 
 
 @dataclass(frozen=True, kw_only=True)
 class SwapCostConfig(TextConfig):
-    """One swap, small enough to try all schemes in minutes on a CPU."""
+    """Options of one run, by default small enough to try all schemes in minutes on a CPU."""
 
     QUESTION = "What does a swap cost, and what do a fit and a short tuning win back?"
     FIGURES = {
@@ -53,12 +53,12 @@ class SwapCostConfig(TextConfig):
     max_steps: int = 16
     batch_size: int = 8
     learning_rate: float = 2e-4
-    table_learning_rate_factor: float = 100.0  # so few steps that tables would stay next to zero
+    table_learning_rate_factor: float = 100.0  # with so few steps, tables would otherwise stay near zero
     dropout: bool = False
     fit_tokens: int = 16_384
     fit_steps: int = 10
     evaluation_tokens: int = 8192
-    word_order_sentences: Annotated[int, "Half of them intact; half as many again are held out."] = 480
+    word_order_sentences: Annotated[int, "Sentences to train the probe on, half of them intact; half as many test it."] = 480
 
     def __post_init__(self):
         super().__post_init__()
@@ -72,7 +72,7 @@ def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
     tokenizer = load_tokenizer(config.model)
     training, held_out = (documents(config, split, causal=causal) for split in ("train", "validation"))
     lengths = [n * trained for n in (1, 2, 4)] if causal else sorted({min(TUNING_LENGTH, trained), trained})
-    # The same tokens at every length, in shorter or longer blocks: length alone makes the difference.
+    # The same tokens at every length, in shorter or longer blocks, so that only the length differs.
     longest = spread(token_blocks(held_out, tokenizer, lengths[-1]), config.evaluation_tokens)
     cuts = {n: shorter_blocks(longest, tokenizer, n) for n in lengths}
     tuning = token_blocks(training, tokenizer, trained if causal else lengths[0])
@@ -86,7 +86,7 @@ def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
     probe = [word_order_examples(part, n) for part, n in zip(prose, (sentences, sentences // 2), strict=True)]
 
     model = load_model(
-        # Past its end the original's table is repeated; up to there it is the original to the last bit.
+        # The original with its table repeated past the end; up to there it is unchanged, bit for bit.
         replace(config, scheme="learned:extend=tile") if config.scheme == ORIGINAL and causal else config,
         AutoModelForCausalLM if causal else AutoModel,
         max_positions=lengths[-1],

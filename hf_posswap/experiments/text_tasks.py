@@ -1,8 +1,7 @@
-"""What recipes on plain text share: options that name the text, seeded masks, a masked-LM loss, and a head for a model without.
+"""What recipes on plain text share: options that name the text, seeded masks, a masked-LM loss, and a new masked-LM head.
 
-Masks for training depend on the seed and on which example it is, and on nothing else: not on what has been drawn before, so a
-resumed run sees the masks that it would have seen, and not on how many processes share a batch. Masks for evaluation are the
-same for every scheme and seed.
+Masks for training depend only on the seed and the example's index. So a resumed run gets the masks that it would have had
+without the interruption, for any number of processes. Masks for evaluation are the same for every scheme and seed.
 """
 
 import random
@@ -23,19 +22,19 @@ from hf_posswap.experiments.options import RecipeConfig, SwapOptions
 from hf_posswap.measure.losses import lm_head
 from hf_posswap.training import TrainingConfig, TrainingRun, train
 
-FIXED_SEED = 0  # of what must not differ between the runs of a comparison: masks of held-out text, a new head
+FIXED_SEED = 0  # for what must be equal in all runs of a comparison: masks of held-out text, a new head
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """Which text, by the names that transformers' examples use; nothing: the standard library's, which needs no download."""
+    """Which text to use, with the option names of transformers' examples. Default: the standard library's, without download."""
 
     dataset: Annotated[str | None, "A Hub dataset. Default: the embedded text."] = None
-    dataset_config: Annotated[str | None, "Its configuration."] = None
+    dataset_config: Annotated[str | None, "The configuration of that data set."] = None
     train_file: Annotated[str | None, "A text, csv, json or parquet file, or a folder of .txt files."] = None
-    validation_file: Annotated[str | None, "Default: a tenth of the training file, which is then not trained on."] = None
+    validation_file: Annotated[str | None, "Held-out text. Default: a tenth of the training file, not trained on."] = None
     text_column: Annotated[str, "The column of a table that holds the text."] = "text"
-    evaluation_tokens: Annotated[int, "Held-out tokens that each figure is measured on."] = 32_768
+    evaluation_tokens: Annotated[int, "Held-out tokens to measure each figure on."] = 32_768
 
     REPLACES: ClassVar[dict[str, tuple[str, ...]]] = {
         "train_file": ("dataset", "dataset_config"),
@@ -52,7 +51,7 @@ class TextOptions:
         for name, needed in (("dataset_config", "dataset"), ("validation_file", "train_file")):
             if getattr(self, name) and not getattr(self, needed):
                 options = (f"--{one.replace('_', '-')}" for one in (name, needed))
-                raise PosswapError("{} says more about {}: give that, too".format(*options))
+                raise PosswapError("{} needs {}: give both".format(*options))
         self.at_least_one("evaluation_tokens")
 
 
@@ -62,7 +61,7 @@ class TextConfig(TextOptions, RecipeConfig):
 
 
 def documents(config: TextOptions, split: Split, *, causal: bool) -> list[str]:
-    """Return the text of one split: the user's, or the embedded one."""
+    """Return the texts of one split: the user's, or by default the embedded text."""
     if config.dataset:
         name = f"{config.dataset}:{config.dataset_config}" if config.dataset_config else config.dataset
         return read_documents(name, split=split, text_column=config.text_column)
@@ -75,37 +74,37 @@ def documents(config: TextOptions, split: Split, *, causal: bool) -> list[str]:
 
 
 def trained_length(config: SwapOptions) -> tuple[int, bool]:
-    """Return how many tokens the checkpoint reads, and whether it is causal."""
+    """Return the checkpoint's longest input in tokens, and whether it is causal."""
     family, causal = load_family(config.model)
     return longest_input(family), causal
 
 
 def check_enough(blocks: torch.Tensor, config: TrainingConfig) -> None:
-    """Raise where the text does not fill a batch, before anything is trained."""
+    """Raise DataError if blocks (N, L) do not fill a batch."""
     if len(blocks) < config.batch_size:
         raise DataError(
             f"the training text fills {len(blocks)} blocks of {blocks.shape[1]} tokens, fewer than one batch of "
-            f"{config.batch_size}: give more text, a shorter block size or a smaller batch"
+            f"{config.batch_size}: give more text, shorter blocks or a smaller batch"
         )
 
 
 def mask_tokens(
     blocks: torch.Tensor, tokenizer: PreTrainedTokenizerBase, probability: float, seed: int = FIXED_SEED
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return blocks (N, L) with tokens masked as BERT was trained, and the labels, -100 where nothing is asked.
+    """Return blocks (N, L) masked as in BERT's training, and labels (N, L), which are -100 for tokens that were not chosen.
 
     Of the chosen tokens 80 % become [MASK], 10 % random tokens, 10 % stay: transformers' DataCollatorForLanguageModeling.
     """
-    # Older versions of transformers take a seed of 0 for none.
+    # Older versions of transformers treat a seed of 0 as no seed.
     collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability, seed=seed + 1)
     batch = collate([{"input_ids": row} for row in blocks])
     return batch["input_ids"], batch["labels"]
 
 
 class MaskedBlocks(Dataset):
-    """Blocks of tokens (N, L), each so often that no example comes twice in training, with other masks in every copy.
+    """Blocks of tokens (N, L), copied with a different mask in each copy, so that training never repeats an example.
 
-    As BERT's own training data were made (with ten copies): the loop need not know that masks change.
+    BERT's training data were made in the same way, with ten copies (Devlin et al. 2019).
     """
 
     def __init__(
@@ -127,9 +126,9 @@ class MaskedBlocks(Dataset):
 
 
 def masked_lm_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the mean loss of the masked tokens, for `train`: the head, the dearest part of a small model, sees no others."""
+    """Return the mean loss of the masked tokens, for `train`. The head, costly in a small model, is computed for these only."""
     chosen = batch["labels"] != -100
-    head = lm_head(getattr(model, "module", model))  # several processes train in a wrapper, which must be what is called
+    head = lm_head(getattr(model, "module", model))  # DDP wraps the model, and the wrapper must be called below
     hook = head.register_forward_pre_hook(lambda module, states: (states[0][chosen],))
     try:
         logits = model(input_ids=batch["input_ids"]).logits
@@ -141,9 +140,9 @@ def masked_lm_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> to
 def train_head(
     model: PreTrainedModel, missing: set[str], blocks: MaskedBlocks, config: TrainingConfig, *, progress: bool = True
 ) -> TrainingRun:
-    """Train what a checkpoint lacks for masked language modelling, in place; the encoder, and what is tied to it, stays.
+    """Train a new masked-LM head, in place; the encoder and weights tied to it stay as they are.
 
-    `missing` are the names of the new weights. They are drawn here, whatever seed the model was made with.
+    `missing` are the names of the new weights, which are drawn here with a fixed seed.
     """
     generator = torch.Generator().manual_seed(FIXED_SEED)
     encoder = {id(parameter) for parameter in model.base_model.parameters()}
@@ -151,7 +150,7 @@ def train_head(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(id(parameter) not in encoder)
-            if name in missing and parameter.dim() > 1:  # norms start at one and biases at zero, without chance
+            if name in missing and parameter.dim() > 1:  # norms and biases are not random
                 parameter.copy_(torch.empty(parameter.shape).normal_(0, model.config.initializer_range, generator=generator))
     try:
         return train(model, blocks, config, compute_loss=masked_lm_loss, progress=progress, description="new head")[1]

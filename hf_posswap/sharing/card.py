@@ -1,6 +1,6 @@
-"""The model card: written from posswap_results.json alone, so that no figure in it can be anything but what was measured.
+"""The model card, written from posswap_results.json alone, so that every figure in it was measured.
 
-What hf_posswap writes stands between two comments. Text around them, and metadata that is not ours, are the user's, and stay
+hf_posswap's text stands between two comments. Text around them, and metadata that is not ours, belong to the user and are kept
 when the card is written again.
 """
 
@@ -32,7 +32,7 @@ BEGIN, END = "<!-- written by hf_posswap: begin; text outside is yours -->", "<!
 _TEMPLATE = Path(__file__).parents[1] / "assets" / "card.md.jinja"
 _OURS = "hf_posswap: "  # how our entries of a model index begin
 
-# What a recipe asks, the Hub's name for such a task, and what figures mean, by the beginning of their names.
+# For each recipe: its question, the Hub's name of the task, and the meaning of figures by the beginning of their names.
 _RECIPES = {
     "swap_cost": {
         "question": "What swaps like this one cost, before and after a short tuning",
@@ -101,7 +101,7 @@ _STARTS = {
     "fit": "fitted to the original before training",
     "scratch": "all weights drawn anew",
 }
-# Of the text that a fit was given, the part that its figures are of.
+# The part of the fit's text that its figures were measured on.
 _PARTS = {
     "report": "kept for this report: neither fitted on, nor used to choose",
     "held out": "held out of the fit, by which layers were also kept or not",
@@ -138,18 +138,18 @@ def write_card(
     """Write README.md, posswap_results.json and pictures into the folder of a shared model; return the card's path.
 
     Args:
-        folder: A swapped model, what `export_native` saved, or a delta.
-        results: Folders that `hf-posswap compare` or a recipe wrote, with runs of this model's scheme. None: those that the
-            card had before, as long as the weights are the same.
-        base_model: What it was swapped from, where the folder does not say: "owner/name", "owner/name@revision", or
+        folder: The folder of a swapped model, of an export by `export_native`, or of a delta.
+        results: Folders that `hf-posswap compare` or a recipe wrote, with runs of this model's scheme. None: the results in
+            the card so far, as long as the weights are the same.
+        base_model: The model that was swapped, if the folder does not say: "owner/name", "owner/name@revision", or
             "local:name" for a model that is not on the Hub.
-        license: Of the weights, by the Hub's identifiers: that of the base model, as a rule.
-        repo_id: Where it will be loaded from, for the examples.
-        eval_results: "DATASET:TASK:FIGURE" for the Hub's own leaderboards, which take registered benchmarks only: the figure
-            that a run has measured on these weights goes into .eval_results/.
+        license: The Hub's identifier of the weights' licence, usually that of the base model.
+        repo_id: The repository that the card's examples load from.
+        eval_results: "DATASET:TASK:FIGURE" writes a figure that a run measured on these weights to .eval_results/, for the
+            Hub's own leaderboards, which take registered benchmarks only.
 
     Raises:
-        CheckpointError: There is no swapped model in the folder, or what lies next to it is of other weights.
+        CheckpointError: The folder holds no swapped model, or a report of other weights.
         PosswapError: Results do not belong to the model, budgets differ, or names hold markup. Nothing is written then.
 
     >>> import tempfile
@@ -171,16 +171,16 @@ def write_card(
     if repo_id is not None:
         check_repo_id(repo_id)
     if license is not None and not re.fullmatch(r"[A-Za-z0-9.+-]+", license):
-        raise PosswapError(f"license={license!r} is no identifier of a licence, such as apache-2.0 or mit")
+        raise PosswapError(f"license={license!r} is no identifier of a licence: give one such as apache-2.0 or mit")
     content = gather(folder, None if results is None else [Path(place) for place in results], base_model)
     name = repo_id or re.sub(r"[^\w.-]", "-", folder.resolve().name)
     if (folder / PICTURES).exists() and not (folder / PICTURES).is_dir():
-        raise CheckpointError(f"{folder / PICTURES} is a file, and pictures go into a folder of that name: move it")
+        raise CheckpointError(f"{folder / PICTURES} is a file, but pictures need a folder of that name: move the file")
     pictures = {}  # path -> figure
     text, index = _body(content, name, pictures)
     card = _merge(folder / CARD_FILE, text, _metadata(content, index, license, name))
     entries = _eval_results(content, eval_results)
-    with tempfile.TemporaryDirectory(prefix=".posswap-", dir=folder) as aside:  # all of it, or nothing
+    with tempfile.TemporaryDirectory(prefix=".posswap-", dir=folder) as aside:  # an error leaves the folder unchanged
         aside = Path(aside)
         write_json(aside / RESULTS_FILE, content)
         for name, figure in pictures.items():
@@ -194,7 +194,7 @@ def write_card(
         for path in sorted(written, key=lambda path: path.name == CARD_FILE):  # the card, which points at the others, last
             (folder / path).parent.mkdir(exist_ok=True)
             (aside / path).replace(folder / path)
-    # What a card before this one had, and nothing else.
+    # Remove pictures and figures of an earlier card.
     for path in [*(folder / PICTURES).glob("*.png"), folder / EVAL_RESULTS / "hf_posswap.yaml"]:
         if path.relative_to(folder) not in written and (path.suffix == ".yaml" or re.match(r"\d+-", path.name)):
             path.unlink(missing_ok=True)
@@ -206,9 +206,9 @@ def check_repo_id(repo_id: str) -> None:
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise PosswapError(f"repo_id={repo_id!r} is no name for a repository ({error}): owner/name") from None
+        raise PosswapError(f"repo_id={repo_id!r} is no name for a repository ({error}): give owner/name") from None
     if "/" not in repo_id:
-        raise PosswapError(f"repo_id={repo_id!r} does not say whose it is: owner/name")
+        raise PosswapError(f"repo_id={repo_id!r} does not say whose it is: give owner/name")
 
 
 def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResult]]:
@@ -250,7 +250,7 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
 
 
 def _auto_class(name: str | None) -> str | None:
-    """Return the Auto class that loads a class of transformers, or of ours; None where none does."""
+    """Return the Auto class that loads a model class, ours or transformers'; None if there is none."""
     if (name or "").endswith("DoubleHeadsModel"):
         return None
     found = re.search(r"(For[A-Z]\w*|LMHeadModel)$", name or "")
@@ -258,13 +258,13 @@ def _auto_class(name: str | None) -> str | None:
 
 
 def _exportable(model: dict, scheme) -> bool:
-    """Whether `export_native` is likely to find a class; it says why where it does not."""
+    """Whether `export_native` will probably find a class; if it does not, its error says why."""
     marked = getattr(scheme, "mark_first", False) and model["family"] != "bert"
     return scheme.name in ("learned", "sinusoidal", "none", "ladder") or (scheme.name == "rotary" and not marked)
 
 
 def _part(fit: dict) -> str:
-    """Return which part of the text a fit's figures are of: one of `_PARTS`."""
+    """Return the part of the text that a fit's figures were measured on: a key of `_PARTS`."""
     part = fit.get("part", "held out")
     return "overlapping" if part == "held out" and len(fit["after"]["sequences"]) > 1 else part
 
@@ -354,12 +354,12 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
 
 
 def _of_these_weights(runs: list[dict], model: dict) -> list[dict]:
-    """Return the runs that have kept the weights in a folder: what they measured is its own, all else of its like."""
+    """Return the runs that saved exactly the weights in the folder; others measured a model like it."""
     return [run for run in runs if run.get("weights") == model["weights"]]
 
 
 def _on_unseen_text(run: dict) -> bool:
-    """Whether what a run measured on is another file than what it was trained on."""
+    """Whether a run was measured on another file than it was trained on."""
     trained, *others = (run["config"].get(f"{part}_file") for part in ("train", "validation", "test"))
     return trained is None or trained not in others
 
@@ -419,7 +419,7 @@ def _metadata(content: dict, index: list[EvalResult], license: str | None, name:
 
 
 def own_text(path: Path) -> str:
-    """Return what a card has around what hf_posswap has written."""
+    """Return the user's text in a card: all but what hf_posswap has written."""
     before, after, _ = _split(path, _load(path).text)
     return before + after
 
@@ -428,11 +428,11 @@ def _load(path: Path) -> ModelCard:
     try:
         return ModelCard.load(path)
     except (ValueError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): mend it, or move it away") from None
+        raise CheckpointError(f"{path} cannot be read ({error}): repair it, or move it away") from None
 
 
 def _split(path: Path, text: str) -> tuple[str, str, bool]:
-    """Return the text before and after ours, and whether there was any of ours. Comments that are quoted in a line are text."""
+    """Return the text before and after ours, and whether ours was found. Comments count only if alone on their line."""
     text = text.replace("\r\n", "\n")
     found = re.fullmatch(rf"(.*?)^{re.escape(BEGIN)}$.*^{re.escape(END)}$(.*)", text, re.DOTALL | re.MULTILINE)
     if found:
@@ -443,18 +443,18 @@ def _split(path: Path, text: str) -> tuple[str, str, bool]:
 
 
 def _merge(path: Path, text: str, ours: dict) -> str:
-    """Return the whole card: ours, and what the user has written around it."""
+    """Return the whole card: our text, and what the user has written around it."""
     before, after, theirs, results = "", "", {}, []
     if path.exists():
         old = _load(path)
         before, after, again = _split(path, old.text)
         theirs = old.data.to_dict()
         results = [one for one in old.data.eval_results or [] if not (one.task_name or "").startswith(_OURS)]
-        if again:  # these were ours, of the model that was here then
+        if again:  # we wrote these, perhaps for another model in this folder
             theirs = {key: value for key, value in theirs.items() if key not in ("base_model", "base_model_relation")}
             theirs["tags"] = [tag for tag in theirs.get("tags", []) if not tag.startswith("position-")]
     theirs = {key: value for key, value in theirs.items() if key not in ("model-index", "eval_results", "model_name")}
-    users = {"pipeline_tag", "library_name"} & theirs.keys()  # somebody may know better, sentence-similarity for one
+    users = {"pipeline_tag", "library_name"} & theirs.keys()  # the user may know better, such as sentence-similarity
     ours = {key: value for key, value in ours.items() if value is not None and key not in users}
     ours["tags"] = list(dict.fromkeys([*theirs.get("tags", []), *ours["tags"]]))
     ours["eval_results"] = [*results, *ours["eval_results"]] or None
@@ -463,8 +463,8 @@ def _merge(path: Path, text: str, ours: dict) -> str:
     data = ModelCardData(**dict(sorted((theirs | ours).items())))
     block = f"{BEGIN}\n\n{text.strip()}\n\n{END}"
     whole = f"---\n{data.to_yaml()}\n---\n\n{before.lstrip(chr(10))}{block}\n{after}".rstrip() + "\n"
-    if ModelCard(whole).data.to_dict() != data.to_dict():  # read as it will be read
-        raise PosswapError("the card's metadata does not come back as it was written: this is a defect, please report it")
+    if ModelCard(whole).data.to_dict() != data.to_dict():
+        raise PosswapError("the card's metadata is not read back as it was written: this is a bug, please report it")
     return whole
 
 
@@ -484,7 +484,7 @@ def _eval_results(content: dict, asked: Sequence[str]) -> list[dict]:
         if len(runs) != 1:
             raise PosswapError(
                 f"eval_results={one!r}: the results have {len(runs)} runs that measured {figure!r} on the weights in the "
-                "folder, and one is needed: share the folder `model` of a run with --save-model, and give that run's folder"
+                "folder, and one is needed: share the folder `model` of a run with --save-model, and pass that run as results"
             )
         (run,) = runs
         notes = f"hf_posswap {run['recipe']}, {run['config']['scheme']}, seed {run['config']['seed']}"

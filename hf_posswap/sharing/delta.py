@@ -1,9 +1,9 @@
-"""Position deltas: a swap as a few kilobytes next to a base model that everybody has.
+"""Position deltas: a swap as a few kilobytes that are put onto a public base model.
 
-Where a swap leaves the other weights as they are, all there is to share is the scheme and its parameters. A delta is a folder
-with position_delta.json (format, scheme, lengths, and of which weights: Hub id, revision, SHA-256) and
-position_delta.safetensors. It goes onto the weights that it was made from, and onto no others: the hash is of all weights
-of the headless model but the pooler, so it does not matter which head is on.
+If a swap leaves all other weights as they are, only the scheme and its parameters have to be shared. A delta is a folder with
+position_delta.json (format, scheme, lengths, and the base model's Hub id, revision and SHA-256) and
+position_delta.safetensors. It loads only onto the weights that it was made from. The hash covers all weights of the headless
+model but the pooler, so the base model may have any head.
 """
 
 import hashlib
@@ -31,18 +31,18 @@ ABOUT, WEIGHTS = "position_delta.json", "position_delta.safetensors"
 
 
 def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTrainedModel | None = None) -> None:
-    """Write a swapped model's scheme and its parameters into a new folder, without the weights that the base model has.
+    """Write a swapped model's scheme and its parameters into a new folder, without the weights of the base model.
 
     Args:
         model: A swapped model whose other weights are the base model's.
         folder: A new folder.
-        base_model: The base model, to compare with. Default: what the model was swapped from in this process, which shows
-            whether a fit or a warm start rewrote attention. Whether other weights were trained since shows with this alone, or
-            when the delta is loaded.
+        base_model: The base model, to compare with. Default: the original that this process keeps of the model. That shows
+            if a fit or a warm start has rewritten attention. Training of other weights shows only if the base model is
+            passed here, or when the delta is loaded.
 
     Raises:
-        PosswapError: The model is not swapped, its base is not here, or other weights differ from the base's.
-        CheckpointError: The folder has something in it.
+        PosswapError: The model is not swapped, its base is unknown, or other weights differ from the base's.
+        CheckpointError: The folder is not empty.
 
     >>> import copy, tempfile
     >>> import hf_posswap as posswap
@@ -55,7 +55,7 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
     """
     target, architecture = find_target(model)
     if not isinstance(target, SwappedModel):
-        raise PosswapError(f"this {type(target).__name__} is not swapped: there is no delta")
+        raise PosswapError(f"this {type(target).__name__} is not swapped: pass a swapped model")
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists already: choose another folder")
@@ -74,8 +74,8 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
     if changed:
         raise PosswapError(
             f"{len(changed)} weights are not the base model's ({', '.join(changed[:3])} ...): a fit, a balanced basis or "
-            "training has changed them, and a delta holds positions alone. Save the whole model, or swap with "
-            "warm_start=False or a scheme that leaves attention as it is"
+            "training has changed them, and a delta holds positions only. Save the whole model, or swap with "
+            "warm_start=False or a scheme that does not change attention"
         )
     scheme, trained = target.base_model.position_scheme, target.config.position_scheme["trained_positions"]
     entry = config_entry(scheme, trained, longest_input(target.config), span=state_of(target).span)
@@ -84,7 +84,7 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
         "model_type": architecture.model_type,
         "position_scheme": entry,
         "max_positions": longest_input(target.config),
-        "num_heads": target.config.num_attention_heads,  # the same weights read with other heads are another model
+        "num_heads": target.config.num_attention_heads,  # the same weights with other heads are another model
         "base_model": {
             **(on_hub(base.name_or_path) or {"id": None, "revision": None}),
             "sha256": weights_hash(base),
@@ -96,19 +96,19 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
 
 
 def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revision: str | None = None) -> PreTrainedModel:
-    """Swap a base model, in place, to what a delta says; return it. `posswap.restore` takes it back.
+    """Swap a base model in place, as the delta says, and return it. `posswap.restore` undoes it.
 
     Args:
-        base_model: The model that the delta was made from, with any head, in the dtype it was loaded in then.
-        folder_or_id: A folder that `save_delta` wrote, or a repository of the Hub.
-        revision: Of that repository.
+        base_model: The model that the delta was made from, with any head, in the dtype that it had then.
+        folder_or_id: A folder that `save_delta` wrote, or a repository on the Hub.
+        revision: The revision of that repository.
 
     Raises:
         CheckpointError: The delta is incomplete, of a newer format, or of another base model; nothing is changed.
     """
     target, architecture = find_target(base_model)  # of a pipeline, the model inside
     if isinstance(target, SwappedModel):
-        raise PosswapError("this model is swapped already: load the plain checkpoint")
+        raise PosswapError("this model is swapped already: load the delta onto the unswapped checkpoint")
     if not isinstance(folder_or_id, (str, Path)):
         raise CheckpointError(
             f"folder_or_id={folder_or_id!r:.100} must be a folder with a position delta, or owner/name on the Hub"
@@ -118,7 +118,7 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
         folder = Path(snapshot_download(str(folder_or_id), revision=revision, allow_patterns=[ABOUT, WEIGHTS]))
     for name in (ABOUT, WEIGHTS):
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder_or_id} has no {name}: it is no position delta")
+            raise CheckpointError(f"{folder_or_id} has no {name}, so it is no position delta: give a folder of save_delta")
     try:
         about = json.loads((folder / ABOUT).read_text())
         weights = load_file(folder / WEIGHTS)
@@ -126,18 +126,18 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
         entry, digest = dict(about["position_scheme"]), about["base_model"]["sha256"]
         known = f"{about['base_model'].get('id')}, revision {about['base_model'].get('revision')}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
-        raise CheckpointError(f"{folder_or_id} cannot be read ({error!r}): the delta is broken, get it again") from None
+        raise CheckpointError(f"{folder_or_id} cannot be read ({error!r}): the delta is broken, download it again") from None
     if version != FORMAT:
         raise CheckpointError(
             f"{folder_or_id} has delta format {version!r}, this hf_posswap reads format {FORMAT}: upgrade with "
             "pip install -U hf_posswap"
         )
     if kind != architecture.model_type:
-        raise CheckpointError(f"{folder_or_id} is for a {kind} model ({known}), this is a {architecture.model_type}")
+        raise CheckpointError(f"{folder_or_id} is for a {kind} model ({known}), not {architecture.model_type}: load that one")
     heads = target.config.num_attention_heads
     if weights_hash(target) != digest or about.get("num_heads", heads) != heads:
         raise CheckpointError(
-            f"{folder_or_id} was made from other weights or heads ({known}): load that model, in the dtype it was in"
+            f"{folder_or_id} was made from other weights or heads ({known}): load that model, in the dtype that it had then"
         )
     try:
         near, asked = span_in(entry), None if longest == longest_input(target.config) else longest
@@ -147,7 +147,7 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
     wanted = _position_weights(target, architecture)
     if problem := _misfit(weights, wanted):
         restore(base_model)
-        raise CheckpointError(f"{folder_or_id} does not hold the weights of its scheme ({problem}): get the delta again")
+        raise CheckpointError(f"{folder_or_id} does not hold the weights of its scheme ({problem}): download the delta again")
     with torch.no_grad():
         for name, value in wanted.items():
             value.copy_(weights[name])
@@ -155,7 +155,7 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
 
 
 def _misfit(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:
-    """Say why weights cannot be put in the place of those that a scheme has; "" where they can."""
+    """Return why weights do not fit those of the scheme; "" if they do."""
     if different := sorted(weights.keys() ^ wanted.keys()):
         return f"{different[0]} is missing or too many"
     for name, value in weights.items():
@@ -169,12 +169,12 @@ def _misfit(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -
 
 
 def weights_hash(model: PreTrainedModel) -> str:
-    """Return the SHA-256 of names, types, shapes and values of the headless model's weights; its pooler does not count."""
+    """Return the SHA-256 of names, dtypes, shapes and values of the headless model's weights, without its pooler."""
     return _hash(sorted(_weights(model).items()))
 
 
 def saved_weights_hash(folder: Path) -> str:
-    """Return `weights_hash` of the swapped model that a folder holds, from its files, one tensor after the other."""
+    """Return `weights_hash` of the swapped model in a folder, reading one tensor after another from its files."""
     family = find_family(json.loads((folder / "config.json").read_text())["model_type"])
     prefix = f"{family.base_class.base_model_prefix}."
     with ExitStack() as stack:
@@ -210,13 +210,13 @@ def _table_name(model: PreTrainedModel, architecture: Architecture) -> str:
 
 
 def _position_weights(model: PreTrainedModel, architecture: Architecture) -> dict[str, torch.Tensor]:
-    """Return what a scheme's modules hold, by name in the headless model; the tensors are the model's own."""
+    """Return the tensors of a scheme's modules, by name in the headless model; they are not copied."""
     attentions = architecture.self_attentions(model.base_model)
     modules = {id(a.positions) for a in attentions if hasattr(a, "positions")}
     prefixes = [_table_name(model, architecture)]
     prefixes += [name for name, module in model.base_model.named_modules() if id(module) in modules]
     inside = tuple(f"{prefix}." for prefix in prefixes)
-    # Without the digest of the scheme: a delta names it itself.
+    # Without the scheme's digest: position_delta.json names the scheme.
     return {name: value for name, value in _weights(model).items() if name.startswith(inside)}
 
 

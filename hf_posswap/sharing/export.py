@@ -1,4 +1,4 @@
-"""Native export: a swapped model as a stock class of transformers that computes the same function, with no plugin after that.
+"""Native export: a swapped model as a stock class of transformers that computes the same function, and needs no plugin.
 
 | positions | becomes |
 |---|---|
@@ -10,13 +10,13 @@
 | rotary, ELECTRA, DistilBERT and BioGPT | none |
 | relative | none: no class has Shaw's vectors |
 
-What differs between ours and theirs is rewritten in weights, exactly (`native_encoders`, `native_decoders`). The vector that a
-swap keeps of the old table (`Constant`) goes into an embedding that every token has: token types, or words, whose head is then
-untied. Position 0 has a vector of its own. In an encoder, which reads [CLS] first and nowhere else, it goes into the embedding
-of [CLS]; elsewhere any token may come first, and there is no such place.
+Weights are rewritten, exactly, to the conventions of the stock class (`native_encoders`, `native_decoders`). The mean vector
+that a swap keeps of the old table (`Constant`) is added to an embedding that every token has: token types, or words, whose
+output head is then untied. Position 0 has a vector of its own. An encoder reads [CLS] first and nowhere else, so there it is
+added to the embedding of [CLS]. In a causal model any token may come first, and there is no place for it.
 
-An export ends with a certificate (parity.py): both models read the same tokens, and the largest difference of their outputs is
-part of the result. One that is not small is an error.
+An export ends with a certificate (parity.py): both models read the same tokens, and the certificate has the largest difference
+of their outputs. If that is not small, the export is an error.
 """
 
 import copy
@@ -62,10 +62,10 @@ class NativeExport:
         return str(self.certificate)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write weights, config, tokenizer and parity.json into a new folder; of a pipeline all that it has.
+        """Write weights, config, tokenizer and parity.json into a new folder, or the whole pipeline with parity.json.
 
         Raises:
-            CheckpointError: The folder has something in it.
+            CheckpointError: The folder is not empty.
         """
         folder = Path(folder)
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -79,16 +79,16 @@ class NativeExport:
 
 @torch.no_grad()
 def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> NativeExport:
-    """Return a swapped model as a stock class of transformers; the swapped one stays as it is.
+    """Return a swapped model as a stock class of transformers; the swapped model is not changed.
 
     Args:
         model: A swapped model, in any dtype, on one device, or a pipeline of sentence-transformers around one.
-        tokenizer: The one it reads with, for [CLS] and for the certificate's real text. Saved with the model. A pipeline
-            has its own.
+        tokenizer: The model's tokenizer, used for [CLS] and for real text in the certificate, and saved with the model. A
+            pipeline has its own.
 
     Raises:
-        UnsupportedModelError: No native class computes the same function; the message says why.
-        PosswapError: The exported model does not compute what the swapped one does.
+        UnsupportedModelError: No stock class computes the same function; the message says why.
+        PosswapError: The outputs of the exported model differ from those of the swapped one.
 
     >>> import hf_posswap as posswap
     >>> from transformers import BertConfig, BertForMaskedLM
@@ -126,7 +126,7 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
         )
     else:
         raise UnsupportedModelError(
-            f"no class of transformers has {scheme.name} positions in its attention: share the swapped model as it is, which "
+            f"no class of transformers has {scheme.name} positions in its attention: share the swapped model as it is; it "
             "loads wherever hf_posswap is installed"
         )
     with evaluating(model):

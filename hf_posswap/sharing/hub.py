@@ -1,7 +1,7 @@
-"""share: a folder with its card to the Hub. All is written here first, and what was sent is not sent again.
+"""share: push a folder with its card to the Hub. All files are written locally first, and nothing is uploaded twice.
 
-The client uploads contents by their hash and retries that by itself. The commit is made here and not by `upload_folder`, which
-may split it in several: weights, card and what is deleted become visible at once. It is tried again where the Hub is busy.
+The client uploads files by their hash, and retries by itself. The commit is made here, since `upload_folder` may split it: so
+weights, card and deletions become visible at once. It is tried again if the Hub is busy.
 """
 
 import json
@@ -29,8 +29,8 @@ from hf_posswap.sharing.delta import ABOUT
 from hf_posswap.sharing.parity import PARITY_FILE
 from hf_posswap.sharing.record import RESULTS_FILE, read_json
 
-# What a shared model consists of, at the top of its folder. Other files are refused, not left out: pickles run code where they
-# are loaded, and notes, tokens and what a training run leaves behind are no part of a model.
+# Files of a shared model, at the top of its folder. Others are refused, not skipped: pickles can run code when they are loaded,
+# and notes, access tokens and remains of training do not belong to a model.
 NAMES = {
     *(CARD_FILE, "LICENSE", "NOTICE", ".gitattributes", STUB),
     *(RESULTS_FILE, FIT_FILE, PARITY_FILE, ABOUT),
@@ -40,7 +40,7 @@ NAMES = {
     *(PIPELINE := ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")),
 }
 BELOW = (rf"{PICTURES}/[\w.-]+\.png", rf"{re.escape(EVAL_RESULTS)}/[\w.-]+\.yaml")
-MODULE = r"\d+_\w+/(config\.json|model\.safetensors)"  # of a pipeline of sentence-transformers, behind the model
+MODULE = r"\d+_\w+/(config\.json|model\.safetensors)"  # the further modules of a sentence-transformers pipeline
 IGNORED = {".git", ".cache", ".DS_Store", "__pycache__"}
 
 _WAITS = (1, 2, 4, 8, 16)  # seconds between tries of a commit
@@ -59,22 +59,22 @@ def share(
     overwrite: bool = False,
     eval_results: Sequence[str] = (),
 ) -> str:
-    """Write the card of a swapped model, an export or a delta and push the folder; return where it is to be seen.
+    """Write the card of a swapped model, an export or a delta and push the folder; return the URL of the model or pull request.
 
     Args:
-        folder, results, base_model, license, eval_results: As of `write_card`, which writes the card again with these.
-        repo_id: "owner/name"; it is made where it does not exist.
-        private: Of a new repository. Default: what the account or organisation has set.
-        create_pr: Open a pull request: into a repository of somebody else, or to have one's own looked at first.
-        overwrite: Write over text in the card on the Hub that the folder's card does not have, and over a model there that
-            was not shared with hf_posswap. Files of a model that was go without asking: its weights would still be loaded.
+        folder, results, base_model, license, eval_results: As in `write_card`, which writes the card again with these.
+        repo_id: "owner/name"; the repository is created if it does not exist.
+        private: Whether a new repository is private. Default: the setting of the account or organisation.
+        create_pr: Open a pull request, for somebody else's repository, or for a review in your own.
+        overwrite: Replace text in the Hub's card that the folder's card lacks, and a model there that was not shared with
+            hf_posswap. Old files of a model that was are always deleted: transformers would go on loading its weights.
 
-    The token is the client's: `hf auth login`, or HF_TOKEN.
+    The access token is the client's: from `hf auth login`, or HF_TOKEN.
 
     Raises:
-        CheckpointError: The folder holds files that are no part of a shared model, or weights that cannot be read.
-        PosswapError: The Hub has refused, or cannot be reached. All that was written in the folder stays, and the same call
-            goes on where it was.
+        CheckpointError: The folder holds files that do not belong to a shared model, or weights that cannot be read.
+        PosswapError: The Hub has refused, or cannot be reached. Files in the folder stay, and the same call tries again
+            without sending twice what has arrived.
     """
     folder = Path(folder)
     check_repo_id(repo_id)
@@ -102,7 +102,7 @@ def share(
             write_card(folder, repo_id=repo_id, **options)
         files = check_files(folder)
         operations = [CommitOperationAdd(path, folder / path) for path in files]
-        # Of another model that was there: transformers would go on loading its weights.
+        # Old files of another model: transformers would go on loading its weights.
         operations += [CommitOperationDelete(path) for path in held if path not in files]
         commit = _commit(api, repo_id, operations, create_pr, head.sha)
     except (HTTPError, OfflineModeIsEnabled, LocalTokenNotFoundError, ConnectionError) as error:
@@ -115,7 +115,7 @@ def share(
 
 
 def check_files(folder: Path) -> list[str]:
-    """Return the files of a folder that are pushed, relative to it, or raise for what must not be."""
+    """Return the files to push, relative to the folder; raise CheckpointError for files that must not be pushed."""
     found = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -123,12 +123,12 @@ def check_files(folder: Path) -> list[str]:
             continue
         if not path.resolve().is_relative_to(folder.resolve()):
             raise CheckpointError(f"{path} leads out of the folder: put the file itself there")
-        if not path.is_file():  # a pipe, which would never end
+        if not path.is_file():  # reading a pipe would never end
             raise CheckpointError(f"{path} is no file: remove it")
         if name not in NAMES and not re.fullmatch(r"[\w.-]+\.(safetensors|png)", name) and not _matches(name, (*BELOW, MODULE)):
             raise CheckpointError(
-                f"{path} is no part of a shared model: move it elsewhere, or share what save_pretrained has written. What is "
-                f"shared are weights (.safetensors), pictures, and {', '.join(sorted(NAMES))}"
+                f"{path} is no part of a shared model: move it elsewhere, or share what save_pretrained has written. Shared "
+                f"are weights (.safetensors), pictures, and {', '.join(sorted(NAMES))}"
             )
         if path.suffix == ".png" and not path.read_bytes().startswith(_PNG):
             raise CheckpointError(f"{path} is no picture: move it elsewhere, or write the card again")
@@ -147,7 +147,7 @@ def check_files(folder: Path) -> list[str]:
 
 
 def _check_code(folder: Path, files: Sequence[str]) -> None:
-    """Raise where the folder holds or names code that trust_remote_code would run, other than the stub and what it imports."""
+    """Raise if the folder holds or names code that trust_remote_code would run, except for our stub and what it imports."""
     stub = (folder / STUB).read_text() if (folder / STUB).is_file() else None
     imports = set(re.findall(r"^    (\w+),$", stub or "", re.MULTILINE))
     ours = {kind.__name__ for kind in (*SWAPPED_CLASSES.values(), *CONFIG_CLASSES.values())}
@@ -185,17 +185,17 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _of_a_model(name: str) -> bool:
-    """Whether a file on the Hub belongs to the model that is there, and not to the repository."""
+    """Whether a file on the Hub belongs to the model there; others, such as a licence, belong to the repository."""
     own = {*PIPELINE, RESULTS_FILE, FIT_FILE, PARITY_FILE, ABOUT, STUB, "config.json", "generation_config.json"}
     weights = (MODULE, r"[\w.-]+\.safetensors", r".*\.index\.json", r"pytorch_model.*\.bin")
     return name in own or _matches(name, (*weights, rf"{PICTURES}/\d+-.*\.png", rf"{re.escape(EVAL_RESULTS)}/hf_posswap\.yaml"))
 
 
 def _take_over(api: HfApi, repo_id: str, revision: str, folder: Path, fresh: bool) -> bool:
-    """Put the card that a repository has in the place of one that has just been made; False where there is nothing to keep.
+    """Replace a card that was just created by the repository's, whose text is then kept; return whether this was done.
 
     Raises:
-        PosswapError: Both have text of their own.
+        PosswapError: Both cards have text of their users.
     """
     try:
         there = Path(api.hf_hub_download(repo_id, CARD_FILE, revision=revision))
@@ -207,7 +207,7 @@ def _take_over(api: HfApi, repo_id: str, revision: str, folder: Path, fresh: boo
         return True
     if theirs.strip() and theirs.split() != ours.split():
         raise PosswapError(
-            f"the card of {repo_id} has text that {folder / CARD_FILE} has not: take over what you want to keep "
+            f"the card of {repo_id} has text that {folder / CARD_FILE} has not: copy what you want to keep "
             f"(hf download {repo_id} {CARD_FILE}), then push with overwrite=True (--overwrite)"
         )
     return False
@@ -221,11 +221,11 @@ def _commit(api: HfApi, repo_id: str, operations: list[CommitOperationAdd], crea
                 operations,
                 commit_message="Share a model with hf_posswap",
                 create_pr=create_pr,
-                parent_commit=parent,  # what somebody else has pushed meanwhile is not written over
+                parent_commit=parent,  # refuses to overwrite what somebody else has pushed meanwhile
             )
         except HTTPError as error:
             status = error.response.status_code if isinstance(error, HfHubHTTPError) else None  # None: the connection broke
-            # Where it may have arrived all the same, a second try would open a second pull request.
+            # Not if the commit may have arrived: a second try would open a second pull request.
             again = status in ((429, 503) if create_pr else (429, 500, 502, 503, 504, None))
             if wait is None or not again or (status is None and api.model_info(repo_id).sha != parent):
                 raise
@@ -247,7 +247,7 @@ def _reason(error: Exception, repo_id: str, create_pr: bool) -> str:
     if isinstance(error, RepositoryNotFoundError) or status == 404:
         return f"there is no model {repo_id} that you may read: a pull request needs one"
     if status == 412:
-        return f"somebody has changed {repo_id} meanwhile: look at what, then push again"
+        return f"somebody has changed {repo_id} meanwhile: look at the change, then push again"
     if status is not None:
         return f"the Hub answered {status} ({getattr(error, 'server_message', None) or 'without a reason'}): try again later"
-    return f"the Hub could not be reached ({type(error).__name__}): try again, what has arrived is not sent twice"
+    return f"the Hub could not be reached ({type(error).__name__}): try again; what has arrived is not sent twice"

@@ -1,4 +1,4 @@
-"""Leaderboards: what several shared models say of themselves, in one table for each recipe and data set."""
+"""Leaderboards: the results of several shared models in one table for each recipe and data set."""
 
 import json
 import re
@@ -11,14 +11,14 @@ from hf_posswap.sharing.record import SCHEMA, data_of, own_rows, read_results, s
 
 
 def leaderboard(places: Sequence[str | Path], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
-    """Return Markdown tables, one for each recipe and data set, of what several folders or repositories say of their own model.
+    """Return Markdown tables, one for each recipe and data set, with the results of several folders or repositories.
 
-    A table holds the rows of each model's own scheme and those of its original, under one budget: what differs beyond the
-    base model is an error that names it, unless `vary` does. `figures` picks columns.
+    A table has rows of each model's own scheme and of its original, under one budget: options other than the base model must
+    not differ, unless `vary` names them. `figures` selects columns.
 
     Raises:
-        CheckpointError: There are no results in a place.
-        PosswapError: Budgets differ, or a figure is not there.
+        CheckpointError: A folder or repository has no results.
+        PosswapError: Budgets differ, or no run has a figure.
     """
     names = [str(Path(place).resolve()) if Path(place).is_dir() else str(place) for place in places]
     if len(names) != len(set(names)):

@@ -1,8 +1,8 @@
-"""A warning for checkpoints that transformers 5 loads without their relative positions; light: it comes with the package.
+"""A warning for checkpoints that transformers 5 loads without their relative positions. `import hf_posswap` installs it.
 
-transformers 4 had `position_embedding_type` "relative_key"; 5 loads such a checkpoint as an absolute model with a table that
-was never trained, and reports that the vectors of distances "can be ignored". This listens to that report and changes nothing;
-who silences transformers' warnings silences this one. See `rescue`.
+transformers 4 had `position_embedding_type` "relative_key". Version 5 loads such a checkpoint as an absolute model with an
+untrained table, and reports that the vectors of distances "can be ignored". This handler listens to that report and changes
+nothing; silencing transformers' warnings silences it, too. See `rescue`.
 """
 
 import logging
@@ -21,13 +21,13 @@ class LoadReports(logging.Handler):
         """Look at one message of transformers."""
         try:
             said = record.getMessage()
-        except (TypeError, ValueError):  # which some of transformers' own messages raise, and its handler tells
+        except (TypeError, ValueError):  # some of transformers' own messages are malformed; its handler reports them
             return
         if found := _LEFT_OUT.match(_COLOURS.sub("", said)):
             name, source = found.groups()
             warnings.warn(
                 f"{source} has relative positions of transformers 4 (position_embedding_type), which this {name} leaves out: "
-                "it reads absolute ones that were never trained. A BERT is loaded as it was by "
-                f"hf_posswap.load_relative_key({source!r}, ...), other families only by transformers 4",
+                "it has untrained absolute positions instead. To load a BERT as it was, use "
+                f"hf_posswap.load_relative_key({source!r}, ...); other families need transformers 4",
                 stacklevel=2,
             )

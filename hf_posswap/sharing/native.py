@@ -1,4 +1,4 @@
-"""What native exports share: names of configs, heads in pairs, and what a swap has put where the table was."""
+"""What native exports share: config fields, pairs of head classes, the order of rotary dimensions, and `Constant`'s vectors."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.schemes.rotary import RotaryPositions
 
-# What configs call by the same name.
+# Fields with the same name in all configs.
 COMMON = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "bos_token_id", "eos_token_id", "pad_token_id",
     "initializer_range", "use_cache", "id2label", "label2id", "problem_type",
@@ -19,29 +19,29 @@ COMMON = (
 
 
 def common(config: PreTrainedConfig) -> dict:
-    """Return those that this config has."""
+    """Return the `COMMON` fields that this config has."""
     return {name: getattr(config, name) for name in COMMON if hasattr(config, name)}
 
 
-Converted = tuple[PreTrainedModel, tuple[str, ...], tuple[str, ...]]  # with a certificate's `left_out` and `holds_for`
+Converted = tuple[PreTrainedModel, tuple[str, ...], tuple[str, ...]]  # the model, and `left_out` and `holds_for` of Certificate
 
 
 def pairs_of_heads(family: str, native: str, heads: Sequence[str]) -> dict[type, type]:
-    """Return a family's classes with the native ones of these heads."""
+    """Return {a family's class: the native class} for these heads."""
     return {getattr(transformers, f"{family}{head}"): getattr(transformers, f"{native}{head}") for head in heads}
 
 
 def build(kind: type, config: PreTrainedConfig, weights: dict[str, torch.Tensor], model: SwappedModel) -> PreTrainedModel:
     """Return a native model of this class with these weights, in the swapped model's dtype."""
-    # RoFormer has attention of its own; the others attend as the swapped model does, which makes them equal to the last bit.
+    # RoFormer has only eager attention; with the others, the same implementation as before makes outputs equal bit for bit.
     attention = {} if issubclass(kind, RoFormerPreTrainedModel) else {"attn_implementation": model.config._attn_implementation}
     exported = kind._from_config(config, dtype=model.dtype, **attention)
-    exported.load_state_dict(weights)  # strict: nothing is missing, and nothing is left over
+    exported.load_state_dict(weights)  # strict
     return exported
 
 
 def with_table(model: SwappedModel, stock: type, _) -> Converted:
-    """The family itself, with what the scheme adds at each position as its learned table."""
+    """Export to the family itself: the vectors that the scheme adds at each position become its learned table."""
     owner, name = model.architecture.table_owner(model.base_model)
     embedding = getattr(owner, name)
     own = ("position_scheme", "architectures", "auto_map")
@@ -49,19 +49,19 @@ def with_table(model: SwappedModel, stock: type, _) -> Converted:
     config = model.architecture.config_class(**{**fields, "model_type": model.architecture.model_type})
     weights, prefix = without(model, embedding)
     family, longest = model.architecture, model.architecture.longest_input(config)
-    positions = torch.arange(-family.first_row(config), longest, device=model.device).clamp(min=0)  # rows of padding: any
+    positions = torch.arange(-family.first_row(config), longest, device=model.device).clamp(min=0)  # unused rows: as at 0
     weights[f"{prefix}.weight"] = embedding(positions[None] + family.first_id(config))[0]
     return build(stock, config, weights, model), (), ()
 
 
 def without(model: SwappedModel, embedding: nn.Module) -> tuple[dict[str, torch.Tensor], str]:
-    """Return the weights without those of the embedding-side module, and that module's name."""
+    """Return the model's weights without those of this module, and the module's name."""
     prefix = next(name for name, module in model.named_modules() if module is embedding)
     return {name: value for name, value in model.state_dict().items() if not name.startswith(f"{prefix}.")}, prefix
 
 
 def constant(model: SwappedModel) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Return (mean, first minus mean), float64, and whether the latter is something."""
+    """Return the vectors mean and (first - mean), (E,) float64, and whether the latter is nonzero."""
     owner, name = model.architecture.table_owner(model.base_model)
     constant = getattr(owner, name)
     mean = constant.mean.double()
@@ -70,13 +70,13 @@ def constant(model: SwappedModel) -> tuple[torch.Tensor, torch.Tensor, bool]:
 
 
 def pairs_first(positions: RotaryPositions) -> torch.Tensor:
-    """Order a head's dimensions as (x, y) pairs, fastest first, then those that do not turn; (D,) int64."""
+    """Order a head's dimensions as (x, y) pairs, fastest first, then the unrotated ones; (D,) int64."""
     still = torch.arange(positions.rotary_dim, positions.geometry.head_dim)
     return torch.cat([positions.planes().flatten(), still])
 
 
 NO_PLACE = (
-    "the first token has a vector of its own, and {} has no place for it, where any token may come first: swap with "
+    "the first token has a vector of its own, for which {} has no place, since any token may come first: swap with "
     "posswap.Rotary(mark_first=False), fit, and export that"
 )
 
@@ -85,7 +85,7 @@ CLS = "inputs that begin with [CLS] and have it nowhere else: it carries what ma
 
 
 def mark_cls(model: SwappedModel, name: str, weights: dict[str, torch.Tensor], tokenizer, native: str) -> tuple[str, ...]:
-    """Move what marks the first token of an encoder into [CLS] among its words, by name; return what that holds for."""
+    """Add the first token's vector to [CLS] in the word embedding `name` of `weights`; return for which inputs this holds."""
     _, difference, marked = constant(model)
     if not marked:
         return ()
@@ -97,13 +97,13 @@ def mark_cls(model: SwappedModel, name: str, weights: dict[str, torch.Tensor], t
             f"the first token has a vector of its own, which belongs to [CLS] in {native}: pass the tokenizer (which must have "
             "a cls_token), or swap with posswap.Rotary(mark_first=False)"
         )
-    weights[name] = weights[name].clone()  # the head's own are another tensor now, and stay as they were
+    weights[name] = weights[name].clone()  # a tied head keeps the old ones
     weights[name][cls] = (weights[name][cls].double() + difference).to(model.dtype)
     return (CLS,)
 
 
 def halves_first(positions: RotaryPositions) -> torch.Tensor:
-    """Order a head's dimensions for a class that turns (m, m + R/2): all x, all y, then those that do not turn; (D,)."""
+    """Order a head's dimensions for a class that rotates pairs (m, m + R/2): all x, all y, then the unrotated ones; (D,)."""
     turning, still = pairs_first(positions).split([positions.rotary_dim, positions.geometry.head_dim - positions.rotary_dim])
     return torch.cat([turning[0::2], turning[1::2], still])
 
@@ -114,9 +114,9 @@ def in_order(weight: torch.Tensor, order: torch.Tensor, heads: int) -> torch.Ten
 
 
 def rope_parameters(positions: RotaryPositions) -> tuple[dict, int]:
-    """Return `rope_parameters` of transformers for these positions, and what its config must call the maximum."""
+    """Return transformers' `rope_parameters` for these positions, and the `max_position_embeddings` that go with them."""
     scheme, geometry = positions.scheme, positions.geometry
-    # int() of the share must be R again.
+    # int(D * share) must give R.
     share = positions.rotary_dim / geometry.head_dim
     if int(geometry.head_dim * share) != positions.rotary_dim:
         share = (positions.rotary_dim + 0.5) / geometry.head_dim
@@ -124,6 +124,6 @@ def rope_parameters(positions: RotaryPositions) -> tuple[dict, int]:
     dynamic = scaling["rope_type"] == "dynamic"
     if scaling["rope_type"] not in ("default", "linear", "dynamic"):
         scaling.setdefault("original_max_position_embeddings", geometry.trained_positions)
-    # Where `dynamic` begins to grow is what these classes call their maximum.
+    # With `dynamic`, frequencies change beyond max_position_embeddings.
     longest = geometry.trained_positions if dynamic else geometry.max_positions
     return {**scaling, "rope_theta": float(scheme.theta), "partial_rotary_factor": share}, longest

@@ -1,6 +1,6 @@
 """Causal models with rotary positions as GPT-NeoX: GPT-2, and OPT where its layers are pre-norm.
 
-GPT-NeoX turns pairs (m, m + R/2) of the first R dimensions; its query, key and value are one projection, head by head.
+GPT-NeoX rotates pairs (m, m + R/2) of the first R dimensions. Its one projection has query, key and value of each head in turn.
 """
 
 import torch
@@ -27,7 +27,7 @@ GPT_NEOX = {
     OPTForCausalLM: GPTNeoXForCausalLM,
 }
 
-# Where a family has what: words, last norm, layers; and in a layer norms and linear maps, by what GPT-NeoX calls them.
+# Names in each family: prefix, word embedding, last norm, layers; then GPT-NeoX's name -> ours, for norms and linear maps.
 _PLACES = {"gpt2": ("transformer.", "wte", "ln_f", "h"), "opt": ("model.", "embed_tokens", "final_layer_norm", "layers")}
 _NORMS = {
     "gpt2": {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2"},
@@ -40,7 +40,7 @@ _LINEAR = {
 
 
 def gpt_neox(model: SwappedModel, stock: type, _) -> Converted:
-    """A GPT-2 or OPT as GPT-NeoX with layers one after the other."""
+    """Export a GPT-2 or OPT to GPT-NeoX with attention and MLP in sequence (`use_parallel_residual=False`)."""
     config, family = model.config, model.architecture.model_type
     attentions = model.architecture.self_attentions(model.base_model)
     positions = attentions[0].positions
@@ -97,14 +97,14 @@ def gpt_neox(model: SwappedModel, stock: type, _) -> Converted:
 
 
 def _norm(weights: dict, target: str, own: dict, source: str, size: int) -> None:
-    """Copy a layer norm; one without weights multiplies by 1 and adds 0."""
+    """Copy a layer norm; one without weights becomes weight 1 and bias 0."""
     like = next(iter(own.values()))
     weights[f"{target}.weight"] = own.get(f"{source}.weight", like.new_ones(size))
     weights[f"{target}.bias"] = own.get(f"{source}.bias", like.new_zeros(size))
 
 
 def _query_key_value(family: str, own: dict, layer: str) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Return weights (E, E) and biases (E,) of the three projections."""
+    """Return weights, (E, E) each, and biases, (E,) each, of query, key and value."""
     if family == "gpt2":
         return {part: own[f"{layer}attn.c_attn.{part}"].t().chunk(3) for part in ("weight", "bias")}
     weight = tuple(own[f"{layer}self_attn.{name}.weight"] for name in ("q_proj", "k_proj", "v_proj"))

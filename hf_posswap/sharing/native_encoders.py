@@ -1,9 +1,9 @@
 """Encoders with rotary positions as stock classes: BERT as RoFormer, RoBERTa and its kin as JinaEmbeddingsV3, ESM as itself.
 
-- RoFormer turns pairs (2m, 2m + 1) of all D dimensions by what its table of sines and cosines says. The table is a weight that
-  is saved and loaded, so any theta, any fraction (angle 0) and every scaling that does not look at the length fits in.
-- JinaEmbeddingsV3 turns pairs (m, m + D/2), all of them, at the frequencies that `rope_parameters` name.
-- ESM with `position_embedding_type` "rotary" turns the same pairs, at frequencies that are a saved buffer.
+- RoFormer rotates pairs (2m, 2m + 1) of all D dimensions, by a table of sines and cosines. The table is a saved weight, so any
+  theta, any fraction (with angle 0) and every scaling that does not depend on the input's length can be written into it.
+- JinaEmbeddingsV3 rotates all pairs (m, m + D/2), at frequencies given by `rope_parameters`.
+- ESM with `position_embedding_type` "rotary" rotates the same pairs, at frequencies in a saved buffer.
 """
 
 import torch
@@ -48,17 +48,17 @@ ESM = pairs_of_heads("Esm", "Esm", _HEADS)
 
 
 def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
-    """A BERT as a RoFormer."""
+    """Export a BERT to RoFormer."""
     config, positions = model.config, model.architecture.self_attentions(model.base_model)[0].positions
     kind = (positions.scheme.scaling or {}).get("rope_type")
     if kind in ("dynamic", "longrope"):
         raise UnsupportedModelError(f"RoFormer has one table of angles, and {kind} scaling chooses angles by length")
     if positions.geometry.head_dim % 2:
-        raise UnsupportedModelError(f"RoFormer turns all dimensions in pairs, and head_dim is {positions.geometry.head_dim}")
+        raise UnsupportedModelError(f"RoFormer rotates pairs of dimensions, and head_dim {positions.geometry.head_dim} is odd")
     if stock is BertForSequenceClassification and config.hidden_act != "tanh":
         raise UnsupportedModelError(
-            f"RoFormer's classification head applies {config.hidden_act} where BERT's pooler applies tanh: no weights make "
-            "them equal; share the swapped model as it is, or export its encoder (AutoModel) and keep the head yourself"
+            f"RoFormer's classification head applies {config.hidden_act} where BERT's pooler applies tanh, so no weights make "
+            "them equal: share the swapped model as it is, or export its encoder (AutoModel) and keep the head yourself"
         )
     mean, _, marked = constant(model)
     tied = config.tie_word_embeddings and model.get_output_embeddings() is not None
@@ -105,7 +105,7 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
 
 
 def _angle_table(positions: RotaryPositions, length: int, model: SwappedModel) -> torch.Tensor:
-    """Return RoFormer's table (L, D): sines, then cosines; dimensions that do not turn have angle 0."""
+    """Return RoFormer's table (L, D): sines, then cosines; unrotated dimensions have angle 0."""
     cos, sin = positions.angles(torch.arange(length, device=model.device)[None], length)
     still = (positions.geometry.head_dim - positions.rotary_dim) // 2
     cos, sin = (nn.functional.pad(part[0, 0], (0, still), value=value) for part, value in ((cos, 1.0), (sin, 0.0)))
@@ -113,14 +113,14 @@ def _angle_table(positions: RotaryPositions, length: int, model: SwappedModel) -
 
 
 def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
-    """A RoBERTa, XLM-RoBERTa or CamemBERT as JinaEmbeddingsV3: the same post-norm layers under other names."""
+    """Export a RoBERTa, XLM-RoBERTa or CamemBERT to JinaEmbeddingsV3: the same post-norm layers with other names."""
     config, positions = model.config, model.architecture.self_attentions(model.base_model)[0].positions
     if config.is_decoder:
         raise UnsupportedModelError("JinaEmbeddingsV3 is no decoder")
     if positions.rotary_dim != positions.geometry.head_dim:
         raise UnsupportedModelError(
-            f"JinaEmbeddingsV3 turns all dimensions of a head, and here {positions.rotary_dim} of "
-            f"{positions.geometry.head_dim} turn: swap with fraction=1, or share the swapped model as it is"
+            f"JinaEmbeddingsV3 rotates all dimensions of a head, and here {positions.rotary_dim} of "
+            f"{positions.geometry.head_dim} rotate: swap with fraction=1, or share the swapped model as it is"
         )
     mean, _, _ = constant(model)
     own, prefix = without(model, model.base_model.embeddings.position_embeddings)
@@ -155,7 +155,7 @@ def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
     return exported, (), (counted, *holds_for)
 
 
-_JINA_NAMES = {  # in this order: the last two are parts of others
+_JINA_NAMES = {  # in this order, since the last two are also parts of names above
     "encoder.layer.": "layers.",
     "attention.self.query": "self_attn.q_proj",
     "attention.self.key": "self_attn.k_proj",
@@ -169,21 +169,21 @@ _JINA_NAMES = {  # in this order: the last two are parts of others
 
 
 def esm(model: SwappedModel, stock: type, tokenizer) -> Converted:
-    """An ESM as an ESM with rotary positions; frequency 0 for what does not turn."""
+    """Export an ESM to ESM with rotary positions; unrotated pairs have frequency 0."""
     config, positions = model.config, model.architecture.self_attentions(model.base_model)[0].positions
     kind, head_dim = (positions.scheme.scaling or {}).get("rope_type"), positions.geometry.head_dim
     frequencies, factor = positions.frequencies(model.device, positions.geometry.max_positions)
     if kind in ("dynamic", "longrope") or factor != 1 or head_dim % 2:
-        raise UnsupportedModelError(f"ESM has one list of frequencies for pairs, and no factor: {kind} scaling does not fit")
+        raise UnsupportedModelError(f"ESM has one frequency for each pair, and no factor: {kind} scaling does not fit")
     mean, difference, _ = constant(model)
     if (mean.any() or difference.any()) and (config.token_dropout or config.emb_layer_norm_before):
         raise UnsupportedModelError(
-            "the vector that the swap has kept of the table has no place in ESM, which rescales its words (token_dropout) or "
+            "the vector that the swap kept of the table has no place in ESM, which rescales its words (token_dropout) or "
             "norms them: swap with warm_start=False, fit, and export that"
         )
     weights, prefix = without(model, model.base_model.embeddings.position_embeddings)
     words = f"{prefix.removesuffix('position_embeddings')}word_embeddings.weight"
-    weights[words] = (weights[words].double() + mean).to(model.dtype)  # the head's own stay as they were
+    weights[words] = (weights[words].double() + mean).to(model.dtype)  # a tied head keeps the old ones
     holds_for = mark_cls(model, words, weights, tokenizer, "ESM")
     pairs = pairs_first(positions)
     order = torch.cat([pairs[0::2], pairs[1::2]])

@@ -1,7 +1,7 @@
 """Parity: whether an exported model computes what the swapped one does, measured on the same tokens.
 
-Random tokens and, with a tokenizer, real text; short, 128 tokens, and as long as the model holds, up to `LONGEST`; one sequence
-whole, and one padded on the right where there is a padding token.
+Both read random tokens and, with a tokenizer, real text: 16 tokens, 128 tokens, and the longest input, up to `LONGEST`. If
+there is a padding token, a second sequence is padded on the right.
 """
 
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ from hf_posswap.architectures import longest_input
 from hf_posswap.data.text import embedded_documents, token_blocks
 from hf_posswap.errors import PosswapError
 
-# The largest difference that may be left, as a share of the standard deviation of the outputs: the formulas are the same, and
-# the order in which sums are rounded is not.
+# The largest allowed difference, relative to the standard deviation of the outputs: the formulas are the same, but the order
+# of sums, and so their rounding, is not.
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 3e-1}
 
 PARITY_FILE = "parity.json"
 
-LONGEST = 2048  # tokens of the longest input that is compared, where the model holds more
+LONGEST = 2048  # tokens of the longest input that is compared
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """How near the exported model is to the swapped one: largest absolute differences of outputs, and their deviation."""
+    """How near the exported model is to the swapped one: the largest absolute differences of outputs, and their scale."""
 
     source: str  # class and scheme
     position_scheme: dict  # as the swapped model's config has it
@@ -33,9 +33,9 @@ class Certificate:
     output: str  # what was compared: logits; start_logits, end_logits; last_hidden_state; ...
     random: dict[int, float]  # tokens a sequence -> largest difference
     text: dict[int, float]  # the same on real text; empty without a tokenizer
-    deviation: float  # of the swapped model's outputs on random tokens
+    deviation: float  # standard deviation of the swapped model's outputs
     left_out: tuple[str, ...]  # weights that the native class has no place for
-    holds_for: tuple[str, ...]  # what inputs must be like, where not all do
+    holds_for: tuple[str, ...]  # conditions on inputs; empty if any input will do
 
     @property
     def largest(self) -> float:
@@ -60,10 +60,10 @@ def certify(
     left_out: tuple[str, ...] = (),
     holds_for: tuple[str, ...] = (),
 ) -> Certificate:
-    """Let a swapped model and its export read the same tokens.
+    """Compare the outputs of a swapped model and of its export on the same tokens.
 
     Raises:
-        PosswapError: They do not say the same.
+        PosswapError: They differ by more than `TOLERANCE`.
     """
     causal = model.architecture.is_causal(model.config)
     longest = min(longest_input(model.config), LONGEST)
@@ -73,7 +73,7 @@ def certify(
     for length in sorted({min(16, longest), min(128, longest), longest}):
         generator = torch.Generator().manual_seed(length)
         tokens = torch.randint(model.config.vocab_size, (1, length), generator=generator)
-        if (padding := model.config.pad_token_id) is not None:  # some families do not count it
+        if (padding := model.config.pad_token_id) is not None:  # some families give padding no position
             tokens[tokens == padding] = (padding + 1) % model.config.vocab_size
         if cls is not None and not causal:  # [CLS] stands first, and nowhere else
             tokens[tokens == cls] = (cls + 1) % model.config.vocab_size
@@ -104,7 +104,7 @@ def certify(
 
 
 def _outputs(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what the head says of a sequence, and of one that is padded where there is a padding token; float64."""
+    """Return the outputs, by name, for a sequence and, if there is a padding token, for a padded one; float64."""
     tokens, padding = tokens.to(model.device), model.config.pad_token_id
     if padding is not None and padding >= 0:
         cut = tokens.clone()
@@ -116,7 +116,7 @@ def _outputs(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Te
     batch = {"input_ids": tokens, "attention_mask": mask}
     outputs = model(**{name: value[:, None] for name, value in batch.items()} if choices else batch)
     compared = {}
-    for name, value in outputs.items():  # a cache is none
+    for name, value in outputs.items():  # skips a cache, which is no tensor
         if isinstance(value, torch.Tensor):
             per_token = value.dim() > 1 and value.shape[:2] == tokens.shape
             compared[name] = (value[mask.bool()] if per_token else value).double()

@@ -1,8 +1,7 @@
-"""posswap_results.json: what is known of one shared model, as data; its card is written from it, and leaderboards read it.
+"""posswap_results.json: what is known of one shared model, as data. Its card is written from it, and leaderboards read it.
 
-The format is published next to this package's other assets: assets/posswap_results.schema.json (JSON Schema, draft 2020-12).
-A file from elsewhere is checked against it before anything is done with it: its names end up in tables and pages, so text that
-Markdown, HTML or YAML would take for markup is refused.
+The format is assets/posswap_results.schema.json (JSON Schema, draft 2020-12). Every file is checked against it before use. Its
+names end up in tables and pages, so text that Markdown, HTML or YAML would read as markup is refused.
 """
 
 import json
@@ -40,23 +39,23 @@ RESULTS_FILE = "posswap_results.json"
 SCHEMA = Path(__file__).parents[1] / "assets" / "posswap_results.schema.json"
 LOCAL = "local:"
 
-# What a run's result file holds beyond these, curves and matrices, stays where it was made.
+# Only these entries of a run's result file are shared; curves and matrices are not.
 _OF_A_RUN = ("format", "recipe", "command", "commit", "note", "versions", "hardware", "config", "figures", "cost", "weights")
 
 
 def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str | None = None) -> dict:
-    """Return what `RESULTS_FILE` holds for a folder with a swapped model, its native export or a delta.
+    """Return the content of `RESULTS_FILE` for a folder with a swapped model, its native export or a delta.
 
-    `results` are folders of `compare`, or of single runs; None: what the folder's own file has of these weights. `base_model`
-    is "owner/name", "owner/name@revision", or "local:name"
-    for one that is not on the Hub; needed where the folder does not say it.
+    `results` are folders of `compare` or of single runs; None: those in the folder's own file, if it is of these weights.
+    `base_model` is "owner/name", "owner/name@revision", or "local:name" for a model that is not on the Hub; it is needed if
+    the folder does not say it.
 
     Raises:
         CheckpointError: There is no such model, or a report next to it is of other weights.
-        PosswapError: No base model, a base model that is not the folder's, or results that do not belong to it.
+        PosswapError: The base model is unknown or contradicts the folder, or results do not belong to the model.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}: save the model first")
+        raise CheckpointError(f"there is no folder {folder}: save the model there first")
     weights = weight_hashes(folder)
     if not weights:
         raise CheckpointError(f"{folder} has no weights (.safetensors): save the model there first")
@@ -85,13 +84,13 @@ def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str 
         "parity": _report(folder / PARITY_FILE, "certificate", scheme),
         "comparisons": comparisons,
     }
-    content = json.loads(json.dumps(content))  # as it will be read: lists, and lengths as text
+    content = json.loads(json.dumps(content))  # as it will be read back: with lists for tuples, and text for integer keys
     check(content, f"the results of {folder}")
     return content
 
 
 def _read_model(folder: Path) -> tuple[str, dict, dict]:
-    """Return which kind of folder it is, the entry that its scheme is in, and what else is known of the model."""
+    """Return the kind of the folder ("swapped", "native" or "delta"), the scheme's entry, and facts about the model."""
     if (folder / ABOUT).is_file():
         found = read_json(folder / ABOUT)
         try:
@@ -102,12 +101,12 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} has neither config.json nor {ABOUT}: give the folder of a saved model")
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)  # and no question whether to
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)  # False: do not ask the user
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{folder / 'config.json'} cannot be read: {str(error).splitlines()[0]}") from None
     about = {"class": _class_name(config, folder), "max_positions": getattr(config, "max_position_embeddings", None)}
     if type(config) in CONFIG_CLASSES.values():
-        read_config_entry(config)  # or why not
+        read_config_entry(config)  # raises if it is invalid
         return "swapped", config.position_scheme, {"family": family_of(config).model_type, **about}
     if (folder / PARITY_FILE).is_file():
         entry = _report(folder / PARITY_FILE, "certificate").get("position_scheme")
@@ -121,7 +120,7 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
 
 
 def _class_name(config: PreTrainedConfig, folder: Path) -> str | None:
-    """Return the class that a folder says it holds, for the card's code: one that exists, ours or transformers'."""
+    """Return the class that config.json names, for the card's code; raise unless it is ours or transformers'."""
     name = (config.architectures or [None])[0]
     known = getattr(transformers, str(name), None)
     ours = [kind.__name__ for kind in SWAPPED_CLASSES.values()]
@@ -131,7 +130,7 @@ def _class_name(config: PreTrainedConfig, folder: Path) -> str | None:
 
 
 def scheme_of(entry: dict, folder: Path) -> Scheme:
-    """Return the scheme that a folder says it has."""
+    """Return the scheme in an entry of config.json; `folder` is for the message if it cannot be read."""
     try:
         return scheme_in(entry)
     except PosswapError as error:
@@ -139,7 +138,7 @@ def scheme_of(entry: dict, folder: Path) -> Scheme:
 
 
 def read_json(path: Path) -> dict:
-    """Return the object in a JSON file, or raise saying what is wrong with it."""
+    """Return the object in a JSON file; raise CheckpointError if there is none."""
     try:
         found = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
@@ -162,7 +161,7 @@ def _report(path: Path, name: str, scheme: Scheme | None = None) -> dict | None:
 
 
 def _base_model(known: dict | None, given: str | None, before: dict | None, folder: Path) -> dict:
-    """Return the base model: as the folder says, or the user, or the user when a card was written before."""
+    """Return the base model: from the folder, from the user, or from the card that was there before."""
     known = known if isinstance(known, dict) and known.get("id") else None
     if known is not None and not _is_repo_id(known["id"]):
         raise CheckpointError(
@@ -187,7 +186,7 @@ def _base_model(known: dict | None, given: str | None, before: dict | None, fold
         if not _is_repo_id(name):
             raise PosswapError(f"base_model={given!r} is no name on the Hub: owner/name, or {LOCAL}NAME")
     if known is not None and name != known["id"]:
-        raise PosswapError(f"{folder} was swapped from {known['id']}, not from {name}")
+        raise PosswapError(f"{folder} was swapped from {known['id']}, not from {name}: leave out base_model")
     return {"id": name, "revision": revision or (known or {}).get("revision"), "on_hub": on_hub}
 
 
@@ -200,7 +199,7 @@ def _is_repo_id(name) -> bool:
 
 
 def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:
-    """Read a comparison, or the runs below a folder."""
+    """Read a comparison.json, or the runs below a folder."""
     file = place / "comparison.json" if place.is_dir() else place
     if not place.exists():
         raise DataError(f"there are no results in {place}: give a folder that `hf-posswap compare` or a recipe wrote")
@@ -208,7 +207,7 @@ def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:
     if not isinstance(found.get("runs"), list) or not isinstance(found.get("vary"), list):
         raise DataError(f"{file} is no comparison: give a folder that `hf-posswap compare` or a recipe wrote")
     runs = [{name: run[name] for name in _OF_A_RUN if name in run} for run in found["runs"] if isinstance(run, dict)]
-    for run in runs:  # others need not know where somebody keeps files
+    for run in runs:  # paths on the user's machine are not published
         if isinstance(run.get("command"), str) and isinstance(run.get("config"), dict):
             run["command"] = without_home(run["command"])
             run["config"] = {
@@ -225,12 +224,12 @@ def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:
 
 
 def own_rows(runs: list[dict], scheme: Scheme) -> list[dict]:
-    """Return the runs that have a model's scheme, however it was written."""
+    """Return the runs with this scheme, however it is spelled."""
     return [run for run in runs if run["config"]["scheme"] != "original" and _parsed(run["config"]["scheme"]) == scheme]
 
 
 def data_of(config: dict) -> str:
-    """Return what a run read, by the names that it was given."""
+    """Return the name of the data that a run was trained on."""
     if config.get("dataset"):
         return ", ".join(filter(None, (config["dataset"], config.get("dataset_config"))))
     return "/".join(Path(config["train_file"]).parts[-2:]) if config.get("train_file") else "data that comes with the recipe"
@@ -239,12 +238,12 @@ def data_of(config: dict) -> str:
 def _parsed(scheme: str) -> Scheme | None:
     try:
         return parse_scheme(scheme)
-    except PosswapError:  # of somebody who has registered one more
+    except PosswapError:  # somebody else's own scheme, which is not registered here
         return None
 
 
 def check(content: dict, where: str) -> None:
-    """Raise where results do not fit the schema, or compare runs with unequal budgets."""
+    """Raise DataError if results do not fit the schema, and PosswapError if they compare unequal budgets."""
     _check(content, where)
     for comparison in content["comparisons"]:
         check_budgets([{**run, "folder": run["command"]} for run in comparison["runs"]], comparison["vary"])
@@ -269,7 +268,7 @@ def _check(content: dict, where: str, *, comparison: bool = False) -> None:
         raise DataError(f"{where} does not fit {SCHEMA.name}: {place}: {says}")
 
 
-# What went wrong with a file of a repository; the first that fits, since some are kinds of others.
+# Messages for errors of the Hub; the first that matches is used, since some are subclasses of others.
 _HUB_SAYS = {
     HFValidationError: "{name} is neither a folder nor a name on the Hub (owner/name)",
     RepositoryNotFoundError: "there is no model {name} on the Hub that you may read",
@@ -281,10 +280,10 @@ _HUB_SAYS = {
 
 
 def read_results(folder_or_id: str | Path) -> dict:
-    """Return the checked `RESULTS_FILE` of a folder, or of a repository of the Hub: owner/name or owner/name@revision.
+    """Return the checked `RESULTS_FILE` of a folder, or of a Hub repository: owner/name or owner/name@revision.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is no such file.
         DataError: It does not fit the schema.
     """
     folder = Path(folder_or_id)

@@ -1,11 +1,10 @@
-"""Rescue of BERT checkpoints with the relative positions that transformers 4 had and 5 has not.
+"""Load BERT checkpoints with the relative positions that transformers 4 had, and that transformers 5 dropped.
 
-`position_embedding_type` "relative_key" (Shaw et al. 2018) and "relative_key_query" (Huang et al. 2020, method 4): one table of
-2 P - 1 vectors a layer, for all heads, at distances up to P - 1 either way, and nothing added to the embeddings. transformers 5
-loads such a checkpoint as an absolute model, with a table that was never trained (`load_reports` warns of it).
+`position_embedding_type` "relative_key" (Shaw et al. 2018) and "relative_key_query" (Huang et al. 2020, method 4): a table of
+2 P - 1 vectors in each layer, shared by all heads, for distances up to P - 1 in both directions; nothing is added to the
+embeddings. transformers 5 loads such a checkpoint as an absolute model with an untrained table (`load_reports` warns of it).
 
-Their row r is of distance query - key = r - (P - 1); ours of key - query: the same table read from right to left, with
-clip = P - 1. Longer inputs, an error there, see the outermost vectors.
+Row r of their table is for the distance query - key = r - (P - 1). Ours, with clip = P - 1, counts key - query: it is flipped.
 """
 
 import warnings
@@ -25,18 +24,19 @@ KINDS = ("relative_key", "relative_key_query")
 def load_relative_key(
     path_or_id: str, auto_class: type = AutoModel, *, max_positions: int | None = None, **hub
 ) -> PreTrainedModel:
-    """Load a BERT checkpoint of transformers 4 with relative positions; outputs are those of transformers 4.57.6.
+    """Load a BERT checkpoint of transformers 4 with relative positions; outputs equal those of transformers 4.57.6.
 
     Args:
-        path_or_id: A folder or a repository of the Hub.
+        path_or_id: A folder or a Hub repository.
         auto_class: AutoModel, AutoModelForMaskedLM, ...: the head to load it with.
-        max_positions: The longest input; the checkpoint's own by default. Beyond that, distances are clipped.
-        hub: Of `from_pretrained`: revision, token, cache_dir, local_files_only, force_download, subfolder, dtype.
+        max_positions: The longest input in tokens. Default: the checkpoint's. Longer distances use the outermost vectors.
+        hub: Options of `from_pretrained`: revision, token, cache_dir, local_files_only, force_download, subfolder, dtype.
 
     Returns:
-        A swapped model: saved, it loads with the Auto classes wherever hf_posswap is imported.
+        A swapped model; once saved, it loads with the Auto classes wherever hf_posswap is imported.
 
     Raises:
+        PosswapError: An unknown option, or a max_positions below the checkpoint's.
         UnsupportedModelError: Another family, or a checkpoint with absolute positions.
         CheckpointError: A layer's table is missing.
     """
@@ -53,7 +53,7 @@ def load_relative_key(
     config_class = CONFIG_CLASSES["bert"]
     trained = fields.get("max_position_embeddings", config_class().max_position_embeddings)
     if (max_positions or trained) < trained:
-        raise PosswapError(f"max_positions={max_positions} must be at least {trained}, what the checkpoint holds")
+        raise PosswapError(f"max_positions={max_positions} must be at least the checkpoint's {trained}")
     scheme = Relative(clip=trained - 1, values=False, share_heads=True, key_query=kind == "relative_key_query")
     entry = config_entry(scheme, trained, max_positions or trained, on_hub(str(path_or_id)))
     own = {"position_scheme": entry, "max_position_embeddings": max_positions or trained}
@@ -63,10 +63,10 @@ def load_relative_key(
         raise UnsupportedModelError(f"{auto_class.__name__} has no BERT: take AutoModel or one of AutoModelFor...")
     found = auto_class._model_mapping[type(config)]
     model_class = found[0] if isinstance(found, tuple) else found
-    # Not SwappedModel's, which holds that nothing of ours may be missing: what would be added to embeddings is zero here, and
-    # the absolute table, which these models have in their files and never read, does not fit.
+    # Not SwappedModel.from_pretrained, which refuses missing or misshapen position weights. These files have an absolute table
+    # that the model never read, and lack the vectors that are added to embeddings, which are zero here.
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # of the report, which would call both a fault
+    transformers_logging.set_verbosity_error()  # the load report would list both as faults
     try:
         model, info = super(SwappedModel, model_class).from_pretrained(
             path_or_id,
@@ -84,9 +84,9 @@ def load_relative_key(
         raise CheckpointError(f"{path_or_id} says {kind}, and what that needs is missing or misshapen: {', '.join(lost)}")
     if unread:
         warnings.warn(f"new weights, which the checkpoint lacks: {', '.join(sorted(unread))}", stacklevel=2)
-    # transformers remembers the old name, and would save under it.
+    # transformers would save the tables under their old names.
     model._weight_conversions = None
-    # As after a swap: an adapter that named this checkpoint as its base would be put on an absolute model.
+    # As after a swap: an adapter that names this checkpoint as its base would be loaded onto an absolute model.
     model.name_or_path = model.config._name_or_path = ""
     with torch.no_grad():
         for module in model.modules():

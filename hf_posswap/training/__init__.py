@@ -1,7 +1,7 @@
 """The one training loop, on accelerate, and what belongs to it.
 
-`loop` is the loop; `budget` what a run may spend and has spent; `batching` the order of examples, padding and packing;
-`run_state` checkpoints and stopping; `run_log` losses, bar and trackers; `launching` processes; `evaluation` measuring on many.
+`loop`: the loop. `budget`: what a run may spend and has spent. `batching`: order of examples, padding, packing. `run_state`:
+checkpoints and stopping. `run_log`: losses, progress bar, trackers. `launching`: processes. `evaluation`: metrics on them.
 """
 
 from importlib import import_module
@@ -20,7 +20,7 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str):
-    """Import a name when it is first asked for: what a budget is can be known without accelerate."""
+    """Import a name on first use, so that `TrainingConfig` can be imported without accelerate."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with extra():

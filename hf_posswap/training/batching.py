@@ -1,6 +1,6 @@
-"""Which examples a step sees, and how they become one batch: shuffled, of about one length, padded or packed.
+"""Which examples a step sees, and how they become one batch: shuffling, grouping by length, padding and packing.
 
-Shapes: B rows of a batch, L tokens of a row.
+Shapes: B rows in a batch, L tokens in a row.
 """
 
 from bisect import bisect_left, insort
@@ -14,15 +14,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_posswap.architectures import find_family
 from hf_posswap.errors import DataError, UnsupportedModelError
 
-IGNORED = -100  # the label that transformers' losses leave out
-_SORTED_TOGETHER = 50  # batches whose examples are sorted by length: the more, the less padding and the less shuffled
+IGNORED = -100  # the label that transformers' losses ignore
+_SORTED_TOGETHER = 50  # batches sorted by length together: a larger number means less padding, but also less shuffling
 
 
 class BatchOrder:
-    """The examples of each step's batch. Seed and step say it all, so processes, micro-batches and resuming change nothing.
+    """The examples of each step's batch. They depend on seed and step alone, not on processes, micro-batches or resuming.
 
-    Every epoch is shuffled anew, and what does not fill a batch is left out of it. With `lengths`, the examples of a batch
-    have about one length, longest first; the longest of all come in the first step, so that too little memory shows at once.
+    Every epoch is shuffled again and drops its last, incomplete batch. With `lengths`, the examples of a batch have similar
+    lengths, longest first. The longest batch of the first epoch comes first, so that a lack of memory shows at once.
     """
 
     def __init__(self, examples: int, batch_size: int, seed: int, lengths: Sequence[int] | None = None):
@@ -54,7 +54,7 @@ class BatchOrder:
 
 
 class MicroBatches(Sampler[list[int]]):
-    """The batches of steps first ... last - 1, each in equal parts; accelerate splits every part over the processes."""
+    """The batches of steps first to last - 1, each split into equal parts; accelerate splits every part over processes."""
 
     drop_last = True
 
@@ -73,7 +73,7 @@ class MicroBatches(Sampler[list[int]]):
 
 
 def pad(rows: list[dict], pad_token_id: int = 0) -> dict[str, torch.Tensor]:
-    """Collate rows of different lengths: padded on the right, with an `attention_mask`, labels of padding left out.
+    """Collate rows of different lengths: pad on the right, add an `attention_mask`, and set labels of padding to -100.
 
     >>> pad([{"input_ids": [5, 6, 7], "labels": 1}, {"input_ids": [8], "labels": 0}])["input_ids"].tolist()
     [[5, 6, 7], [8, 0, 0]]
@@ -91,15 +91,15 @@ def pad(rows: list[dict], pad_token_id: int = 0) -> dict[str, torch.Tensor]:
 
 
 def pack(rows: Sequence[dict], max_length: int, pad_token_id: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Put several short sequences into each row of `max_length` tokens, with positions that start at 0 for each of them.
+    """Put several short sequences into each row of `max_length` tokens. Positions start at 0 in each sequence.
 
-    Rows hold `input_ids` and, if they are labelled, `labels` for each token. Collate with `collate_packed(model)`, which keeps
-    sequences from seeing each other. `num_tokens` is the count without padding; `train` reads it and takes it out of the batch.
+    Rows hold `input_ids` and, if they are labelled, `labels` for each token. Collate with `collate_packed(model)`, whose mask
+    keeps sequences apart. `num_tokens` counts tokens without padding; `train` reads it and removes it from the batch.
 
     Raises:
         DataError: A sequence is empty or longer than `max_length`.
     """
-    # Longest first, each into the fullest row that still has room for it.
+    # Best fit decreasing: longest first, each into the fullest row that still has room for it.
     filled: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
     lengths = [len(row["input_ids"]) for row in rows]
@@ -120,7 +120,7 @@ def pack(rows: Sequence[dict], max_length: int, pad_token_id: int = 0) -> list[d
 def _packed(rows: list[dict], max_length: int, pad_token_id: int) -> dict[str, torch.Tensor]:
     tokens = sum(len(row["input_ids"]) for row in rows)
     padding = max_length - tokens
-    lengths = [len(row["input_ids"]) for row in rows] + [padding]  # padding is one more sequence: it sees itself alone
+    lengths = [len(row["input_ids"]) for row in rows] + [padding]  # padding is one more sequence, which sees only itself
     packed = {"position_ids": torch.cat([torch.arange(length) for length in lengths]), "num_tokens": torch.tensor(tokens)}
     for name, fill in (("input_ids", pad_token_id), ("labels", IGNORED)):
         if name in rows[0]:
@@ -130,13 +130,13 @@ def _packed(rows: list[dict], max_length: int, pad_token_id: int) -> dict[str, t
 
 
 def collate_packed(model: PreTrainedModel) -> Callable[[list[dict]], dict]:
-    """Return the collate function for packed rows of a model: no token sees, or predicts, one of another sequence.
+    """Return a collate function for packed rows, such that no token sees or predicts a token of another sequence.
 
-    The batch carries a mask (B, 1, L, L) in the form that the model's attention implementation takes. transformers would find
-    the sequences by their positions, but for some families only, and for those only without a cache.
+    The batch gets a mask (B, 1, L, L) in the form that the model's attention implementation takes. transformers can find the
+    sequences from their positions, but only for some families and only without a cache.
 
     Raises:
-        UnsupportedModelError: An attention implementation that takes no such mask.
+        UnsupportedModelError: The attention implementation takes no such mask.
     """
     config = model.config
     architecture = find_family(config.model_type)
@@ -144,7 +144,7 @@ def collate_packed(model: PreTrainedModel) -> Callable[[list[dict]], dict]:
     implementation = config._attn_implementation
     if implementation not in ("eager", "sdpa"):
         raise UnsupportedModelError(
-            f"packing needs attention implementation 'eager' or 'sdpa', the model is set to {implementation!r}: "
+            f"packing needs attention implementation 'eager' or 'sdpa', and the model has {implementation!r}: "
             "call model.set_attn_implementation('sdpa')"
         )
 
@@ -155,9 +155,9 @@ def collate_packed(model: PreTrainedModel) -> Callable[[list[dict]], dict]:
         mask = sequence[:, None, :, None] == sequence[:, None, None, :]
         if causal:
             mask = mask & torch.ones_like(mask[0, 0]).tril()
-            if "labels" in batch:  # a first token would be predicted from the sequence before it
+            if "labels" in batch:  # the first token of a sequence would be predicted from the sequence before it
                 batch["labels"] = batch["labels"].masked_fill(starts, IGNORED)
-        if implementation == "eager":  # it adds masks to scores
+        if implementation == "eager":  # which adds the mask to the scores
             mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
         return {**batch, "attention_mask": mask}
 
@@ -165,15 +165,15 @@ def collate_packed(model: PreTrainedModel) -> Callable[[list[dict]], dict]:
 
 
 def predicts_next(model: torch.nn.Module) -> bool:
-    """Whether the model's own loss compares each token's prediction with the label of the token after it."""
+    """Whether the model's own loss is that of next-token prediction: it shifts the labels by one."""
     heads = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     return any(base.__name__ in heads for base in type(model).__mro__)
 
 
 def count_terms(batch: dict, *, shifted: bool) -> torch.Tensor:
-    """Return how many terms a loss is the mean of: labelled tokens, else labelled examples, else tokens; an int64 scalar.
+    """Return how many terms a mean loss has: labelled tokens, else labelled examples, else tokens; an int64 scalar.
 
-    With `shifted`, the first label of each row counts for nothing: no token is before it.
+    With `shifted`, the first label of each row does not count, since no token predicts it.
     """
     labels = batch.get("labels")
     if labels is None:
@@ -184,7 +184,7 @@ def count_terms(batch: dict, *, shifted: bool) -> torch.Tensor:
 
 
 def count_tokens(batch: dict) -> torch.Tensor:
-    """Return the number of tokens without padding, as far as the batch tells: an int64 scalar on the batch's device."""
+    """Return the number of tokens, without padding if the batch marks it: an int64 scalar on the batch's device."""
     if "num_tokens" in batch:
         return batch["num_tokens"].sum()
     mask = batch.get("attention_mask")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from hf_posswap.errors import PosswapError
 
-# Those of transformers.get_scheduler that need nothing but a warm-up and an end.
+# The schedules of transformers.get_scheduler that need only warm-up steps and total steps.
 SCHEDULES = (
     "cosine",
     "linear",
@@ -18,7 +18,7 @@ SCHEDULES = (
 )
 SAMPLING_STRATEGIES = ("random", "group_by_length")
 
-# How a run is carried out, on which machine and how often: two runs that differ in these alone had the same budget.
+# How a run is carried out, and with which seed: two runs that differ only in these have the same budget.
 NOT_BUDGET = frozenset(
     {
         "seed",
@@ -34,14 +34,14 @@ NOT_BUDGET = frozenset(
 
 
 def check_seed(seed: int) -> None:
-    """Raise for a seed that NumPy or torch would not take."""
+    """Raise for a seed that NumPy or torch does not accept."""
     if not 0 <= seed < 2**32:
         raise PosswapError(f"seed={seed} must be from 0 to {2**32 - 1}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How long, how fast and by what means. Names are those of transformers' TrainingArguments where it has the same thing.
+    """Budget and means of a training run. Names are those of transformers' TrainingArguments where it has the same option.
 
     >>> TrainingConfig(torch_compile="inductor").budget() == TrainingConfig(seed=1).budget()
     True
@@ -49,29 +49,29 @@ class TrainingConfig:
 
     max_steps: Annotated[int, "Optimizer steps."] = 100
     batch_size: Annotated[int, "Sequences a step, over all processes and accumulation steps."] = 16
-    learning_rate: Annotated[float, "Its peak."] = 3e-4
-    # They start at zero in a trained network and have far to go.
-    table_learning_rate_factor: Annotated[float, "Position tables of attention learn so much faster."] = 10.0
+    learning_rate: Annotated[float, "Peak learning rate."] = 3e-4
+    # These tables start at zero in a trained network, so they have far to go.
+    table_learning_rate_factor: Annotated[float, "Position tables in attention learn at this multiple of the rate."] = 10.0
     lr_scheduler_type: Annotated[str, f"One of {', '.join(SCHEDULES)}."] = "cosine"
-    warmup_ratio: Annotated[float, "The share of steps in which the rate rises."] = 0.1
-    weight_decay: Annotated[float, "Of matrices; position tables, biases and norms have none."] = 0.0
-    max_grad_norm: Annotated[float, "Gradients are clipped to it."] = 1.0
-    gradient_accumulation_steps: Annotated[int, "Parts of a batch that are computed one after the other."] = 1
-    # The batch stays what it is, and so does the budget.
-    auto_find_batch_size: Annotated[bool, "Where memory does not suffice, start again with more accumulation steps."] = False
-    gradient_checkpointing: Annotated[bool, "Compute activations twice and keep fewer."] = False
-    torch_compile: Annotated[str | None, "The backend, such as inductor. Default: what accelerate launch says."] = None
-    # Short tuning of a trained model is better without: noise costs more than it teaches.
-    dropout: Annotated[bool, "Train with the dropout that the model's config names."] = True
-    train_sampling_strategy: Annotated[str, "random, or group_by_length: batches of about one length have less padding."] = (
+    warmup_ratio: Annotated[float, "Share of the steps in which the learning rate rises."] = 0.1
+    weight_decay: Annotated[float, "Weight decay of matrices; position tables, biases and norms have none."] = 0.0
+    max_grad_norm: Annotated[float, "Gradients are clipped to this norm."] = 1.0
+    gradient_accumulation_steps: Annotated[int, "Split each batch into this many parts, computed one after another."] = 1
+    # The batch size, and so the budget, stays the same.
+    auto_find_batch_size: Annotated[bool, "When out of memory, start again with more accumulation steps."] = False
+    gradient_checkpointing: Annotated[bool, "Save memory: compute activations again in the backward pass."] = False
+    torch_compile: Annotated[str | None, "Compiler backend, such as inductor. Default: as accelerate launch says."] = None
+    # Short tuning of a trained model works better without dropout.
+    dropout: Annotated[bool, "Train with the dropout of the model's config."] = True
+    train_sampling_strategy: Annotated[str, "random, or group_by_length: examples of similar length, so less padding."] = (
         "random"
     )
-    skip_to: Annotated[int | None, "Train short, read long: positions of each example have a gap, and go up to this."] = None
-    mixed_precision: Annotated[str | None, "no, bf16 or fp16. Default: what accelerate launch says."] = None
-    seed: Annotated[int, "Of the order of examples, of dropout and of new weights."] = 0
+    skip_to: Annotated[int | None, "Train short, read long (PoSE): skip positions in each example, up to this one."] = None
+    mixed_precision: Annotated[str | None, "no, bf16 or fp16. Default: as accelerate launch says."] = None
+    seed: Annotated[int, "Seed of the order of examples, of dropout and of new weights."] = 0
     report_to: Annotated[tuple[str, ...], "Trackers: tensorboard, trackio, wandb and others of accelerate; repeatable."] = ()
-    checkpoint_every: Annotated[int, "Save a checkpoint after every so many steps; 0: none but when stopped."] = 0
-    checkpoints_kept: Annotated[int, "How many of them are kept."] = 2
+    checkpoint_every: Annotated[int, "Save a checkpoint every N steps; 0: only when the run is stopped."] = 0
+    checkpoints_kept: Annotated[int, "How many checkpoints to keep."] = 2
 
     def __post_init__(self):
         if min(self.max_steps, self.batch_size, self.gradient_accumulation_steps, self.checkpoints_kept) < 1:
@@ -80,7 +80,7 @@ class TrainingConfig:
             )
         check_seed(self.seed)
         for name in ("learning_rate", "table_learning_rate_factor", "warmup_ratio", "weight_decay", "max_grad_norm"):
-            if not 0 <= getattr(self, name) < math.inf:  # NaN neither
+            if not 0 <= getattr(self, name) < math.inf:  # false for NaN, too
                 raise PosswapError(f"{name}={getattr(self, name)} must be a number of 0 or more")
         if self.batch_size % self.gradient_accumulation_steps:
             raise PosswapError(
@@ -98,14 +98,14 @@ class TrainingConfig:
                 raise PosswapError(f"torch_compile={self.torch_compile!r} is not a backend; accelerate knows {known}")
         if self.gradient_checkpointing and not self.dropout:
             raise PosswapError(
-                "gradient_checkpointing works in training mode only, and dropout=False trains in evaluation mode: set the "
+                "gradient_checkpointing works only in training mode, and dropout=False trains in evaluation mode: set the "
                 "dropouts in the model's config to 0 and leave dropout=True"
             )
         if isinstance(self.report_to, str):
             raise PosswapError(f"report_to takes a tuple of names: ({self.report_to!r},)")
 
     def budget(self) -> dict:
-        """Return the fields that must be equal for two runs to be comparable: not how, where and how often it is spent."""
+        """Return the fields that two comparable runs have in common: all but seed, means and machine."""
         return {name: value for name, value in asdict(self).items() if name not in NOT_BUDGET}
 
 
@@ -115,7 +115,7 @@ class TrainingRun:
 
     config: TrainingConfig
     processes: int
-    gradient_accumulation_steps: int = 1  # what was used, where `auto_find_batch_size` had to raise it
+    gradient_accumulation_steps: int = 1  # as used: `auto_find_batch_size` may have raised it
     tokens: int = 0  # without padding, over all processes
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)

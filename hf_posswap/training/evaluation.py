@@ -1,4 +1,4 @@
-"""Measure a model on a labelled data set, on one process or many, with metrics in the form of Hugging Face's `evaluate`."""
+"""Measure a model on a labelled data set, on one process or many, with metrics of Hugging Face's `evaluate`."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -16,7 +16,7 @@ from hf_posswap.training.launching import check_processes
 
 
 class Metric(Protocol):
-    """What is used of an `evaluate.Metric`."""
+    """The part of `evaluate.Metric` that is used here."""
 
     def add_batch(self, *, predictions, references) -> None: ...
 
@@ -24,7 +24,7 @@ class Metric(Protocol):
 
 
 def predicted_classes(model: torch.nn.Module, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the class with the highest logit and the label, for each example, or for each token: (B,) or (B, L)."""
+    """Return the predicted class and the label of each example, (B,), or of each token, (B, L)."""
     return model(**batch).logits.argmax(-1), batch["labels"]
 
 
@@ -40,18 +40,18 @@ def evaluate_batches(
     progress: bool = True,
     description: str = "evaluating",
 ) -> dict:
-    """Return what `metric` says of `model` on `dataset`, on all processes; each example counts once, however many there are.
+    """Return the result of `metric` for `model` on `dataset`, on all processes; each example counts once.
 
-    `predict(model, batch)` returns predictions and references, one row for each example. Those of tokens, (B, L), may differ
-    in length from batch to batch; tokens whose reference is -100 are left out and the rest come to the metric as one sequence.
-    The model is moved to this process's device and is put into evaluation mode meanwhile. `batch_size` is that of each process.
+    `predict(model, batch)` returns predictions and references, one row for each example. If they are per token, (B, L), L may
+    differ between batches; tokens whose reference is -100 are left out, and the metric gets the rest as one sequence.
+    The model is moved to this process's device, and is in evaluation mode for the call. `batch_size` is per process.
 
     Raises:
         PosswapError: An empty data set, or fewer processes than were asked for.
     """
     if not len(dataset):
         raise PosswapError("there is nothing to evaluate: the data set is empty")
-    # All Accelerators share one count of accumulation steps: a new one must not change that of a training run which measures.
+    # All Accelerators share their accumulation steps: this one must not change those of a training run that calls it.
     steps = GradientAccumulationPlugin(**GradientState().plugin_kwargs)
     accelerator = Accelerator(gradient_accumulation_plugin=steps)
     check_processes(accelerator)
@@ -69,7 +69,7 @@ def evaluate_batches(
             pair = tuple(tensor.contiguous() for tensor in predict(model, batch))
             if pair[1].dim() > 1:  # processes see batches of different lengths
                 pair = accelerator.pad_across_processes(pair, dim=1, pad_index=IGNORED)
-            predictions, references = accelerator.gather_for_metrics(pair)  # without what fills up the last batch
+            predictions, references = accelerator.gather_for_metrics(pair)  # drops what filled up the last batch
             if accelerator.is_main_process:
                 if references.dim() > 1:
                     counted = references != IGNORED

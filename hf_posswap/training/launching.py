@@ -1,4 +1,4 @@
-"""From a configuration and what `accelerate launch` says to a running Accelerator, or to a reason why not."""
+"""Start accelerate for a training run, and shard, gather and save its model on one process or many."""
 
 import os
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def start_accelerator(
     """Return the Accelerator of one training run.
 
     Raises:
-        PosswapError: Fewer processes than were asked for, a batch that they cannot share, or a tracker that is not there.
+        PosswapError: Fewer processes than asked for, a batch that does not divide among them, or a missing tracker.
     """
     check_trackers(config.report_to)
     accelerator = Accelerator(
@@ -48,11 +48,11 @@ def start_accelerator(
     if micro_batch % accelerator.num_processes:
         raise PosswapError(
             f"batch_size {config.batch_size} in {accumulation_steps} accumulation steps is {micro_batch} sequences, which do "
-            f"not divide into {accelerator.num_processes} processes"
+            f"not divide into {accelerator.num_processes} processes: choose a multiple"
         )
-    # Every Accelerator of a process shares one state, in which the compiler of the first would stay.
+    # All Accelerators of a process share one state, which would keep the compiler of the first.
     accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend=config.torch_compile)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # it does by itself what it reads here
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # which accumulates and clips by itself
         accelerator.state.deepspeed_plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": micro_batch // accelerator.num_processes,
             "gradient_accumulation_steps": accumulation_steps,
@@ -62,10 +62,10 @@ def start_accelerator(
 
 
 def check_processes(accelerator: Accelerator) -> None:
-    """Never train silently on less than was asked for.
+    """Raise where fewer processes train together than were asked for.
 
-    `accelerate launch --multi_gpu` without GPUs starts processes that do not know of each other. With `--cpu
-    --num_processes 2` it starts one process without a word; what gives it away is the address that the others would need.
+    Without GPUs, `accelerate launch --multi_gpu` starts processes that are not connected. With `--cpu --num_processes 2` it
+    silently starts one process; what shows this is that it still sets MASTER_ADDR, the address for the others.
     """
     asked = int(os.environ.get("WORLD_SIZE", 1))
     if accelerator.num_processes != asked:
@@ -73,13 +73,13 @@ def check_processes(accelerator: Accelerator) -> None:
     launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
     if accelerator.num_processes == 1 and launched and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
         raise PosswapError(
-            "accelerate launch was asked for more than one process and has started one, as it does without GPUs (if it was not "
-            f"asked, unset MASTER_ADDR); {ON_CPUS}"
+            "accelerate launch was asked for more than one process and has started one, as it does without GPUs (if you asked "
+            f"for one, unset MASTER_ADDR); {ON_CPUS}"
         )
 
 
 def check_trackers(names: tuple[str, ...]) -> None:
-    """Raise for a tracker that accelerate does not know, or would leave out without a word because it is not installed."""
+    """Raise for a tracker that accelerate does not know, or would silently skip because it is not installed."""
     known = sorted(set(LoggerType.list()) - {"all"})
     for name in names:
         if name not in known:
@@ -90,12 +90,12 @@ def check_trackers(names: tuple[str, ...]) -> None:
 
 @contextmanager
 def sharable(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]:
-    """Inside, FSDP2 knows a model's layers, and can shard one whose output bias another module holds too: BERT's masked head.
+    """Inside, FSDP knows a model's layers, and FSDP2 can shard BERT's masked-LM head, whose output bias two modules share.
 
-    accelerate puts the output layer into a group of its own, and torch refuses a parameter that two groups see. The second
-    holder never computes with it (it is there for old checkpoints), so it may let go for a while.
+    accelerate gives the output layer a group of its own, and torch refuses a parameter that is in two groups. The second
+    module never uses the bias (it is there for old checkpoints), so its reference is removed inside and put back after.
     """
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)  # one for all models that the process trains
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)  # shared by all models that the process trains
     named = getattr(plugin, "transformer_cls_names_to_wrap", None)
     if plugin is not None and not named:
         plugin.transformer_cls_names_to_wrap = layer_class_names(model)
@@ -110,13 +110,13 @@ def sharable(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]
         if plugin is not None:
             plugin.transformer_cls_names_to_wrap = named
         for holder in holders:
-            holder.bias = head.bias  # what sharding has made of it
+            holder.bias = head.bias  # now the sharded one
 
 
 def layer_class_names(model: torch.nn.Module) -> list[str] | None:
-    """Return the names of the classes of a model's layers, the units that FSDP shards; None for a family not known here.
+    """Return the class names of a model's layers, the units that FSDP shards; None for an unknown family.
 
-    transformers' own list also names BERT's embeddings, whose weights the head shares, and layers are the same after a swap.
+    transformers' own list also names BERT's embeddings, which cannot be a unit: the head shares their weights.
     """
     config = getattr(model, "config", None)
     architecture = find_family(getattr(config, "model_type", ""))
@@ -124,9 +124,9 @@ def layer_class_names(model: torch.nn.Module) -> list[str] | None:
 
 
 def share_weights(model: torch.nn.Module) -> None:
-    """Give all processes the weights of the first one, in place; on one process nothing happens.
+    """Copy the weights of the first process to all others, in place; on one process nothing happens.
 
-    DDP does so by itself when training begins. FSDP does not: each process would go on with the shard of a model of its own.
+    DDP does this when training begins. FSDP does not: each process would keep the shard of its own, different model.
     """
     if PartialState().num_processes > 1:
         for tensor in model.state_dict().values():
@@ -134,9 +134,9 @@ def share_weights(model: torch.nn.Module) -> None:
 
 
 def make_whole(model: torch.nn.Module) -> None:
-    """Give a model that DeepSpeed's stage 3 has cut up parameters of its own again, in place; all processes must call this.
+    """Replace parameters that DeepSpeed's stage 3 has sharded by whole ones, in place; all processes must call this.
 
-    Nothing happens to any other. The hooks that gather the parts go when accelerate frees DeepSpeed's engine.
+    Other models stay as they are. DeepSpeed's hooks are removed when accelerate frees its engine.
     """
     whole = {}
     for module in model.modules():
@@ -152,11 +152,11 @@ def make_whole(model: torch.nn.Module) -> None:
 
 
 def save_trained(model: PreTrainedModel, folder: Path) -> None:
-    """Write a trained model, on the main process; what FSDP2 has sharded is gathered there, so all processes must call this."""
+    """Save a trained model on the main process; all processes must call this, since weights that FSDP2 sharded are gathered."""
     weights = None
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        # Tied weights come back as copies, which would be saved twice.
+        # Tied weights come back as copies; tied again, they are saved once.
         weights |= {name: weights[source] for name, source in model.all_tied_weights_keys.items() if source in weights}
     if PartialState().is_main_process:
         model.save_pretrained(folder, state_dict=weights)

@@ -1,7 +1,7 @@
 """The one training loop, on accelerate: the same code for a CPU, one GPU and many.
 
-A recipe supplies a model, a data set and, where the model does not compute it, a loss. The global batch is
-`batch_size` whatever the number of processes, so two processes take the steps that one would take.
+A recipe supplies a model, a data set and, where the model does not compute one, a loss. The global batch size is
+`batch_size` for any number of processes, so two processes take the same steps as one.
 """
 
 import logging
@@ -45,37 +45,37 @@ def train(
     progress: bool = True,
     description: str = "training",
 ) -> tuple[torch.nn.Module, TrainingRun]:
-    """Train `model` on `dataset` for `config.max_steps` steps and return it, unwrapped, with what the run did.
+    """Train `model` on `dataset` for `config.max_steps` steps; return the unwrapped model and a record of the run.
 
-    `dataset` holds dicts of tensors, of one length or with a `collate` that pads them. `compute_loss(model, batch)` returns
-    a scalar; without it the model's own `model(**batch).loss` is used. Either is a mean over the batch's labelled tokens
-    (labels of shape (B, L) that are not -100), or its examples (other labels), or its tokens (no labels), and parts of a
-    batch, on several processes or accumulated, are weighted by that number: padding may be as uneven as it likes.
+    `dataset` holds dicts of tensors, all of one length unless `collate` pads them. `compute_loss(model, batch)` returns a
+    scalar; the default is the model's own `model(**batch).loss`. Either must be a mean over the batch's labelled tokens
+    (labels of shape (B, L), without -100), else its labelled examples (other labels), else its tokens (no labels). Parts of
+    a batch, on several processes or accumulated, are weighted by that count, so uneven padding does not change the loss.
 
-    `after_step(model, run)` is called on all processes after each optimizer step, with the unwrapped model: to measure it,
-    in evaluation mode if need be, or to change what is not trained; its time is not counted.
+    `after_step(model, run)` is called on all processes after each optimizer step with the unwrapped model, to measure it
+    (it is set back to training mode afterwards) or to change weights that are not trained. Its time is not counted.
 
     With `output`, the first SIGTERM or Ctrl-C lets the step finish, saves a checkpoint and raises `Interrupted`; several
-    processes agree on that step within about a second. With `checkpoint_every` there are more checkpoints, written aside and
-    renamed, so a killed run leaves no half-written one. `resume=True` goes on from the newest, on one process bit for bit,
-    and refuses another number of processes. Where `auto_find_batch_size` starts again, so does `after_step`.
+    processes agree on that step within about a second. Checkpoints, also those of `checkpoint_every`, are renamed into place
+    once complete, so a killed run leaves no partial one. `resume=True` continues from the newest, bit for bit on one process,
+    and refuses another number of processes. If `auto_find_batch_size` starts again, `after_step` sees the steps again, too.
 
-    Under FSDP the model that comes back, or that `after_step` gets, holds this process's shards: what gathers them, such as
-    `Accelerator.get_state_dict` and every call of the model, must run on all processes. So it is for `after_step` under
-    DeepSpeed's stage 3; what comes back there is whole. DeepSpeed leaves weights in the precision in which it trained.
+    Under FSDP the returned model, and that of `after_step`, holds this process's shards: all processes must call it together,
+    and likewise functions that gather shards, such as `Accelerator.get_state_dict`. Under DeepSpeed's stage 3 this holds for
+    `after_step`, but the returned model is whole. DeepSpeed leaves weights in the precision in which it trained.
 
     Raises:
-        PosswapError: What cannot be trained, a loss that is no number, or fewer processes than were asked for.
-        CheckpointError: A checkpoint that cannot be written, or is of another run.
-        Interrupted: A signal has asked for it.
+        PosswapError: A model or data set that cannot be trained, a loss of NaN or infinity, or too few processes.
+        CheckpointError: A checkpoint cannot be written, or belongs to another run.
+        Interrupted: A signal asked the run to stop.
     """
     if output is None and (resume or config.report_to):
         wanted = "resume=True" if resume else f"report_to={config.report_to}"
         raise PosswapError(f"{wanted} needs output=, the folder of the run")
     if len(dataset) < config.batch_size:
-        raise PosswapError(f"{len(dataset)} examples do not fill one batch of {config.batch_size}")
+        raise PosswapError(f"{len(dataset)} examples do not fill one batch of {config.batch_size}: lower batch_size")
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise PosswapError("every parameter of the model is frozen: there is nothing to train (requires_grad)")
+        raise PosswapError("every parameter of the model is frozen: set requires_grad=True where it should learn")
     _check_labels(dataset)
     if config.skip_to is not None:
         dataset = SkippedPositions(dataset, model, config.skip_to, config.seed)
@@ -86,7 +86,7 @@ def train(
 
 
 class _Loop:
-    """What one call of `train` was given. `run` may be called again after it failed for want of memory."""
+    """The arguments of one call of `train`. `run` may be called again after it ran out of memory."""
 
     def __init__(self, model, dataset, config, compute_loss, collate, after_step, output, progress, description):
         self.model, self.dataset, self.config = model, dataset, config
@@ -99,13 +99,13 @@ class _Loop:
     def run(self, accumulation_steps: int, *, resume: bool) -> tuple[torch.nn.Module, TrainingRun]:
         config, model = self.config, self.model
         accelerator = start_accelerator(model, config, accumulation_steps, self.output)
-        set_seed(config.seed, device_specific=True)  # processes see other examples and must not drop the same units of them
+        set_seed(config.seed, device_specific=True)  # each process draws its own dropout masks
         run = TrainingRun(config, accelerator.num_processes, accumulation_steps)
         checkpoints = self.output and Checkpoints(accelerator, self.output, resume=resume)
         patched = "forward" in vars(model)
         try:
             with sharable(model, accelerator), _gradient_checkpointing(model, config.gradient_checkpointing):
-                # fused: where a batch is small next to the embeddings, the default takes longer than the gradients, on CPUs.
+                # fused: on CPUs, with small batches and large embeddings, the default takes longer than the backward pass.
                 groups = _parameter_groups(model, config)
                 optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
                 warmup_steps = math.ceil(config.warmup_ratio * config.max_steps)
@@ -121,10 +121,10 @@ class _Loop:
         finally:
             for tracker in accelerator.trackers:  # not end_training(), which would also disconnect the processes
                 tracker.finish()
-            # keep_fp32_wrapper=False: leave no autocast wrapper, nor a compiled one, on a model that goes back to the user.
+            # The user gets the model back without autocast and compile wrappers.
             trained = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
             if not patched:
-                vars(trained).pop("forward", None)  # the class's own, which accelerate puts back on the instance
+                vars(trained).pop("forward", None)  # accelerate restores it as an attribute of the instance
             accelerator.free_memory()
         return trained.eval(), run
 
@@ -138,7 +138,7 @@ class _Loop:
             desc=self.description,
             unit="step",
             leave=False,
-            disable=None if self.progress and accelerator.is_main_process else True,  # None: not drawn where it is not seen
+            disable=None if self.progress and accelerator.is_main_process else True,  # None: drawn in a terminal only
         )
         model.train(config.dropout)
         with bar, StopRequest(active=self.output is not None) as stop:
@@ -158,8 +158,8 @@ class _Loop:
                     checkpoints.save(run, len(self.dataset))
                 if log.stopping:
                     raise Interrupted(
-                        f"stopped after step {len(run.losses)} of {config.max_steps}, as asked; the checkpoint is saved: go on "
-                        f"with resume=True (--resume) and the same output, {self.output}"
+                        f"stopped after step {len(run.losses)} of {config.max_steps}, as asked; the checkpoint is saved: "
+                        f"continue with resume=True (--resume) and the same output, {self.output}"
                     )
 
     def _loader(self, parts: int, first_step: int) -> DataLoader:
@@ -167,18 +167,18 @@ class _Loop:
             self.dataset,
             batch_sampler=MicroBatches(self.order, parts, first_step, self.config.max_steps),
             collate_fn=self.collate,
-            # One of its own: a loader draws a number whenever it starts, and a resumed run starts once more than the run
-            # that it goes on with. From the global generator that would change dropout.
+            # A loader draws a number from its generator when it starts. From the global one, that would change the dropout
+            # of a resumed run, which starts its loader once more.
             generator=torch.Generator().manual_seed(self.config.seed),
         )
 
     def _step(self, accelerator, model, optimizer, scheduler, batches: list[dict], shifted: bool):
-        """Take one optimizer step; return this process's share of the loss, the gradients' norm, tokens, learning rate."""
+        """Take one optimizer step; return this process's share of the loss, the gradient norm, tokens and learning rate."""
         terms = torch.stack([count_terms(batch, shifted=shifted) for batch in batches])
         tokens = torch.stack([count_tokens(batch) for batch in batches])
         all_terms, all_tokens = accelerator.reduce(torch.stack([terms.sum(), tokens.sum()]), "sum")
-        # accelerate averages over accumulation steps and processes; what is wanted is the mean over terms. The division comes
-        # last: for an undivided batch it is exactly one.
+        # accelerate averages over accumulation steps and processes; these weights turn that into a mean over terms. Dividing
+        # last makes the weight of an undivided batch exactly one.
         averaged_over = len(batches) * accelerator.num_processes
         weights = terms * averaged_over / all_terms.clamp(min=1)
         step_loss, norm = 0.0, None
@@ -186,7 +186,7 @@ class _Loop:
             batch.pop("num_tokens", None)
             with accelerator.accumulate(model):
                 loss = self.compute_loss(model, batch) if self.compute_loss else _own_loss(model, batch)
-                # A part without a label has a mean over nothing, NaN, and takes no part.
+                # The mean loss of a part without labels is NaN: leave it out.
                 loss = torch.where(weight > 0, loss * weight, 0.0)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
@@ -197,18 +197,18 @@ class _Loop:
             step_loss = step_loss + loss.detach()
         if hasattr(norm, "full_tensor"):  # FSDP2
             norm = norm.full_tensor()
-        norm = torch.as_tensor(-1.0 if norm is None else norm, device=step_loss.device).float()  # DeepSpeed may not tell
-        rate = min(scheduler.get_last_lr())  # that of the tables is a multiple
+        norm = torch.as_tensor(-1.0 if norm is None else norm, device=step_loss.device).float()  # -1: DeepSpeed may hide it
+        rate = min(scheduler.get_last_lr())  # position tables have a multiple of it
         return step_loss / averaged_over, norm, all_tokens, rate
 
 
 def _with_fitting_batches(loop: _Loop, *, resume: bool) -> tuple[torch.nn.Module, TrainingRun]:
-    """Run; where memory does not suffice, undo everything and start again with parts of the batch at most half as large."""
+    """Run; when out of memory, undo everything and start again with parts of the batch at most half as large."""
     config, model = loop.config, loop.model
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise PosswapError(
-            "auto_find_batch_size works on one process, since the others would wait for one that ran out of memory: find "
-            "gradient_accumulation_steps on one, then pass it"
+            "auto_find_batch_size works on one process only, since others would wait for the one that ran out of memory: "
+            "find gradient_accumulation_steps on one, then pass it"
         )
     parts = (resume and accumulation_steps_of(loop.output)) or config.gradient_accumulation_steps
     start = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
@@ -220,7 +220,7 @@ def _with_fitting_batches(loop: _Loop, *, resume: bool) -> tuple[torch.nn.Module
                 raise
             if parts == config.batch_size:
                 raise PosswapError(f"memory does not suffice for a single sequence at a time: {error}") from error
-        # Out here, the error's traceback does not hold on to activations any more.
+        # Outside of `except`, where the error's traceback no longer keeps activations alive.
         smaller = [d for d in range(2 * parts, config.batch_size + 1) if config.batch_size % d == 0]
         parts = smaller[0] if smaller else config.batch_size
         logging.getLogger(__name__).warning(
@@ -238,18 +238,18 @@ def _with_fitting_batches(loop: _Loop, *, resume: bool) -> tuple[torch.nn.Module
 
 @contextmanager
 def _gradient_checkpointing(model: torch.nn.Module, wanted: bool) -> Iterator[None]:
-    """Turn it on inside, if it is wanted and the model's owner has not done so."""
+    """Inside, gradient checkpointing is on, if wanted. A model that has it on already stays as it is."""
     if not wanted or any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         yield
         return
-    # The first is transformers' name since 5.23, where the second one warns.
+    # transformers 5.23 renamed it, and warns of the old name.
     name = "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
     getattr(model, f"{name}_enable")()
     try:
         yield
     finally:
         getattr(model, f"{name}_disable")()
-        model.disable_input_require_grads()  # which came with it
+        model.disable_input_require_grads()  # which *_enable() had switched on
 
 
 def _in_groups(batches: Iterable[dict], size: int) -> Iterator[list[dict]]:
@@ -264,12 +264,12 @@ def _in_groups(batches: Iterable[dict], size: int) -> Iterator[list[dict]]:
 def _own_loss(model: torch.nn.Module, batch: dict) -> torch.Tensor:
     loss = getattr(model(**batch), "loss", None)
     if loss is None:
-        raise PosswapError("the model returned no loss: its batches need `labels`, or pass compute_loss")
+        raise PosswapError("the model returned no loss: give its batches `labels`, or pass compute_loss")
     return loss
 
 
 def _check_labels(dataset: Dataset) -> None:
-    """Raise when all labels are the same; reading stops at the first two that differ, so for most data sets at once."""
+    """Raise when all labels are equal; reading stops at the first two that differ, so it is quick for most data sets."""
     first = None
     for row in (dataset[place] for place in range(len(dataset))):
         if not isinstance(row, dict) or row.get("labels") is None:
@@ -280,7 +280,7 @@ def _check_labels(dataset: Dataset) -> None:
             if label != first:
                 return
     if len(dataset) > 1:
-        what = "no label in the training set counts, all are -100" if first is None else f"all labels are {first}"
+        what = "every label in the training set is -100, which losses ignore" if first is None else f"all labels are {first}"
         raise PosswapError(f"there is nothing to learn: {what}")
 
 

@@ -1,7 +1,7 @@
-"""What a run has to say while it runs: losses, the bar, trackers, and the two ways in which it can turn out to be useless.
+"""What a run reports while it trains: losses, progress bar, trackers, and an error when it has diverged or learns nothing.
 
-Numbers stay on the device until they are read, for all processes at once and about once a second, because every reading makes a
-GPU wait. Steps slower than that are read one by one. A checkpoint is only ever written after a reading.
+Numbers stay on the device until they are read, for all processes together and about once a second, because every reading makes
+a GPU wait. Steps that take longer than a second are read one by one. A checkpoint is written only after a reading.
 """
 
 import math
@@ -24,13 +24,13 @@ _STEPS_WITHOUT_GRADIENT = 10
 
 
 def announce(text: str) -> None:
-    """Say in a line what a long run does, where no bar is drawn: into a file or a pipe, on the main process."""
+    """Print a line about a long run where no bar is drawn, in a file or a pipe, on the main process."""
     if PartialState().is_main_process and not sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
 
 
 class RunLog:
-    """Collects each step's numbers in `run`; `stopping` says that a process was asked to stop, on all of them alike."""
+    """Collects each step's numbers in `run`; `stopping` becomes true on all processes when one of them was asked to stop."""
 
     def __init__(
         self,
@@ -49,42 +49,42 @@ class RunLog:
         self.stopping = False
         self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]] = []
         self._interval = 1
-        self._without_gradient = 0 if not run.losses else math.nan  # counted from the very first step, or not at all
+        self._without_gradient = 0 if not run.losses else math.nan  # NaN: not counted, since this is not the first step
         self._started, self._read = time.perf_counter() - run.seconds, time.perf_counter()
 
     @contextmanager
     def not_counted(self) -> Iterator[None]:
-        """Leave what happens inside out of the run's seconds."""
+        """Time spent inside does not count towards the run's seconds."""
         before = time.perf_counter()
         yield
         self._started += time.perf_counter() - before
 
     def add(self, loss: torch.Tensor, gradient_norm: torch.Tensor, tokens: torch.Tensor, learning_rate: float) -> None:
-        """Take one step's numbers: this process's share of the loss, and what is the same on all of them."""
+        """Note one step's numbers: this process's share of the loss, and numbers that are the same on all processes."""
         self._pending.append((loss, gradient_norm, tokens, learning_rate))
 
     @property
     def steps(self) -> int:
-        """Steps taken, read or not."""
+        """How many steps were taken, read or not."""
         return len(self.run.losses) + len(self._pending)
 
     @property
     def due(self) -> bool:
-        """Whether it is time to read. Several processes must agree, so a signal to one of them waits for the next reading."""
+        """Whether it is time to read. Processes must read together, so with several of them a signal does not count here."""
         alone = self.run.processes == 1
         return self.every_step or len(self._pending) >= self._interval or (alone and self.stop.received is not None)
 
     def read(self) -> None:
-        """Fetch what is pending into `run`.
+        """Move the pending numbers into `run`.
 
         Raises:
-            PosswapError: A loss or gradient that is no number, or gradients that are zero from the first step on.
+            PosswapError: A loss or gradient is NaN or infinite, or gradients are zero from the first step on.
         """
         if not self._pending:
             return
         losses, norms, tokens, rates = zip(*self._pending, strict=True)
         first, count = len(self.run.losses) + 1, len(losses)
-        # The slowest process sets the pace; what they agree on goes along with the losses.
+        # Whether to stop, and the seconds a step took, are summed over processes together with the losses.
         word = [float(self.stop.received is not None), (time.perf_counter() - self._read) / count]
         shares = torch.stack([loss.float() for loss in losses])
         message = self.accelerator.reduce(torch.cat([shares, shares.new_tensor(word)]), "sum").tolist()
@@ -106,12 +106,12 @@ class RunLog:
         self.bar.set_postfix(loss=f"{loss:.3f}", tokens_s=f"{self.run.tokens_per_second:.0f}", refresh=False)
         self.bar.update(count)
         done, of = len(self.run.losses), self.run.config.max_steps
-        if self.description and done * 10 // of > (done - count) * 10 // of:  # ten lines, if steps are not read more seldom
+        if self.description and done * 10 // of > (done - count) * 10 // of:  # ten lines in a run, at most
             announce(f"{self.description}: step {done} of {of}, loss {loss:.4g}")
 
     def _check(self, step: int, loss: float, norm: float) -> None:
         config = self.run.config
-        # Half-precision gradients may overflow: a scaler leaves such a step out and goes on with a smaller scale.
+        # Gradients in float16 may overflow: the scaler then skips the step and lowers its scale.
         wrong = None if math.isfinite(loss) else f"the loss became {loss}"
         if wrong is None and not math.isfinite(norm) and self.accelerator.scaler is None:
             wrong = f"the gradients' norm became {norm}"
@@ -120,10 +120,10 @@ class RunLog:
                 f"{wrong} at step {step}: lower learning_rate ({config.learning_rate:g}) or raise warmup_ratio; "
                 "checkpoints before it are kept"
             )
-        # A loss of exactly zero has nothing left to learn, which is no mistake.
+        # With a loss of exactly zero there is nothing left to learn, which is no error.
         self._without_gradient = self._without_gradient + 1 if norm == 0 and loss != 0 else math.nan
         if self._without_gradient == _STEPS_WITHOUT_GRADIENT:
             raise PosswapError(
-                f"nothing is learned: all gradients are exactly zero since the first step, while the loss is {loss:.4g}. Does "
-                "compute_loss detach the outputs, or is what it uses frozen?"
+                f"nothing is learned: all gradients have been exactly zero since the first step, while the loss is {loss:.4g}: "
+                "check whether compute_loss detaches outputs, or uses frozen weights only"
             )

@@ -1,8 +1,8 @@
-"""What makes a run safe to stop at any moment: checkpoints that are whole or not there, and signals that wait for a step's end.
+"""What makes a run safe to stop at any moment: checkpoints that are complete or absent, and signals that wait for a step's end.
 
-accelerate writes the state, which is what makes this work under FSDP and DeepSpeed. Weights are safetensors; optimizer,
-schedule and random states are torch files, the user's own, and are read with `weights_only=True`: nothing in them is executed.
-Exceptions are sharded checkpoints of FSDP and those of DeepSpeed, whose own formats hold pickled metadata.
+accelerate writes the state, so this works under FSDP and DeepSpeed as well. Weights are safetensors. Optimizer, schedule and
+random states are torch files, read with `weights_only=True`, so nothing in them is executed. The exceptions are sharded
+checkpoints of FSDP and those of DeepSpeed, whose own formats hold pickled metadata.
 """
 
 import json
@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from hf_posswap.errors import CheckpointError
 from hf_posswap.training.budget import TrainingRun
 
-_ONE_PRESS = 1.0  # seconds: launchers forward to their processes what the terminal has sent to these already
+_ONE_PRESS = 1.0  # seconds in which signals count as one: the terminal sends Ctrl-C, and a launcher forwards it
 
 
 def checkpoint_folders(output: Path) -> list[Path]:
@@ -28,22 +28,22 @@ def checkpoint_folders(output: Path) -> list[Path]:
 
 
 def remove_checkpoints(output: Path, *, keep: int = 0) -> None:
-    """Remove all but the newest `keep`."""
+    """Remove all checkpoints but the newest `keep`."""
     folders = checkpoint_folders(output)
     for folder in folders[: len(folders) - keep]:
         aside = folder.with_name(f"removing-{folder.name}")
-        folder.rename(aside)  # half a checkpoint must not look like one
+        folder.rename(aside)  # a half-deleted checkpoint must not look complete
         shutil.rmtree(aside)
 
 
 def accumulation_steps_of(output: Path) -> int | None:
-    """Return the accumulation steps of the run that made the newest checkpoint; None where there is none."""
+    """Return the accumulation steps of the newest checkpoint; None if there is none."""
     folders = checkpoint_folders(output)
     return json.loads((folders[-1] / "progress.json").read_text())["gradient_accumulation_steps"] if folders else None
 
 
 class Checkpoints:
-    """The last few checkpoints of one run, in `output/checkpoints`; made, read and removed by all processes together."""
+    """The last checkpoints of one run, in `output/checkpoints`; all processes must save and load together."""
 
     def __init__(self, accelerator: Accelerator, output: Path, *, resume: bool):
         self.accelerator, self.output, self.folder = accelerator, output, output / "checkpoints"
@@ -58,9 +58,9 @@ class Checkpoints:
         accelerator.wait_for_everyone()
 
     def save(self, run: TrainingRun, examples: int) -> None:
-        """Write aside, rename, and remove those that are too many. A process killed in between leaves the ones before."""
+        """Write a checkpoint under another name, rename it, then remove old ones: a killed process leaves those before."""
         folder = self.folder / f"step-{len(run.losses):08d}"
-        if folder.exists():  # resumed and stopped again before the next step
+        if folder.exists():  # the run was resumed, and stopped again before its next step
             return
         aside = folder.with_name(f"writing-{folder.name}")
         failure = None
@@ -68,15 +68,15 @@ class Checkpoints:
             self.accelerator.save_state(str(aside))
             if self.accelerator.is_main_process:
                 (aside / "progress.json").write_text(json.dumps({**asdict(run), "examples": examples}))
-        except Exception as error:  # a full disk is an OSError, a RuntimeError of torch or an error of safetensors
+        except Exception as error:  # a full disk raises OSError, RuntimeError (torch) or SafetensorError
             failure = error
         failures = torch.tensor(failure is not None, dtype=torch.int64, device=self.accelerator.device)
         if self.accelerator.reduce(failures).item():
             if self.accelerator.is_main_process:
                 shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(
-                f"{folder} could not be written ({failure or 'another process says why'}); checkpoints before it are whole: "
-                "make room, then go on with resume=True (--resume)"
+                f"{folder} could not be written ({failure or 'another process says why'}); earlier checkpoints are whole: "
+                "make room, then continue with resume=True (--resume)"
             ) from failure
         if self.accelerator.is_main_process:
             aside.rename(folder)
@@ -84,7 +84,7 @@ class Checkpoints:
         self.accelerator.wait_for_everyone()
 
     def load(self, run: TrainingRun, examples: int) -> None:
-        """Go on from the newest checkpoint, if there is one; refuse that of another run."""
+        """Load the newest checkpoint, if there is one; raise CheckpointError if another run made it."""
         if not checkpoint_folders(self.output):
             return
         newest = checkpoint_folders(self.output)[-1]
@@ -96,18 +96,18 @@ class Checkpoints:
         differences = [f"{name} {before} and {now}" for name, (before, now) in pairs.items() if before != now]
         if differences:
             raise CheckpointError(
-                f"{newest} was made by another run than this one ({'; '.join(differences)}): resume with the same, or start in "
-                "a new folder"
+                f"{newest} was made by a run that differs from this one ({'; '.join(differences)}): resume with the same "
+                "options, or start in a new folder"
             )
         self.accelerator.load_state(str(newest))
         run.tokens, run.seconds, run.losses = progress["tokens"], progress["seconds"], progress["losses"]
 
 
 class StopRequest:
-    """Inside `with`, the first SIGTERM or Ctrl-C is only noted; the next one does what it did before."""
+    """Inside `with`, the first SIGTERM or Ctrl-C is only noted; the next one has its usual effect."""
 
     def __init__(self, *, active: bool):
-        # Python delivers signals to its main thread and lets no other one handle them.
+        # Python lets only its main thread handle signals.
         self.active = active and threading.current_thread() is threading.main_thread()
         self.received: float | None = None
         self._before = {}

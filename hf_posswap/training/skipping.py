@@ -1,8 +1,8 @@
-"""Train short, read long: short examples whose positions go as far as long ones (PoSE, Zhu et al. 2023, section 3:
+"""Train short, read long: short examples with positions as large as those of long ones (PoSE, Zhu et al. 2023, section 3:
 https://arxiv.org/abs/2309.10400).
 
-An example of L tokens is cut in two at a random place. The first part keeps its positions, the second one stands further on by
-a random gap, so that both are contiguous and near distances exact, while those between the parts go up to `longest`:
+An example of L tokens is cut in two at a random place c. The first part keeps its positions; those of the second are shifted by
+a random gap. Distances within a part stay as they are; distances between the parts go up to `longest`:
 
     0, 1, ..., c - 1, c + gap, ..., L - 1 + gap        c ~ U{1, ..., L - 1},  gap ~ U{0, ..., longest - L}
 """
@@ -17,7 +17,7 @@ from hf_posswap.errors import PosswapError
 
 
 class SkippedPositions(Dataset):
-    """Examples of a dataset with such `position_ids`; they depend on the seed and on which example it is, nothing else."""
+    """The examples of a dataset with such `position_ids` (L,), which depend only on the seed and the example's index."""
 
     def __init__(self, dataset: Dataset, model: torch.nn.Module, longest: int, seed: int):
         if longest > longest_input(model.config):
@@ -37,11 +37,11 @@ class SkippedPositions(Dataset):
         if "position_ids" in row or length > self.longest:
             what = "positions of its own" if "position_ids" in row else f"{length} tokens"
             raise PosswapError(
-                f"skip_to={self.longest}: example {index} has {what}; it takes plain ones of at most that length"
+                f"skip_to={self.longest}: example {index} has {what}; give examples without positions, of at most that length"
             )
         draw = random.Random(f"{self.seed} {index}")
         cut, gap = draw.randint(1, max(1, length - 1)), draw.randint(0, self.longest - length)
         positions = torch.arange(length) + self.first_row
         positions[cut:] += gap
-        # A mask, too: without one, transformers takes a gap for the border of two packed texts, which must not see each other.
+        # Without a mask, transformers takes a gap in positions for the border between two packed texts.
         return {"attention_mask": torch.ones(length, dtype=torch.long), **row, "position_ids": positions}
