@@ -169,6 +169,8 @@ def test_dropout_is_active_in_training_only(make_swapped, family, backend, case,
 
 
 TURNS = {
+    "alibi": [({}, {"slopes": "fixed"})],
+    "buckets": [({"buckets": 4}, {"buckets": 12}), ({"buckets": 4}, {"buckets": 4, "reach": 16})],
     "learned": [({"extend": "tile"}, {"extend": "interpolate"})],
     "sinusoidal": [  # a fitted projection undoes the order of the dimensions, so that shows in the raw table only
         ({}, {"base": 100}),

@@ -58,12 +58,14 @@ def quick(model, batches=None, **options):
 
 def picture(model) -> dict:
     """Everything that a fit must leave alone, or put back."""
+    config = model.config.to_dict()
+    config.get("position_scheme", {}).pop("fitted_length", None)  # a fit notes what it was fitted to
     return {
         "weights": {name: value.clone() for name, value in model.state_dict().items()},
         "parameters": {name: (id(p), p.dtype, p.requires_grad, p.grad is None) for name, p in model.named_parameters()},
         "modules": {name: (type(module), module.training, "forward" in vars(module)) for name, module in model.named_modules()},
         "hooks": {name: [*one._forward_pre_hooks, *one._forward_hooks] for name, one in model.named_modules()},
-        "config": model.config.to_dict(),
+        "config": config,
     }
 
 
@@ -248,7 +250,7 @@ BAD_TEXT = {
     "too long": (lambda: text(20, 33), "positions for 32.*cut the batches, or swap with max_positions=33"),
     "empty": (list, "no batches"),
     "string": (lambda: "the cat sat", "token ids"),
-    "strings": (lambda: ["the cat sat"], "tensors"),
+    "strings": (lambda: ["the cat sat"], "pass tokenizer="),
     "number": (lambda: 5, "iterable"),
     "keys": (lambda: {"input_ids": text(), "labels": text()}, "keys.*labels.*give input_ids"),
     "no ids": (lambda: {"attention_mask": text()}, "give input_ids"),
@@ -305,7 +307,7 @@ BAD_CALLS = {
     "cast": (lambda model: model.bfloat16(), {}, "fit right after the swap"),
     "no closed form": (lambda model: posswap.swap(model, "none"), {"reconstruct": 0}, "give reconstruct a number"),
     "dispatched": (dispatched, {}, "original_model="),
-    "another thing": (lambda model: torch.nn.Linear(2, 2), {}, "a transformers model"),
+    "another thing": (lambda model: torch.nn.Linear(2, 2), {}, "pass a model of transformers"),
 }
 
 
