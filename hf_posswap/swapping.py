@@ -200,7 +200,8 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
     since = {
         k: v
         for k, v in vars(config).items()
-        if k not in ("architectures", "dtype", "position_scheme") and (k not in undo.config_fields or undo.config_fields[k] != v)
+        if k not in ("architectures", "dtype", "position_scheme")
+        and (k not in undo.config_fields or undo.config_fields[k] != v)
     }
     revert(target, architecture, undo.snapshot)
     vars(target.config).update(since)

@@ -29,14 +29,21 @@ from hf_posswap.experiments.fit_table import fit_table, provenance_line, stage_t
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "recipes" / "results"
-PICTURE = RESULTS / "length_extrapolation" / "reading-past-the-trained-length.png"
+PICTURES = {
+    RESULTS / "read_on" / "reading-on.png": "Past the 256 tokens that a GPT-2 was trained on: a long fit, without labels,\n"
+    "reads on near the original's sliding window; trained on 2 million tokens alike, below it",
+    RESULTS
+    / "length_extrapolation"
+    / "reading-past-the-trained-length.png": "Past the 256 tokens that a GPT-2 was trained on, "
+    "its own table breaks at once;\nrelative and rotary positions fitted to 256 tokens fade slowly; a sliding window holds",
+}
 
 # Not shown, since the machines also did other work; the paired benchmark compares times.
 NOT_SHOWN = ("tokens/s", "seconds", "fit, s")
 
 # Other pages that show figures of a result file.
 SHOWN_IN = {
-    "README.md": ("card/", "fit/minilm/", "fit/stdlib-gpt2/", "length_extrapolation/", "read_on/"),
+    "README.md": ("card/", "fit/minilm/", "fit/stdlib-gpt2/", "read_on/span/", "read_on/tuned/"),
     "notebooks/02_see_the_schemes.ipynb": ("ladder/",),
     "notebooks/04_read_the_results.ipynb": ("cola/", "length_extrapolation/", "movie_reviews/", "passkey/", "sst2/"),
 }
@@ -128,6 +135,8 @@ def environment() -> Environment:
     environment.globals |= {"of": of, "m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": read}
     environment.globals |= {"sure": sure, "holds": holds, "exp": exp, "sqrt": sqrt, "abs": abs}
     environment.globals |= {"table": table, "fit": fit_result, "heal": heal_result, "ladder": ladder_result, "index": index}
+    generated = {file.stem: json.loads(file.read_text()) for file in RESULTS.glob("read_on/generation/*.json")}
+    environment.globals["generated"] = {name: run["details"]["generation"] for name, run in generated.items()}
     environment.globals["speed"] = lambda: speed_tables(RESULTS / "attention")
     environment.globals["training_loop"] = json.loads((RESULTS / "loop" / "results.json").read_text())
     return environment
@@ -279,24 +288,26 @@ def replace_block(page: str, name: str, block: str) -> str:
 
 
 def draw() -> None:
-    """Draw the picture of README.md: perplexity against input length, a few ways to read on, fitted and not trained."""
+    """Draw the picture of README.md and one of the results: perplexity by how far into a text, or by its length."""
     from hf_posswap.plots import plot_loss_by_length  # matplotlib: no page needs it
 
+    window, fitted = "original, sliding window", "relative, fit"
     shown = {
-        "learned, repeated": "learned:extend=tile, fit",
-        "relative, fit": "relative, fit",
-        "rotary, fit": "rotary, fit",
-        "original, sliding window": "original",
-    }
-    read, lengths = rows(PICTURE.parent / "comparison.json"), (256, 512, 1024, 2048)
-    lines = {name: {n: [exp(x) for x in read[row][f"loss_{n}"]] for n in lengths} for name, row in shown.items()}
-    figure = plot_loss_by_length(lines, 256, "", label="perplexity")
-    figure.suptitle(
-        "Past the 256 tokens that a GPT-2 was trained on, its own table breaks at once;\n"
-        "fitted relative and rotary positions fade slowly; a sliding window holds, and reads all twice",
-        fontsize=10,
-    )
-    figure.savefig(PICTURE, dpi=120)
+        "read_on/tuned": {
+            window: ("original", "start_loss"), "relative, long fit": (fitted, "start_loss"),
+            "original, trained": ("original", "loss"), "relative, trained": (fitted, "loss"),
+        },
+        "length_extrapolation": {
+            "learned, repeated": ("learned:extend=tile, fit", "loss"), fitted: (fitted, "loss"),
+            "rotary, fit": ("rotary, fit", "loss"), window: ("original", "loss"),
+        },
+    }  # fmt: skip
+    for (picture, title), (folder, chosen) in zip(PICTURES.items(), shown.items(), strict=True):
+        read, lengths = rows(RESULTS / folder / "comparison.json"), (256, 512, 1024, 2048)
+        lines = {name: {n: [exp(x) for x in read[row][f"{kind}_{n}"]] for n in lengths} for name, (row, kind) in chosen.items()}
+        figure = plot_loss_by_length(lines, 256, "", label="perplexity")
+        figure.suptitle(title, fontsize=10)
+        figure.savefig(picture, dpi=120)
 
 
 if __name__ == "__main__":

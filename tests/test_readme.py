@@ -126,19 +126,21 @@ def test_tree(readme):
 def test_python_blocks(readme, tmp_path, monkeypatch, capsys):
     """The README's Python runs from top to bottom, with an embedded model for the one on the Hub and less text to fit."""
     blocks = re.findall(r"```python\n(.*?)```\n(?:```text\n(.*?)```)?", readme, flags=re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     monkeypatch.chdir(tmp_path)
-    Path("some.txt").write_text("\n".join(stdlib_prose("train"))[:60_000])
-    here = {}
+    prose = "\n".join(stdlib_prose("train"))
+    here = {"documents": [prose[:60_000]], "texts": [prose[start : start + 1_000] for start in range(0, 16_000, 1_000)]}
     for block, output in blocks:
-        block = block.replace('"bert-base-uncased"', repr(posswap.embedded_model("minilm")))
+        block = re.sub('"(bert-base-uncased|sentence-transformers/.*)"', repr(posswap.embedded_model("minilm")), block)
         block = block.replace("max_length=512)", "max_length=64, tokens=2048)").replace(
             "posswap.fit(model, text)", "posswap.fit(model, text, reconstruct=1)"
         )
+        block = block.replace("window=128)", "window=128, reconstruct=1)").replace("max_positions=4096", "max_positions=512")
         exec(block, here)
         printed = capsys.readouterr().out
         assert not output or printed == output
-    assert here["again"].config.position_scheme["name"] == "rotary" and "fitted on" in printed
+        assert "posswap.fit(model" not in block or "fitted on" in printed
+    assert here["again"].config.position_scheme["name"] == "rotary" and Path("long-embedder/modules.json").is_file()
     assert posswap.describe(here["model"]).swapped is False
 
 
