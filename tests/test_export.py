@@ -211,7 +211,7 @@ def test_the_folder(make_swapped, bert_tokenizer, tmp_path):
         (BertForSequenceClassification, posswap.Rotary(mark_first=False), "gelu where BERT's pooler applies tanh"),
         (BertForNextSentencePrediction, posswap.Rotary(mark_first=False), "no native counterpart"),
         (GPT2DoubleHeadsModel, posswap.Rotary(mark_first=False), "no native counterpart"),
-        (GPT2LMHeadModel, posswap.Rotary(), "GPT-NeoX has no place for it"),
+        (GPT2LMHeadModel, posswap.Rotary(), "GPT-NeoX has no place, since"),
         (GPT2LMHeadModel, None, "has not been swapped"),
     ],
 )

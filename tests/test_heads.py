@@ -166,8 +166,11 @@ def test_inside_an_encoder_decoder(make_swapped, tokens, encoder, head, decoder)
     ("config", "says"),
     [
         (AlbertConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1), "all its layers share one self-attention"),
-        (GPTNeoConfig(hidden_size=32, num_layers=1, attention_types=[[["local"], 1]], num_heads=2), "its local layers"),
-        (MPNetConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2), "a bias by distance to its table"),
+        (GPTNeoConfig(hidden_size=32, num_layers=1, attention_types=[[["local"], 1]], num_heads=2), "it has local layers"),
+        (
+            MPNetConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
+            "besides its table it has a bias by distance",
+        ),
         (T5Config(d_model=32, num_layers=1, num_heads=2), "it has no table"),
         (
             EsmConfig(

@@ -159,7 +159,7 @@ GOOD = "text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(20))
         (
             GOOD + GOOD[11:] + "x,1000000000000\n",
             {},
-            "row 41 of the train part of t.csv has the label 1000000000000, which is no class",
+            "row 41 of the train part of t.csv has the label 1000000000000, which is not a class like the others",
         ),
         ("text,label\nx,one\ny,two\n", {"task": "regression"}, "the text 'one': a regression needs numbers"),
     ],
