@@ -136,7 +136,7 @@ def environment() -> Environment:
     environment.globals |= {"sure": sure, "holds": holds, "exp": exp, "sqrt": sqrt, "abs": abs}
     environment.globals |= {"table": table, "fit": fit_result, "heal": heal_result, "ladder": ladder_result, "index": index}
     generated = {file.stem: json.loads(file.read_text()) for file in RESULTS.glob("read_on/generation/*.json")}
-    environment.globals["generated"] = {name: run["details"]["generation"] for name, run in generated.items()}
+    environment.globals["generated"] = {name: run["details"] for name, run in generated.items()}
     environment.globals["speed"] = lambda: speed_tables(RESULTS / "attention")
     environment.globals["training_loop"] = json.loads((RESULTS / "loop" / "results.json").read_text())
     return environment
