@@ -28,7 +28,7 @@ KEPT = Path(__file__).parents[2] / "runs" / "peer"
 SCHEMES = ("learned", "sinusoidal", "relative:clip=4", "rotary", "none")
 SIZES = {
     "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 66,
-    "intermediate_size": 37, "pad_token_id": 98, "bos_token_id": 97, "eos_token_id": 97,
+    "intermediate_size": 37, "pad_token_id": 1, "bos_token_id": 97, "eos_token_id": 97,
 }  # fmt: skip
 SPECIAL = ("ForPreTraining", "DoubleHeads")  # need inputs that only the tests of their own family know
 KNOWN = {  # name of the test: why it fails for swapped classes
@@ -74,7 +74,7 @@ class Tester:
         if self.scheme is not None:
             positions = self.architecture.longest_input(config)
             config.position_scheme = config_entry(parse_scheme(self.scheme), positions, positions)
-        tokens = torch.randint(0, SIZES["vocab_size"] - 3, (self.batch_size, self.seq_length))
+        tokens = torch.randint(2, SIZES["vocab_size"] - 3, (self.batch_size, self.seq_length))
         return config, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
