@@ -135,6 +135,7 @@ def environment() -> Environment:
     environment.globals |= {"of": of, "m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": read}
     environment.globals |= {"sure": sure, "holds": holds, "exp": exp, "sqrt": sqrt, "abs": abs}
     environment.globals |= {"table": table, "fit": fit_result, "heal": heal_result, "ladder": ladder_result, "index": index}
+    environment.globals["verbs"] = json.loads((RESULTS / "verbs" / "result.json").read_text())["figures"]
     generated = {file.stem: json.loads(file.read_text()) for file in RESULTS.glob("read_on/generation/*.json")}
     environment.globals["generated"] = {name: run["details"] for name, run in generated.items()}
     environment.globals["speed"] = lambda: speed_tables(RESULTS / "attention")
