@@ -112,6 +112,8 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
             f"{entry.get('name')} was made for {entry['made_for_positions']} positions, and its weights do not fit "
             f"{longest}: load it without max_position_embeddings, or swap the original model"
         )
+    if not isinstance(entry.get("fitted_length", 1), int):
+        raise CheckpointError(f"config.json has fitted_length={entry['fitted_length']!r}: it must be a number of tokens")
     if trained_positions < 1 or longest < 1:
         raise CheckpointError(
             f"config.json has trained_positions={trained_positions} and max positions {longest}: both must be 1 or more; the "

@@ -150,6 +150,8 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
     config.__class__ = CONFIG_CLASSES[architecture.model_type]
     architecture.set_longest_input(config, geometry.max_positions)
     config.position_scheme = config_entry(scheme, geometry.trained_positions, geometry.max_positions, base_model, span)
+    if same and "fitted_length" in target.config.position_scheme:  # what was fitted stays, and what it was fitted to
+        config.position_scheme["fitted_length"] = target.config.position_scheme["fitted_length"]
     config._name_or_path = ""
     classes = SWAPPED_CLASSES | READER_CLASSES
     embedding = install(target, architecture, scheme, geometry, span=span, classes=classes, config=config)

@@ -86,6 +86,8 @@ class Config(TextOptions, SwapOptions):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.save_model and self.scheme == ORIGINAL and self.read != "whole":
+            raise PosswapError(f"save_model: a saved model would not read as read={self.read} says: leave one of them out")
         self.at_least_one("tokens", "passage", "window", "chunk", "documents")
         if self.batch_size < 2:
             raise PosswapError(f"batch_size={self.batch_size}: other pairs of the batch are the negatives, so give 2 or more")

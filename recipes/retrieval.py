@@ -57,6 +57,8 @@ class Config(TextOptions, SwapOptions):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.save_model and self.scheme == ORIGINAL and self.read != "whole":
+            raise PosswapError(f"save_model: a saved model would not read as read={self.read} says: leave one of them out")
         self.at_least_one("window", "fit_length", "chunk")
         if any(length < 64 for length in self.lengths):
             raise PosswapError(f"lengths={self.lengths}: a document needs 64 tokens or more")

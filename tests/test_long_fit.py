@@ -218,3 +218,10 @@ def test_far_beyond_the_fit(make_model, tmp_path):
     loaded(torch.ones(1, 8 * WINDOW, dtype=torch.long))
     with pytest.warns(UserWarning, match=f"fitted to texts of at most {WINDOW} tokens"):
         loaded(torch.ones(1, 8 * WINDOW + 1, dtype=torch.long))
+    posswap.swap(loaded, "rotary", max_positions=400)  # longer, as it was fitted
+    with pytest.warns(UserWarning, match=f"fitted to texts of at most {WINDOW} tokens"):
+        loaded(torch.ones(1, 8 * WINDOW + 1, dtype=torch.long))
+    loaded.config.position_scheme["fitted_length"] = "long"
+    loaded.config.save_pretrained(tmp_path)
+    with pytest.raises(posswap.CheckpointError, match="fitted_length='long'"):
+        type(model).from_pretrained(tmp_path)

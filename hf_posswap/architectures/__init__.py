@@ -11,6 +11,7 @@ from hf_posswap.architectures.esm import Esm
 from hf_posswap.architectures.gpt2 import GPT2
 from hf_posswap.architectures.opt import OPT
 from hf_posswap.architectures.roberta import Camembert, Roberta, XLMRoberta
+from hf_posswap.errors import UnsupportedModelError
 
 __all__ = [
     "ARCHITECTURES",
@@ -39,8 +40,11 @@ def find_family(model_type: str) -> Architecture | None:
 
 
 def family_of(config: PreTrainedConfig) -> Architecture:
-    """Return the family of a model that can be swapped, or is, by its config."""
-    return find_family(config.model_type)
+    """Return the family of a model that can be swapped, or is, by its config; of others, UnsupportedModelError."""
+    family = find_family(config.model_type)
+    if family is None:
+        raise UnsupportedModelError(f"a {config.model_type!r} model is none of these: {', '.join(sorted(ARCHITECTURES))}")
+    return family
 
 
 def longest_input(config: PreTrainedConfig) -> int:
