@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import WORDS
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, BertForMaskedLM, BertModel
 
@@ -414,6 +415,35 @@ def test_read_on(gpt2, text, tmp_path, monkeypatch):
     generation = results["near"]["details"]["generation"]
     assert list(results["near"]["details"]["milliseconds a token read"]) == ["32", "64", "128"]
     assert generation["tokens"] == 60 and generation["keys in the cache"] == 8 + 2 - 1
+
+
+@pytest.mark.parametrize(("scheme", "length"), [("original", 32), ("rotary", 64)])
+def test_read_on_trains_as_it_says(gpt2, tmp_path, monkeypatch, scheme, length):
+    """Blocks of the fit's length, or the original's, at the rate that was given; select text is not trained on."""
+    words = torch.randint(len(WORDS), (4000,), generator=torch.Generator().manual_seed(0))
+    (tmp_path / "words.txt").write_text(" ".join(WORDS[i] for i in words))
+    options = {"model": gpt2, "train_file": str(tmp_path / "words.txt")} | {
+        "evaluation_tokens": 256,
+        "factor": 4,
+        "fit_factor": 2,
+        "scheme": scheme,
+    }
+    recipe, seen = _recipe("read_on"), {"read": []}
+
+    def looked_on(model, rows, config, **rest):
+        seen.update(rows=[row["input_ids"] for row in rows], config=config)
+        return train(model, rows, config, **rest)
+
+    monkeypatch.setattr(recipe, "train", looked_on)
+    for name in ("token_losses", "sliding_window_losses"):
+        read = getattr(recipe, name)
+        monkeypatch.setattr(recipe, name, lambda m, b, *r, _read=read, **k: seen["read"].append(b) or _read(m, b, *r, **k))
+    _run("read_on", tmp_path, monkeypatch, **options, tune_steps=2, tune_tokens=128, learning_rate=0.03)
+    assert seen["config"].learning_rate == 0.03 and seen["config"].batch_size * length == 128
+    assert {len(row) for row in seen["rows"]} == {length}
+    trained = {tuple(row.tolist()[:length]) for row in seen["rows"]}
+    select = seen["read"][1].unflatten(1, (-1, length)).flatten(0, 1)
+    assert not trained & {tuple(row.tolist()) for row in select}
 
 
 @pytest.mark.parametrize("scheme", ["learned:extend=tile", "none"])

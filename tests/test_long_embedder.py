@@ -1,6 +1,7 @@
 """Long embedders: documents, passages, ways of reading around a short model, and the recipe from text to a pipeline."""
 
 import importlib
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -114,6 +115,25 @@ def test_recipe(recipe):
     tuned = run("tuned", scheme="original", cached=2, brake=0.0)
     assert untuned["figures"]["kept"] == pytest.approx(1, abs=1e-5) and tuned["figures"]["kept"] < 1 - 1e-6
     assert untuned["figures"]["sts"] == pytest.approx(untuned["figures"]["sts_original"])
+
+
+def test_the_brake_and_the_select_text(recipe, monkeypatch):
+    """The brake adds its weight times 1 - cosine; select documents are neither trained on nor those of the report."""
+    run, folder = recipe
+    module, seen = sys.modules["long_embedder"], {}
+    model = library.SentenceTransformer(str(folder / "tiny"), device="cpu").eval()
+    features = [model.preprocess([text(6, seed), text(6, seed + 1)]) for seed in (4, 6)]
+    labels = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
+    losses = [module.PairsWithBrake(model, brake, 0)(features, labels) for brake in (0.0, 2.0)]
+    apart = 1 - torch.cosine_similarity(model(features[0])["sentence_embedding"], labels).mean()
+    torch.testing.assert_close(losses[1] - losses[0], 2 * apart)
+    monkeypatch.setattr(module, "tune", lambda _, __, drawn, *rest: seen.update(trained={long for _, long in drawn}))
+    measure = module.measure
+    monkeypatch.setattr(module, "measure", lambda *given: seen.update(asked=given[-1]) or measure(*given))
+    run(scheme="original", max_steps=40)
+    select, report = (set(seen["asked"][name][0]) for name in ("select", "recall"))
+    assert len(seen["trained"]) > 20 and select and report
+    assert not seen["trained"] & select and not seen["trained"] & report and not select & report
 
 
 @pytest.mark.parametrize(

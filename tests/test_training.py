@@ -534,8 +534,12 @@ def test_positions_are_skipped(make_swapped):
     rows = SkippedPositions(_rows(), model, 16, 0)  # no room for a gap
     plain, masked = model(_rows()[3]["input_ids"][None]).logits, model(**pad([rows[3]])).logits
     torch.testing.assert_close(masked, plain)
-    far = model(**pad([SkippedPositions(_rows(), model, 200, 0)[3]])).logits
+    apart = {name: torch.as_tensor(value)[None] for name, value in SkippedPositions(_rows(), model, 200, 0)[3].items()}
+    apart.pop("labels", None)
+    far = model(**apart, use_cache=False).logits
     assert (far[:, -1] - plain[:, -1]).abs().max() > 1e-3
+    apart["input_ids"] = torch.cat([(apart["input_ids"][:, :1] + 1) % 64, apart["input_ids"][:, 1:]], dim=1)
+    assert (model(**apart, use_cache=False).logits[:, -1] - far[:, -1]).abs().max() > 1e-4  # the second part reads the first
     twin = copy.deepcopy(model)
     losses = [
         _run(m, TrainingConfig(max_steps=2, batch_size=8, skip_to=to))[1].losses for m, to in ((twin, None), (model, 200))
