@@ -53,25 +53,28 @@ class Caches(RuleBasedStateMachine):
         self.model = posswap.swap(tiny_model(family, "sdpa").double(), scheme, span=span, first=2)
         move(position_parameters(self.model), 0.3)
         self.run, self.cache = self.model, DynamicCache(config=self.model.config)
-        self.ids = self.mask = torch.zeros(rows, 0, dtype=torch.long)
+        self.ids = self.mask = self.begins = torch.zeros(rows, 0, dtype=torch.long)
         pads = [data.draw(st.integers(0, length - 1), label="padding") for _ in range(rows)]
         self.read(length, torch.tensor([[place >= pad for place in range(length)] for pad in pads]).long())
 
-    def read(self, count: int, mask: torch.Tensor):
+    def read(self, count: int, mask: torch.Tensor, *, packed: bool = False):
+        begins = self.begins[:, -1:] if self.begins.shape[1] and not packed else self.mask.sum(-1, keepdim=True)
+        begins = torch.cat([self.begins, begins.expand(-1, count)], dim=1)  # tokens of earlier texts in the row
         new = torch.randint(2, 98, mask.shape, generator=torch.Generator().manual_seed(self.ids.numel()))
         ids, mask = torch.cat([self.ids, new], dim=1), torch.cat([self.mask, mask], dim=1)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        positions = (mask.cumsum(-1) - 1 - begins).clamp(min=0)
         with torch.no_grad():
             whole = self.model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -count:]
             given = {"attention_mask": mask, "position_ids": positions[:, -count:], "past_key_values": self.cache}
             logits = self.run(new, **given).logits
-        self.ids, self.mask, seen = ids, mask, mask[:, -count:].bool()
+        self.ids, self.mask, self.begins, seen = ids, mask, begins, mask[:, -count:].bool()
         torch.testing.assert_close(logits[seen], whole[seen], rtol=1e-8, atol=1e-8)
 
-    @rule(count=st.integers(1, 6))
-    def append(self, count):
+    @rule(count=st.integers(1, 6), packed=st.booleans())
+    def append(self, count, packed):
         assume(self.ids.shape[1] + count <= 32)
-        self.read(count, torch.ones(len(self.ids), count, dtype=torch.long))
+        packed = packed and posswap.describe(self.model).span is None  # one span reaches from one text into the next
+        self.read(count, torch.ones(len(self.ids), count, dtype=torch.long), packed=packed)
 
     @rule(data=st.data())
     def crop(self, data):
@@ -84,7 +87,7 @@ class Caches(RuleBasedStateMachine):
             self.cache = before
             return
         length = self.ids.shape[1] - count
-        self.ids, self.mask = self.ids[:, :length], self.mask[:, :length]
+        self.ids, self.mask, self.begins = (one[:, :length] for one in (self.ids, self.mask, self.begins))
 
     @rule(data=st.data(), reorder=st.booleans())
     def select(self, data, reorder):
@@ -92,13 +95,13 @@ class Caches(RuleBasedStateMachine):
         drawn = st.permutations(rows) if reorder else st.lists(st.sampled_from(rows), min_size=1, max_size=4)
         rows = torch.tensor(data.draw(drawn))
         (self.cache.reorder_cache if reorder else self.cache.batch_select_indices)(rows)
-        self.ids, self.mask = self.ids[rows], self.mask[rows]
+        self.ids, self.mask, self.begins = (one[rows] for one in (self.ids, self.mask, self.begins))
 
     @precondition(lambda self: len(self.ids) < 4)
     @rule(times=st.integers(1, 2))
     def repeat(self, times):
         self.cache.batch_repeat_interleave(times)
-        self.ids, self.mask = (one.repeat_interleave(times, dim=0) for one in (self.ids, self.mask))
+        self.ids, self.mask, self.begins = (one.repeat_interleave(times, 0) for one in (self.ids, self.mask, self.begins))
 
     @rule()
     def copied_and_offloaded(self):
