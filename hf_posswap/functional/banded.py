@@ -28,18 +28,17 @@ class Span(NamedTuple):
         seen = ((queries - keys).abs() < self.span) | (keys < self.first)
         return seen & (keys <= queries) if causal else seen | (queries < self.first)
 
-    def blocks(self, length: int, *, causal: bool) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield queries, and the indices of the keys that any of them may see, block by block; K = Q = `length`."""
+    def blocks(self, length: int, *, causal: bool) -> Iterator[tuple[slice, int, slice]]:
+        """Yield queries, how many first keys and which near keys any of them may see, block by block; K = Q = `length`."""
         start = 0
         if self.first and not causal:
             start = min(self.first, length)
-            yield slice(0, start), torch.arange(length)
+            yield slice(0, start), 0, slice(0, length)
         while start < length:
             end = min(start + self.span, length)
             low = max(start - self.span + 1, 0)
             high = end if causal else min(end + self.span - 1, length)
-            near = torch.arange(low, high)
-            yield slice(start, end), torch.cat([torch.arange(min(self.first, low)), near])
+            yield slice(start, end), min(self.first, low), slice(low, high)
             start = end
 
 
@@ -53,12 +52,16 @@ def banded_attention(
     (B or 1, 1, q, k) bool with True = attend, the slice of queries and the index of keys (k,). `key_mask` is (B, K) bool.
     """
     outputs = []
-    for queries, keys in span.blocks(query.shape[-2], causal=causal):
-        keys = keys.to(query.device)
-        places = torch.arange(queries.start, queries.stop, device=query.device)
+    everywhere = torch.arange(query.shape[-2], device=query.device)
+    for queries, first, near in span.blocks(query.shape[-2], causal=causal):
+        places, keys = everywhere[queries], torch.cat([everywhere[:first], everywhere[near]])
         mask = span.allowed(places[None], keys[None], causal=causal)[:, None]
         if key_mask is not None:
             mask = mask & key_mask[:, None, None, keys]
-        block = query[..., queries, :], key[..., keys, :], value[..., keys, :]
-        outputs.append(attend(*block, mask, queries, keys))
+        # Slices and copies of them: indexing by `keys` would be slow, and its gradient very slow.
+        seen = [
+            torch.cat([states[..., :first, :], states[..., near, :]], dim=-2) if first else states[..., near, :]
+            for states in (key, value)
+        ]
+        outputs.append(attend(query[..., queries, :], *seen, mask, queries, keys))
     return torch.cat(outputs, dim=-2)
