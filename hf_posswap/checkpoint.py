@@ -142,7 +142,24 @@ def digest(scheme: Scheme, trained_positions: int, span: Span | None) -> torch.T
     return torch.frombuffer(bytearray(hashlib.sha256(entry.encode()).digest()[:16]), dtype=torch.uint8)
 
 
-class SwappedModel:
+class InitialisesPositions:
+    """Mixin in front of every model that transformers initialises by itself: the whole one, and the `reader` inside it."""
+
+    def _init_weights(self, module):
+        """As the family does; also fill our modules, which transformers leaves empty when it builds a model to load."""
+        if isinstance(module, (AttentionPositions, PositionEmbedding)):
+            for name, value in module.initial_values().items():
+                init.copy_(getattr(module, name), value)
+        else:
+            super()._init_weights(module)
+        if DIGEST in module._buffers:
+            init.copy_(getattr(module, DIGEST), self._digest())
+
+    def _digest(self) -> torch.Tensor:
+        return digest(*read_config_entry(self.config), span_in(self.config.position_scheme))
+
+
+class SwappedModel(InitialisesPositions):
     """Mixin in front of a transformers class: the same model with the position scheme of its config."""
 
     architecture: Architecture
@@ -168,19 +185,6 @@ class SwappedModel:
     def position_scheme(self) -> Scheme:
         """The scheme that this model has."""
         return state_of(self).scheme
-
-    def _init_weights(self, module):
-        """As the family does; also fill our modules, which transformers leaves empty when it builds a model to load."""
-        if isinstance(module, (AttentionPositions, PositionEmbedding)):
-            for name, value in module.initial_values().items():
-                init.copy_(getattr(module, name), value)
-        else:
-            super()._init_weights(module)
-        if DIGEST in module._buffers:
-            init.copy_(getattr(module, DIGEST), self._digest())
-
-    def _digest(self) -> torch.Tensor:
-        return digest(*read_config_entry(self.config), span_in(self.config.position_scheme))
 
     def init_continuous_batching(self, *args, **kwargs):
         """As in transformers, for `generate_batch`, whose paged cache knows neither distances nor spans."""
@@ -237,7 +241,7 @@ def register_architecture(architecture: Architecture) -> Architecture:
         _swapped_class(model_class, config_class, architecture)
     if (reader := architecture.reader_class) is not None:
         namespace = {"__module__": __name__, "architecture": architecture, "forward": positioned_forward(reader)}
-        READER_CLASSES[reader] = _importable(type(f"Posswap{reader.__name__}", (reader,), namespace))
+        READER_CLASSES[reader] = _importable(type(f"Posswap{reader.__name__}", (InitialisesPositions, reader), namespace))
     for auto_class in vars(modeling_auto).values():
         if not (isinstance(auto_class, type) and issubclass(auto_class, _BaseAutoModelClass)):
             continue

@@ -25,7 +25,7 @@ from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES, config_entry
 from hf_posswap.schemes import parse_scheme
 
 KEPT = Path(__file__).parents[2] / "runs" / "peer"
-SCHEMES = ("learned", "sinusoidal", "relative:clip=4", "rotary", "none")
+SCHEMES = ("learned", "sinusoidal", "relative:clip=4", "rotary", "alibi", "buckets", "none")
 SIZES = {
     "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 66,
     "intermediate_size": 37, "pad_token_id": 1, "bos_token_id": 97, "eos_token_id": 97,
@@ -34,6 +34,14 @@ SPECIAL = ("ForPreTraining", "DoubleHeads")  # need inputs that only the tests o
 KNOWN = {  # name of the test: why it fails for swapped classes
     "test_torch_save_load": "it takes the largest number of every tensor, and the guard that stock classes refuse is empty",
     "test_model_weights_reload_no_missing_tied_weights": "it loads a file without weights: lost positions are an error",
+}
+PADDED = "it takes another padding id, behind which the table begins: a config that contradicts itself is an error"
+KNOWN_OF = {  # the same for some families
+    ("roberta", "xlm-roberta", "camembert", "esm"): {"test_model_forward_default_config_values": PADDED},
+    ("esm",): {
+        "test_reverse_loading_mapping": "only stock fails: a pattern of its conversion matches nothing",
+        "test_inputs_embeds_matches_input_ids": "only stock fails: it counts positions differently, which distances do not see",
+    },
 }
 
 
@@ -125,6 +133,7 @@ def main(wanted: list[str]) -> int:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     module, differing, wrong = common_tests(), set(), 0
+    known = {name: [*ARCHITECTURES] for name in KNOWN} | {n: fs for fs, names in KNOWN_OF.items() for n in names}
     pairs = [one.split("=", 1) for one in wanted] or [(family, scheme) for family in ARCHITECTURES for scheme in SCHEMES]
     for family in dict.fromkeys(family for family, _ in pairs):
         stock = outcomes(module, family, None)
@@ -134,10 +143,11 @@ def main(wanted: list[str]) -> int:
                 f"{family} {scheme}: {swapped.testsRun} tests, {swapped.parts} parts; {len(stock.failed)} fail for stock, too"
             )
             differing |= stock.failed ^ swapped.failed
-            for name in sorted((stock.failed ^ swapped.failed) - KNOWN.keys()):
-                wrong += 1
-                print(f"  {name} differs: {swapped.told.get(name, 'only the stock class fails')}")
-    for name in sorted(KNOWN.keys() - differing):
+            for name in sorted(stock.failed ^ swapped.failed):
+                if family not in known.get(name, ()):
+                    wrong += 1
+                    print(f"  {name} differs: {swapped.told.get(name, 'only the stock class fails')}")
+    for name in sorted((KNOWN if wanted else known).keys() - differing):
         wrong += 1
         print(f"  {name} is known to differ and does not any more: take it off the list")
     return wrong
