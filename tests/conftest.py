@@ -4,19 +4,22 @@ A test that takes a `case` is not run with every family and backend: see `spread
 """
 
 import gc
+import importlib
 import math
 import os
 import zlib
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test may reach the network
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: more threads than cores wait for each other, spinning
 
+import hf_posswap_cli
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import BertModel, BertTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_posswap as posswap
 from hf_posswap.contract import subject
@@ -172,3 +175,37 @@ def gpt2_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "unk_token": "<unk>", "pad_token": "<pad>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+@pytest.fixture
+def save(make_model, bert_tokenizer, gpt2_tokenizer, tmp_path):
+    """The function that saves a tiny headless BERT, or a GPT-2, with its tokenizer: `save(family, **config)` is the folder."""
+
+    def write(family: str, **options) -> Path:
+        usual = {"bert": {"head": BertModel}, "gpt2": {"bos_token_id": 1, "eos_token_id": 1}}[family]
+        make_model(family, **usual | options).save_pretrained(tmp_path / family)
+        {"bert": bert_tokenizer, "gpt2": gpt2_tokenizer}[family].save_pretrained(tmp_path / family)
+        return tmp_path / family
+
+    return write
+
+
+@pytest.fixture
+def program(monkeypatch, capsys):
+    """The function that runs `hf-posswap` here with some arguments; it returns the exit status, the output and the errors."""
+
+    def run(*arguments, main=hf_posswap_cli.main) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["hf-posswap", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        said = capsys.readouterr()
+        return stop.value.code or 0, said.out, " ".join(said.err.split())
+
+    return run
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    """The function that imports a recipe by its name, as Python does when the recipe is run."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "recipes"))
+    return importlib.import_module

@@ -13,7 +13,6 @@ from jsonschema import Draft202012Validator
 from transformers import GPT2DoubleHeadsModel
 
 import hf_posswap as posswap
-from hf_posswap import cli
 from hf_posswap.checkpoint import on_hub
 from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.provenance import weight_hashes
@@ -409,7 +408,7 @@ def test_a_full_disk(swapped, results, monkeypatch):
     assert sorted(os.listdir(swapped)) == before and (swapped / "README.md").read_text() == "Mine.\n"
 
 
-def test_leaderboard(swapped, fitted, results, monkeypatch, capsys):
+def test_leaderboard(swapped, fitted, results, program):
     """Rows of each model's own scheme and its original, by place; columns can be picked; unequal budgets are refused."""
     folder, _ = fitted
     for place in (swapped, folder):
@@ -418,10 +417,8 @@ def test_leaderboard(swapped, fitted, results, monkeypatch, capsys):
     lines = [line for line in table.splitlines() if line.startswith("| ")]
     assert len(lines) == 1 + 6 and f"| rotary:theta=500, fit, from {folder}, model tiny | 0.605 ± 0.007 |" in table
     assert "accuracy 512" not in table and "## passkey: data that comes with the recipe" in table
-    monkeypatch.setattr("sys.argv", ["hf-posswap", "leaderboard", str(swapped), str(folder)])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code in (0, None) and "accuracy 512" in capsys.readouterr().out
+    code, out, _ = program("leaderboard", swapped, folder)
+    assert code == 0 and "accuracy 512" in out
     with pytest.raises(posswap.PosswapError, match="given twice"):
         posswap.leaderboard([swapped, swapped])
     with pytest.raises(posswap.PosswapError, match="no comparison has a figure named f2"):
@@ -445,12 +442,7 @@ def test_leaderboard(swapped, fitted, results, monkeypatch, capsys):
             posswap.leaderboard([folder])
 
 
-def test_the_command(swapped, results, monkeypatch, capsys):
+def test_the_command(swapped, results, program):
     """`hf-posswap card` writes the same card, and says where a licence is missing."""
-    command = ["hf-posswap", "card", str(swapped), "--results", str(results), "--base-model", BASE]
-    monkeypatch.setattr("sys.argv", command)
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code in (0, None)
-    says = capsys.readouterr().out
-    assert "wrote" in says and "the card names no licence" in says and (swapped / "README.md").is_file()
+    code, out, _ = program("card", swapped, "--results", results, "--base-model", BASE)
+    assert code == 0 and "wrote" in out and "the card names no licence" in out and (swapped / "README.md").is_file()

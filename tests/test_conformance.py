@@ -18,11 +18,10 @@ from transformers.utils.logging import is_progress_bar_enabled
 import hf_posswap as posswap
 from hf_posswap.contract import report
 from hf_posswap.contract.checks import CHECKS
-from hf_posswap.contract.report import check, check_scheme, name_of
+from hf_posswap.contract.report import check_scheme, name_of
 from hf_posswap.contract.subject import FAMILIES
 from hf_posswap.schemes.base import AttentionPositions, PositionEmbedding, Scheme
 from hf_posswap.schemes.importing import import_schemes, load_scheme
-from hf_posswap.terminal import run_program
 
 DECODERS = ("bert-decoder", "gpt2")
 EAGER = [(family, "eager") for family in FAMILIES]
@@ -436,15 +435,6 @@ small, number = Plain(size=3), 5
 """
 
 
-def run(monkeypatch, capsys, source: str):
-    """What `hf-posswap check` exits with, and says."""
-    monkeypatch.setattr("sys.argv", ["hf-posswap", source])
-    with pytest.raises(SystemExit) as stop:
-        run_program("hf-posswap", check)
-    said = capsys.readouterr()
-    return stop.value.code or 0, said.out, " ".join(said.err.split())
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The current folder, with a module `mine_{suffix}`, and a file in a folder below that imports its neighbour."""
@@ -457,18 +447,18 @@ def folder(tmp_path, monkeypatch):
     return suffix
 
 
-def test_command_passes(monkeypatch, capsys):
+def test_command_passes(program, monkeypatch):
     """A built-in scheme, as a string with options, passes: the table, and exit status 0."""
     monkeypatch.setattr(report, "check_scheme", partial(check_scheme, models=ONE))
-    code, out, err = run(monkeypatch, capsys, "learned:extend=tile")
+    code, out, err = program("check", "learned:extend=tile")
     assert code == 0 and out.startswith("Learned(extend='tile') passes") and "Traceback" not in err
 
 
 @pytest.mark.parametrize("source", ["mine_{suffix}:small", "below/file.py:small"])
-def test_command_fails(monkeypatch, capsys, folder, source):
+def test_command_fails(program, folder, source):
     """An instance in a module or a file that fails: the reason in one line, and exit status 1."""
     path = list(sys.path)
-    code, out, _ = run(monkeypatch, capsys, source.format(suffix=folder))
+    code, out, _ = program("check", source.format(suffix=folder))
     assert code == 1 and out.startswith("Plain(size=3) FAILS")
     assert "builds, gpt2: with eager, too small a model\n" in out and out.count("not run, as it does not build") == 1
     assert sys.path == path
@@ -495,12 +485,12 @@ def test_command_fails(monkeypatch, capsys, folder, source):
         ("wrong.py:Mine", "wrong.py cannot be imported, ZeroDivisionError: division by zero"),
     ],
 )
-def test_command_refuses(monkeypatch, capsys, folder, source, says):
+def test_command_refuses(program, folder, source, says):
     """What is not there, or is no scheme, is said in one paragraph, with exit status 2 and nothing left on the path."""
     Path("broken.py").write_text("import no_such_library")
     Path("wrong.py").write_text("1 / 0")
     path = list(sys.path)
-    code, out, err = run(monkeypatch, capsys, source.format(suffix=folder))
+    code, out, err = program("check", source.format(suffix=folder))
     assert code == 2 and says.format(suffix=folder) in err and "Traceback" not in err and out == ""
     assert sys.path == path
 

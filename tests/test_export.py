@@ -36,6 +36,7 @@ SCALINGS = [
     {"rope_type": "linear", "factor": 2.0},
     {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "yarn", "factor": 4.0},
+    {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8, "beta_slow": 2, "truncate": False, "attention_factor": 1.3},
     {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [2.0, 3.0, 4.0, 5.0], "factor": 2.0},
     {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 ]
@@ -146,7 +147,7 @@ def test_additive_heads(make_swapped, head, case):
     _equal(model, native.model, _tokens(model.config.max_position_embeddings), 1e-9)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: str(scaling and scaling["rope_type"]))
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling and f"{scaling['rope_type']}-{len(scaling)}")
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_scalings(make_swapped, bert_tokenizer, family, scaling):
     """Each length scaling, below and above the trained length; RoFormer refuses the two that look at the length."""

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 
-import hf_posswap_cli
 import numpy as np
 import pytest
 import torch
@@ -146,18 +145,15 @@ def test_delta(make_pipeline, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_folders_stay_whole(make_pipeline, kind, tmp_path, monkeypatch, capsys):
+def test_folders_stay_whole(make_pipeline, kind, tmp_path, program):
     """The commands keep what is around the model, and the card is one of sentence-transformers."""
     pipeline = make_pipeline(kind)
     pipeline.save_pretrained(str(tmp_path / "plain"))
 
     def call(*arguments) -> str:
-        monkeypatch.setattr("sys.argv", ["hf-posswap", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            hf_posswap_cli.main()
-        said = capsys.readouterr()
-        assert stop.value.code == 0, said.err
-        return said.out
+        code, out, err = program(*arguments)
+        assert code == 0, err
+        return out
 
     folder, scheme = tmp_path / "swapped", "rotary:mark_first=false"
     assert f"{kind}('" in call("swap", tmp_path / "plain", "--scheme", scheme, "--max-positions", 64, "--output", folder)

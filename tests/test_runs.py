@@ -14,7 +14,6 @@ import pytest
 from scipy import stats
 
 import hf_posswap as posswap
-from hf_posswap import cli
 from hf_posswap.commands import compare as commands_compare
 from hf_posswap.commands.compare import _begin, _jobs, run_all
 from hf_posswap.errors import Interrupted
@@ -216,16 +215,14 @@ with (output / "count").open("a") as times:
 
 
 @pytest.fixture
-def compare(tmp_path, monkeypatch, capsys):
+def compare(program, tmp_path):
     """The function that starts recipes/compare.py next to a recipe that only counts, and needs no time to import."""
     (tmp_path / "count.py").write_text(RECIPE.replace("CONFIG", repr(json.dumps(asdict(RecipeConfig())))))
     (tmp_path / "compare.py").write_text((ROOT / "recipes" / "compare.py").read_text())
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            runpy.run_path(str(tmp_path / "compare.py"), run_name="__main__")
-        return stopped.value.code or 0, " ".join(capsys.readouterr().err.split())
+        code, _, err = program(*arguments, main=lambda: runpy.run_path(str(tmp_path / "compare.py"), run_name="__main__"))
+        return code, err
 
     return run
 
@@ -331,16 +328,13 @@ def test_the_order_of_runs():
         (["recipes/passkey.py", "--quick"], "leave out the recipe, or --quick"),
     ],
 )
-def test_bad_comparisons(arguments, says, tmp_path, monkeypatch, capsys):
-    """Found before the first run."""
-    monkeypatch.setattr(sys, "argv", ["hf-posswap", "compare", "--output", str(tmp_path / "out"), *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == 2 and says in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "out").exists()
+def test_bad_comparisons(arguments, says, program, tmp_path):
+    """What cannot be compared is refused before the first run."""
+    code, _, err = program("compare", "--output", tmp_path / "out", *arguments)
+    assert code == 2 and says in err and not (tmp_path / "out").exists()
 
 
-def test_the_default_recipe(tmp_path, monkeypatch, capsys):
+def test_the_default_recipe(program, tmp_path, monkeypatch):
     """Without a recipe `hf-posswap compare` runs what a swap costs, as a module; options after -- go to it; quick is small."""
     asked = []
 
@@ -353,11 +347,8 @@ def test_the_default_recipe(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(commands_compare, "_run", run)
     chosen = ["--scheme", "original", "--scheme", "none", "--seed", "0"]
     for name, arguments in (("all", chosen), ("quick", ["--quick"])):
-        arguments = ["compare", *arguments, "--output", str(tmp_path / name), "--", "--model", "gpt2"]
-        monkeypatch.setattr(sys, "argv", ["hf-posswap", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        assert not stopped.value.code, capsys.readouterr().err
+        code, _, err = program("compare", *arguments, "--output", tmp_path / name, "--", "--model", "gpt2")
+        assert code == 0, err
     assert all(command[:3] == [sys.executable, "-m", "hf_posswap.experiments.swap_cost"] for command in asked)
     assert [command[3:5] for command in asked[:2]] == [["--model", "gpt2"]] * 2
     quick = [dict(zip(command[3::2], command[4::2], strict=False)) for command in asked[2:]]
