@@ -1,8 +1,5 @@
 """The healing recipe: what it measures on the way, tokens to a mark, and text that teaches."""
 
-import importlib
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import BertModel
@@ -10,42 +7,25 @@ from transformers import BertModel
 from hf_posswap.errors import PosswapError
 from hf_posswap.fitting.distillation import distillation_loss
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+
+@pytest.fixture
+def recipe(recipe):
+    """The module recipes/heal.py."""
+    return recipe("heal")
 
 
 @pytest.fixture
-def recipe(monkeypatch):
-    """The module recipes/heal.py, imported as Python imports it when it is run."""
-    monkeypatch.syspath_prepend(str(RECIPES))
-    return importlib.import_module("heal")
-
-
-@pytest.fixture
-def heal(recipe, make_model, bert_tokenizer, gpt2_tokenizer, tmp_path):
+def heal(recipe, save, tmp_path):
     """The function that runs the recipe on a tiny GPT-2, or BERT, and a small text, with some options."""
-    for name, model, tokenizer in (
-        ("bert", make_model("bert", head=BertModel), bert_tokenizer),
-        ("gpt2", make_model("gpt2", vocab_size=99, bos_token_id=1, eos_token_id=1), gpt2_tokenizer),
-    ):
-        model.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
     words = "the cat dog sat ran on under mat log and then it was happy sad".split()
     chosen = torch.randint(len(words), (6000,), generator=torch.Generator().manual_seed(2))
     (tmp_path / "text.txt").write_text(" ".join(words[i] for i in chosen))
-    runs = []
+    small = {"scheme": "rotary", "max_steps": 2, "batch_size": 4, "fit_tokens": 1024, "evaluation_tokens": 256, "report_to": ()}
 
     def run(model="gpt2", **options):
-        small = {
-            "scheme": "rotary",
-            "max_steps": 2,
-            "batch_size": 4,
-            "fit_tokens": 1024,
-            "evaluation_tokens": 256,
-            "report_to": (),
-        }
-        given = {"model": str(tmp_path / model), "train_file": str(tmp_path / "text.txt")}
-        runs.append(recipe.Config(**given, **{**small, **options}))
-        return recipe.run(runs[-1], tmp_path / f"out{len(runs)}", False)
+        given = {"model": str(save(model)), "train_file": str(tmp_path / "text.txt")}
+        config = recipe.Config(**given, **small | options)
+        return recipe.run(config, tmp_path / str(len(list(tmp_path.iterdir()))), False)
 
     return run
 

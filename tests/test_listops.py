@@ -1,11 +1,8 @@
 """ListOps: the grammar against a recursive generator and Python's own evaluation, and the recipe from end to end."""
 
-import importlib
 import itertools
 import random
 import statistics
-from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,20 +10,17 @@ from transformers import AutoModelForSequenceClassification
 
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments.models import load_model
-from hf_posswap.experiments.options import read_config
 from hf_posswap.measure.listops import OPERATORS, SYMBOLS, TOKEN_IDS, ListOpsExamples, depth, evaluate
 from hf_posswap.measure.listops import listops_expressions as draw
 from hf_posswap.training import pad
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 TINY = {"min_length": 4, "max_length": 12, "max_depth": 2, "max_args": 5}
 
 
 @pytest.fixture
-def recipe(monkeypatch):
-    """The module recipes/listops.py, imported as Python imports it when it is run."""
-    monkeypatch.syspath_prepend(str(RECIPES))
-    return importlib.import_module("listops")
+def recipe(recipe):
+    """The module recipes/listops.py."""
+    return recipe("listops")
 
 
 @pytest.mark.parametrize(
@@ -221,13 +215,3 @@ def test_bad_input(recipe, checkpoint, tmp_path):
     config = recipe.ListOpsConfig(model=checkpoint("bert"), scheme="rotary", max_positions=12, max_steps=1, **TINY)
     with pytest.raises(PosswapError, match="expressions of 11 symbols take 13 positions, and the model has 12"):
         recipe.run(config, tmp_path, False)
-
-
-def test_configs(recipe):
-    """The files in recipes/configs are read; that of the paper is what nothing else than the defaults say."""
-    published, quick = (
-        read_config(recipe.ListOpsConfig, RECIPES / "configs" / f"{name}.yaml", {}) for name in ("listops", "listops_quick")
-    )
-    shape = ("min_length", "max_length", "max_depth", "max_args", "train_examples", "examples")
-    assert [asdict(published)[name] for name in shape] == [500, 2000, 10, 10, 96_000, 2000]
-    assert quick.max_length <= 200 and quick.start == "scratch"

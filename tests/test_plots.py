@@ -379,11 +379,9 @@ def drawn(kind: str, *sources, **options):
 
 
 @pytest.fixture
-def bert(make_model, bert_tokenizer, tmp_path):
+def bert(save):
     """A tiny BERT with its tokenizer on disk."""
-    make_model("bert", head=BertModel).save_pretrained(tmp_path / "bert")
-    bert_tokenizer.save_pretrained(tmp_path / "bert")
-    return tmp_path / "bert"
+    return save("bert")
 
 
 @pytest.fixture

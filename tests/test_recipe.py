@@ -4,6 +4,7 @@ import importlib
 import json
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -105,6 +106,29 @@ def test_local_files_take_the_place_of_a_hub_data_set(tmp_path):
     file = _file(tmp_path, "train_file: mine.txt\nvalidation_file: held.txt\n")
     config = read_config(TextConfig, file, {"dataset": "Salesforce/wikitext"})
     assert (config.dataset, config.train_file, config.validation_file) == ("Salesforce/wikitext", None, None)
+
+
+CONFIGURATIONS = {
+    "downstream_classification.Config": ("cola", "sst2", "word_order"),
+    "language_modeling.Config": ("language_modeling", "language_modeling_bert"),
+    "length_extrapolation.Config": ("length_extrapolation",),
+    "listops.ListOpsConfig": ("listops", "listops_quick"),
+    "long_documents.Config": ("hyperpartisan", "movie_reviews"),
+    "passkey.PasskeyConfig": ("passkey", "passkey_bert"),
+}
+
+
+def test_configurations(recipe):
+    """Every file in recipes/configs is read by its recipe; that of ListOps says what the paper says."""
+    folder, read = Path(__file__).parents[1] / "recipes" / "configs", {}
+    for place, names in CONFIGURATIONS.items():
+        module, kind = place.split(".")
+        for name in names:
+            read[name] = read_config(getattr(recipe(module), kind), folder / f"{name}.yaml", {"scheme": "rotary"})
+    assert set(read) == {file.stem for file in folder.glob("*.yaml")}
+    assert all(config.scheme == "rotary" and config.model in ("minilm", "stdlib-gpt2") for config in read.values())
+    shape = ("min_length", "max_length", "max_depth", "max_args", "train_examples", "examples")
+    assert [getattr(read["listops"], name) for name in shape] == [500, 2000, 10, 10, 96_000, 2000]
 
 
 @pytest.mark.parametrize(
