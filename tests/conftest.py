@@ -127,6 +127,34 @@ def _make_swapped(family: str, scheme, backend: str = "eager", *, max_positions=
     return model
 
 
+def snapshot(model: PreTrainedModel) -> dict[str, dict]:
+    """Everything that a swap, a restore or a fit may change in a model: tensors copied, objects by identity."""
+    modules, config = dict(model.named_modules()), model.config.to_dict()
+    config.get("position_scheme", {}).pop("fitted_length", None)  # a fit notes what it was fitted to
+    return {
+        "weights": {name: value.clone() for name, value in (*model.state_dict().items(), *model.named_buffers())},
+        "parameters": {name: (id(p), p.dtype, p.requires_grad, p.grad is None) for name, p in model.named_parameters()},
+        "modules": {name: (type(one), one.training, id(getattr(one, "config", None))) for name, one in modules.items()},
+        "attributes": {name: sorted(vars(one)) for name, one in modules.items()},
+        "hooks": {name: [*one._forward_pre_hooks, *one._forward_hooks] for name, one in modules.items()},
+        "config": config,
+    }
+
+
+def changes(model: PreTrainedModel, before: dict[str, dict]) -> set[tuple[str, str]]:
+    """What is another than in the snapshot, as (part, name); tensors bit for bit, NaN too."""
+    after, found = snapshot(model), set()
+    for part, values in before.items():
+        for name in values.keys() | after[part].keys():
+            one, other = values.get(name), after[part].get(name)
+            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+                same = one.shape == other.shape and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+            else:
+                same = one is None if other is None else one == other
+            found |= set() if same else {(part, name)}
+    return found
+
+
 @pytest.fixture
 def make_model():
     """The factory of plain models: `make_model(family, backend, head=, seed=, **config)`."""

@@ -157,30 +157,18 @@ def _same_models(one, other):
         assert saved[0] == saved[1]
 
 
-SMALL = """
-import sys, torch
-from transformers import GPT2Config, GPT2LMHeadModel
-from hf_posswap.training import TrainingConfig, train
-model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=8))
-rows = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 4
-train(model, rows, TrainingConfig(max_steps=1, batch_size=2), progress=False)
-"""
+LAUNCHERS = {  # what they leave behind where there is no GPU
+    "--multi_gpu": {"WORLD_SIZE": "2"},
+    "--cpu": {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"},
+}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_fewer_processes_than_asked_for(tmp_path):
-    """accelerate starts two processes that do not know of each other: refused, with the command that works."""
-    (tmp_path / "job.py").write_text(SMALL)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    common = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    done = _start([*launch, *common, str(tmp_path / "job.py")])
-    assert done.returncode != 0 and "torchrun --nproc-per-node" in done.stderr
-
-
-def test_a_lone_process_of_two_is_refused(make_model, monkeypatch):
-    """WORLD_SIZE=2 with one connected process is an error, not a silent single run."""
+@pytest.mark.parametrize("variables", LAUNCHERS.values(), ids=LAUNCHERS)
+def test_a_lone_process_of_two_is_refused(make_model, monkeypatch, variables):
+    """Processes that a launcher has started and that do not know of each other are an error, not silent single runs."""
     rows = [{"input_ids": torch.arange(9), "labels": torch.arange(9)}] * 8
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(PosswapError, match="torchrun"):
         train(make_model("gpt2"), rows, TrainingConfig(max_steps=1, batch_size=8), progress=False)
 
