@@ -3,6 +3,7 @@
 HF_ENDPOINT=http://127.0.0.1:PORT python tests/share_job.py FOLDER  # prints {scenario: "" or what went wrong} last
 """
 
+import copy
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, BertForMa
 import hf_posswap as posswap
 
 SCENARIOS = {}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
 
 
 def scenario(function):
@@ -48,8 +50,7 @@ def refused(words):
 def new_model(folder, seed=0):
     """Write a swapped model whose layers are too small for anything but a test."""
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
-    model = BertForMaskedLM(BertConfig(**sizes, initializer_range=0.3)).eval()
+    model = BertForMaskedLM(BertConfig(**SIZES, initializer_range=0.3)).eval()
     posswap.swap(model, "rotary:theta=500").save_pretrained(folder)
     return model
 
@@ -85,9 +86,7 @@ def push_and_pull(hub, folder):
 @scenario
 def the_base_is_recorded(hub, folder):
     """A checkpoint that was loaded from the Hub is named in the swapped one's config, with its commit."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
-    BertModel(BertConfig(**sizes)).push_to_hub("tester/base")
+    BertModel(BertConfig(**SIZES)).push_to_hub("tester/base")
     model = posswap.swap(BertModel.from_pretrained("tester/base"), "none")
     expected = {"id": "tester/base", "revision": hub.repos["tester/base"].resolve("main")}
     assert model.config.position_scheme["base_model"] == expected, model.config.position_scheme
@@ -269,11 +268,8 @@ def what_is_not_sent(hub, folder):
             push(folder, "tester/never")
         path.unlink()
 
-    try_with("training_args.bin", lambda p: p.write_bytes(b"x"), "no part of a shared model")
-    try_with("checkpoint-5/optimizer.pt", lambda p: p.write_bytes(b"x"), "no part of a shared model")
-    try_with("evil.py", lambda p: p.write_text("print()"), "no part of a shared model")
-    try_with("token.json", lambda p: p.write_text("{}"), "no part of a shared model")
-    try_with("more/config.json", lambda p: p.write_text("{}"), "no part of a shared model")
+    for name in ("training_args.bin", "checkpoint-5/optimizer.pt", "evil.py", "token.json", "more/config.json"):
+        try_with(name, lambda p: p.write_bytes(b"{}"), "no part of a shared model")
     stub = folder / "modeling_hf_posswap.py"
     for path, change in (
         (stub, lambda text: text + "import os\n"),
@@ -308,29 +304,21 @@ def what_is_not_sent(hub, folder):
 @scenario
 def delta_and_leaderboard(hub, folder):
     """A delta is shared and loaded by its id; leaderboards read repositories, by revision too, and say what is missing."""
-    torch.manual_seed(0)
-    base = BertModel(
-        BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50)
-    )
-    twin = BertModel(base.config)
-    twin.load_state_dict(base.state_dict())
-    posswap.save_delta(posswap.swap(twin, "relative:clip=4"), folder, base_model=base)
+    base = BertModel(BertConfig(**SIZES))
+    posswap.save_delta(posswap.swap(copy.deepcopy(base), "relative:clip=4"), folder, base_model=base)
     push(folder, "tester/delta")
     assert str(posswap.describe(posswap.load_delta(base, "tester/delta")).new) == "relative:clip=4"
-    with refused("none of tester/delta has a comparison"):
-        posswap.leaderboard(["tester/delta"])
-    sha = hub.repos["tester/delta"].resolve("main")
-    with refused("has a comparison"):
-        posswap.leaderboard([f"tester/delta@{sha}"])
-    with refused("no revision nope"):
-        posswap.leaderboard(["tester/delta@nope"])
-    with refused("there is no model tester/absent"):
-        posswap.leaderboard(["tester/absent"])
     hub.repos["tester/bare"] = Repo("tester/bare", False)
-    with refused("it was not shared with hf_posswap"):
-        posswap.leaderboard(["tester/bare"])
-    with refused("neither a folder nor a name"):
-        posswap.leaderboard(["a/b/c"])
+    for place, words in (
+        ("tester/delta", "none of tester/delta has a comparison"),
+        (f"tester/delta@{hub.repos['tester/delta'].resolve('main')}", "has a comparison"),
+        ("tester/delta@nope", "no revision nope"),
+        ("tester/absent", "there is no model tester/absent"),
+        ("tester/bare", "it was not shared with hf_posswap"),
+        ("a/b/c", "neither a folder nor a name"),
+    ):
+        with refused(words):
+            posswap.leaderboard([place])
 
 
 # In a process of its own, which has not imported hf_posswap before it trusts the code that came with the weights.

@@ -5,7 +5,7 @@ Blocks are a few queries long here, so that short sequences have many of them, w
 
 import dataclasses
 import itertools
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -96,46 +96,34 @@ def cut(monkeypatch):
 GRID = list(itertools.product((False, True), ("none", "left", "right", "all"), ((False, True), (True, True), (False, False))))
 
 
-@pytest.mark.parametrize(("shape", "way"), list(itertools.product(SHAPES, WAYS)))
+def assert_equals_the_loop(tensors, *, kept=None, dropout=0.0, implementation="auto", **options) -> torch.Tensor:
+    """Output and all gradients to 1e-12; without a value table there are four tensors. Return the output."""
+    output = relative_attention(*tensors, dropout=dropout, implementation=implementation, **options)
+    expected = written_out(*tensors, *([None] if len(tensors) == 4 else []), kept=kept, **options)
+    grad = torch.randn_like(output)
+    ours, theirs = ([one, *torch.autograd.grad(one, tensors, grad)] for one in (output, expected))
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one, other, rtol=0, atol=1e-12)
+    return output
+
+
+ONE_QUERY = [name for name, shape in SHAPES.items() if shape[2] == 1]
+
+
+@pytest.mark.parametrize(("shape", "way"), [*itertools.product(SHAPES, WAYS), *itertools.product(ONE_QUERY, ["slices"])])
 def test_equals_the_loop(cut, shape, way):
-    """Output and all gradients to 1e-12: here 12 cases, each kind of padding and tables once, causal or not in turn."""
+    """Every shape in every way: 12 cases each, with each kind of padding and of tables once, causal or not in turn."""
     torch.manual_seed(0)
-    cut(*WAYS[way])
     batch, heads, queries, keys, clip = SHAPES[shape]
-    # "window" and "fused" take single queries to the blocks; "auto" would slice.
-    implementation = WAYS[way][0]
-    turn = list(SHAPES).index(shape) + list(WAYS).index(way)
+    if way != "slices":  # which is what "auto" does with single queries, as in generation
+        cut(*WAYS[way])
+    implementation = "auto" if way == "slices" else WAYS[way][0]
+    turn = list(SHAPES).index(shape) + [*WAYS, "slices"].index(way)
     cases = [case for number, case in enumerate(GRID, turn) if (number + case[0]) % 2]
     assert len(cases) == 12 == len({case[1:] for case in cases})
     for causal, kind, (shared, values) in cases:
-        tensors = inputs(SHAPES[shape], shared, values)
         options = {"clip": clip, "causal": causal, "key_mask": padding(kind, batch, keys), "scale": 0.7}
-        output = relative_attention(*tensors, implementation=implementation, **options)
-        expected = written_out(*tensors, *([] if values else [None]), **options)
-        grad = torch.randn_like(output)
-        assert_close(output, expected, rtol=0, atol=1e-12)
-        for ours, theirs in zip(
-            torch.autograd.grad(output, tensors, grad), torch.autograd.grad(expected, tensors, grad), strict=True
-        ):
-            assert_close(ours, theirs, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("shape", [name for name, shape in SHAPES.items() if shape[2] == 1])
-def test_single_query_equals_the_loop(shape):
-    """As in generation: slices instead of blocks."""
-    torch.manual_seed(0)
-    batch, heads, queries, keys, clip = SHAPES[shape]
-    for causal, kind, shared, values in itertools.product((False, True), ("none", "left", "all"), (False, True), (False, True)):
-        tensors = inputs(SHAPES[shape], shared, values)
-        options = {"clip": clip, "causal": causal, "key_mask": padding(kind, batch, keys), "scale": 0.7}
-        output = relative_attention(*tensors, **options)
-        expected = written_out(*tensors, *([] if values else [None]), **options)
-        grad = torch.randn_like(output)
-        assert_close(output, expected, rtol=0, atol=1e-12)
-        for ours, theirs in zip(
-            torch.autograd.grad(output, tensors, grad), torch.autograd.grad(expected, tensors, grad), strict=True
-        ):
-            assert_close(ours, theirs, rtol=0, atol=1e-12)
+        assert_equals_the_loop(inputs(SHAPES[shape], shared, values), implementation=implementation, **options)
 
 
 @pytest.mark.parametrize(("causal", "kind", "values"), list(itertools.product((False, True), ("none", "left"), (False, True))))
@@ -153,14 +141,7 @@ def test_dropout_equals_the_loop_with_the_same_mask(cut, causal, kind, values):
     kept = torch.where(whole > 0, dropped / whole, 0.0).detach()
     assert_close(kept[whole > 0].unique().round(decimals=9).unique(), torch.tensor([0.0, 1 / 0.6], dtype=torch.float64))
     torch.manual_seed(7)
-    output = relative_attention(*tensors, dropout=0.4, **options)
-    expected = written_out(*tensors, *([] if values else [None]), kept=kept, **options)
-    grad = torch.randn_like(output)
-    assert_close(output, expected, rtol=0, atol=1e-12)
-    for ours, theirs in zip(
-        torch.autograd.grad(output, tensors, grad), torch.autograd.grad(expected, tensors, grad), strict=True
-    ):
-        assert_close(ours, theirs, rtol=0, atol=1e-12)
+    output = assert_equals_the_loop(tensors, kept=kept, dropout=0.4, **options)
     torch.manual_seed(8)
     assert not torch.equal(relative_attention(*tensors, dropout=0.4, **options), output)
 
@@ -240,16 +221,9 @@ def test_threads_do_not_share_anything():
         output = relative_attention(*tensors, clip=8, implementation="fused")
         return output, *torch.autograd.grad(output.sum(), tensors)
 
-    alone, together = [work(job) for job in jobs], [None] * 4
-
-    def run(index):
-        together[index] = work(jobs[index])
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    alone = [work(job) for job in jobs]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(work, jobs))
     for one, other in zip(alone, together, strict=True):
         for ours, theirs in zip(one, other, strict=True):
             assert_close(ours, theirs)
@@ -312,6 +286,10 @@ SQUARE = (2, 2, 5, 5, 3)
         ({"value": torch.zeros(2, 2, 5, 4, device="meta")}, "value torch.float32 on meta"),
         ({"dropout": 1.0}, "dropout=1.0 must lie in [0, 1)"),
         ({"dropout": 0.1, "implementation": "fused"}, "has no dropout"),
+        ({"dropout": "0.1"}, "dropout='0.1' must"),
+        ({"scale": float("nan")}, "must"),
+        ({"scale": torch.tensor(0.5)}, "must"),
+        ({"key_mask": [[1]]}, "must"),
         ({"implementation": "flash"}, "'auto', 'fused', 'window', 'triton'"),
     ],
     ids=str,
@@ -346,7 +324,7 @@ def test_implementation_of_a_model(make_model, make_swapped, tokens):
         posswap.set_relative_implementation(model, "flash")
 
 
-# -- what a hostile tester found -----------------------------------------------------------------------------------
+# -- tensors and numbers of all kinds ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("implementation", ["fused", "window"])
@@ -406,12 +384,3 @@ def test_long_clips_cost_nothing():
     assert_close(output, relative_attention(*short, clip=10), rtol=0, atol=1e-12)
     grads = torch.autograd.grad(output.sum(), tensors[3:])
     assert all(not grad[:, :4990].any() and not grad[:, 5011:].any() for grad in grads)
-
-
-@pytest.mark.parametrize(
-    "change", [{"scale": float("nan")}, {"scale": torch.tensor(0.5)}, {"dropout": "0.1"}, {"key_mask": [[1]]}]
-)
-def test_bad_kinds_of_input(change):
-    """Numbers that are none, and masks that are no tensors."""
-    with pytest.raises(posswap.PosswapError, match="must"):
-        relative_attention(*inputs(SQUARE, dtype=torch.float32), clip=3, **change)

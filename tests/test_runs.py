@@ -227,16 +227,6 @@ def compare(program, tmp_path):
     return run
 
 
-def test_a_row_far_off_does_not_hide_the_others(tmp_path):
-    """Figures of one size are drawn on a plain axis; where one is twenty times another, it is logarithmic."""
-    for worst, scale in ((30.0, "linear"), (3000.0, "log")):
-        for seed, (scheme, value) in enumerate((("rotary", 20.0), ("none", worst))):
-            figures = {"perplexity_128": value, "perplexity_256": value + 1}
-            _run(tmp_path / f"{scale}{seed}", figures, scheme=scheme)
-        runs = load_runs([tmp_path / f"{scale}{seed}" for seed in (0, 1)])
-        assert plot(runs, "perplexity").axes[0].get_yscale() == scale
-
-
 def test_running_a_recipe(compare, tmp_path):
     """Every scheme, start and seed once, the original with one start; a failed run stops, and the same command goes on."""
     arguments = ["count", "--scheme", "none", "--scheme", "original", "--start", "cold", "--seed", "9"]
@@ -379,9 +369,12 @@ def test_verdict(tmp_path):
     assert page.index("<strong>Best: the highest accuracy") < page.index("<table>")
 
 
-def test_curves_from_nothing(tmp_path):
-    """Figures after 0, 10, 100 tokens are drawn on an axis that has the 0."""
-    for seed in (0, 1):
-        _run(tmp_path / str(seed), {f"damage_{n}": 1 / (n + 1 + seed) for n in (0, 10, 100)}, seed=seed)
-    axes = plot(load_runs([tmp_path]), "damage").axes[0]
+def test_axes(tmp_path):
+    """A row twenty times as far off makes the axis logarithmic; lengths from 0 on are drawn on an axis that has the 0."""
+    for place, worst, scale in (("near", 30.0, "linear"), ("far", 3000.0, "log")):
+        for scheme, value in (("rotary", 20.0), ("none", worst)):
+            _run(tmp_path / place / scheme, {"perplexity_128": value, "perplexity_256": value + 1}, scheme=scheme)
+        assert plot(load_runs([tmp_path / place]), "perplexity").axes[0].get_yscale() == scale
+    _run(tmp_path / "curve", {f"damage_{n}": 1 / (n + 1) for n in (0, 10, 100)})
+    axes = plot(load_runs([tmp_path / "curve"]), "damage").axes[0]
     assert axes.get_xscale() == "symlog" and axes.get_xlim()[0] <= 0

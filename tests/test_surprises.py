@@ -24,45 +24,19 @@ def test_part_of_a_swapped_model(make_model, tmp_path):
         posswap.swap(AutoModelForMaskedLM.from_pretrained(tmp_path).bert, "rotary")
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert-decoder"])
-@pytest.mark.parametrize("cached", ["static", "chunks"])
-def test_relative_positions_with_gaps_in_a_cache(make_swapped, family, cached, tokens):
-    """Custom positions count for cached keys too."""
-    model = make_swapped(family, "relative:clip=4", "sdpa", max_positions=64)
+def test_relative_positions_with_gaps_in_a_cache(make_swapped, tokens):
+    """Custom positions count for cached keys too, in parts and in a static cache."""
+    model = make_swapped("gpt2", "relative:clip=4", "sdpa", max_positions=64)
     positions = torch.cat([torch.arange(10), torch.arange(30, 40)])[None].expand(2, -1)
-    mask = torch.ones_like(tokens)
+    mask = torch.ones(2, 20)  # without one, transformers takes a gap for the end of a document
     expected = model(tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
-    assert (expected - model(tokens, attention_mask=mask, use_cache=False).logits).abs().max() > 0.01
-    if cached == "static":
-        cache = StaticCache(config=model.config, max_cache_len=32)
-        given = model(tokens, position_ids=positions, attention_mask=mask, past_key_values=cache).logits
-    else:
-        cache, parts = DynamicCache(config=model.config), []
-        for start, stop in ((0, 12), (12, 13), (13, 20)):
-            part = model(
-                tokens[:, start:stop],
-                position_ids=positions[:, start:stop],
-                attention_mask=mask[:, :stop],
-                past_key_values=cache,
-            )
-            parts.append(part.logits)
-        given = torch.cat(parts, dim=1)
-    torch.testing.assert_close(given, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_relative_continues_right_padded_prompts(make_swapped, tokens):
-    """A right-padded prompt that is continued with proper positions equals the prompt without the padding."""
-    model = make_swapped("gpt2", "relative:clip=4", "sdpa")
-    prompt, more = tokens[:1, :10], tokens[:1, 12:16]
-    expected = model(torch.cat([prompt, more], dim=1)).logits[:, -4:]
-    padded = torch.cat([prompt, torch.zeros(1, 3, dtype=torch.long)], dim=1)
-    mask = torch.cat([torch.ones(1, 10), torch.zeros(1, 3), torch.ones(1, 4)], dim=1).long()
-    positions = torch.arange(10)[None]
-    cache = DynamicCache(config=model.config)
-    first = torch.cat([positions, torch.zeros(1, 3, dtype=torch.long)], dim=1)
-    model(padded, attention_mask=mask[:, :13], position_ids=first, past_key_values=cache)
-    given = model(more, attention_mask=mask, position_ids=torch.arange(10, 14)[None], past_key_values=cache).logits
-    torch.testing.assert_close(given, expected, atol=1e-4, rtol=1e-4)
+    assert (expected - model(tokens, use_cache=False).logits).abs().max() > 0.01
+    for cache in (StaticCache(config=model.config, max_cache_len=32), DynamicCache(config=model.config)):
+        parts = []
+        for new in (slice(0, 12), slice(12, 13), slice(13, 20)):
+            given = {"position_ids": positions[:, new], "attention_mask": mask[:, : new.stop], "past_key_values": cache}
+            parts.append(model(tokens[:, new], **given).logits)
+        torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_longer_range_of_a_loaded_model_keeps_what_it_learned(make_swapped, tokens, tmp_path):
