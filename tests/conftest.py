@@ -7,6 +7,8 @@ import gc
 import importlib
 import math
 import os
+import subprocess
+import sys
 import zlib
 from dataclasses import dataclass
 from itertools import product
@@ -203,6 +205,14 @@ def gpt2_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "unk_token": "<unk>", "pad_token": "<pad>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def run_python(*arguments, **options) -> subprocess.CompletedProcess:
+    """Run another Python with these arguments, and options of `subprocess.run`; it must end well."""
+    options = {"capture_output": True, "text": True, "timeout": 600} | options
+    done = subprocess.run([sys.executable, *map(str, arguments)], check=False, **options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
 
 
 @pytest.fixture

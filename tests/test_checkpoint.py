@@ -4,12 +4,11 @@ import json
 import os
 import re
 import subprocess
-import sys
 from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import KINDS
+from conftest import KINDS, run_python
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -111,12 +110,9 @@ def test_fresh_processes(make_swapped, tokens, tmp_path):
         model.save_pretrained(folder)
         expected[folder] = model(tokens).logits
     for mode in ("others", "trusted"):
-        command = [sys.executable, "-c", FRESH, mode, json.dumps(tokens.tolist()), *map(str, expected)]
         cache = {"HF_MODULES_CACHE": str(tmp_path / mode)}  # where transformers copies code to
-        done = subprocess.run(
-            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=os.environ | cache, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        arguments = (FRESH, mode, json.dumps(tokens.tolist()), *expected)
+        done = run_python("-c", *arguments, stdin=subprocess.DEVNULL, env=os.environ | cache)
         said += re.findall(r"(missing|bare|plugin|trusted) failed: (.*)", done.stdout)  # transformers asks on the same stream
     assert [way for way, _ in said] == ["missing"] * 3 + ["bare"] * 3, said
     for way, text in said:

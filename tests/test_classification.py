@@ -4,12 +4,11 @@ import csv
 import json
 import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_python
 from transformers import AutoModelForSequenceClassification
 
 from hf_posswap.data.tables import Rows
@@ -216,23 +215,16 @@ def test_foreign_tokenizer(recipe, folder, bert_tokenizer):
         module.run(module.Config(**_files(folder)), folder / "out", False)
 
 
-def test_two_processes(recipe, folder, monkeypatch):
+def test_two_processes(recipe, program, folder):
     """Two processes take the steps that one takes, count each of the 101 samples once, and keep the same model."""
     options = "--no-dropout --eval-steps 3 --learning-rate 1e-3 --scheme rotary --start fit --save-model".split()
     for name, value in (_files(folder) | {"max_steps": 6}).items():
         options += [f"--{name.replace('_', '-')}", str(value)]
     module = recipe("downstream_classification")
-    monkeypatch.setattr(sys, "argv", ["here", *options, "--output", str(folder / "out1")])
-    with pytest.raises(SystemExit) as stopped:
-        main(module.Config, module.run)
-    assert not stopped.value.code
+    assert program(*options, "--output", folder / "out1", main=lambda: main(module.Config, module.run))[0] == 0
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--", module.__file__]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *launch, *options, "--output", str(folder / "out2")],
-        env=environment, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
+    done = run_python(*launch, *options, "--output", folder / "out2", env=environment)
     assert done.stderr.count("measuring") == 1  # the main process says what it does
     one, two = (json.loads((folder / f"out{processes}" / "result.json").read_text()) for processes in (1, 2))
     assert two["cost"]["processes"] == 2 and one["cost"]["processes"] == 1

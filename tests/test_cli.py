@@ -5,13 +5,11 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import hf_posswap_cli
 import pytest
-from conftest import WORDS
+from conftest import WORDS, run_python
 from safetensors import SafetensorError
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
@@ -214,8 +212,8 @@ for place, status in ((folder, 0), (folder + "/gone", 2)):
     assert stopped == status, (place, stopped)
 """
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    done = run_python("-c", code, tmp_path, env=environment)
+    assert "Traceback" not in done.stderr, done.stderr
     assert done.stderr.startswith("hf-posswap: ") and (tmp_path / "table.png").exists()
 
 

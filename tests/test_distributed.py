@@ -3,8 +3,6 @@
 import json
 import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
+from conftest import run_python
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
@@ -24,17 +23,12 @@ JOB = Path(__file__).with_name("distributed_job.py")
 CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 
 
-def _start(command, **variables):
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "MASTER_"))}
-    environment = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-
-
 def _launch(processes, mode, folder, **variables):
     folder.mkdir()
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    done = _start([*launch, str(JOB), mode, str(folder)], **(variables or {"ACCELERATE_USE_CPU": "true"}))
-    assert done.returncode == 0, done.stderr[-3000:]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "MASTER_"))}
+    environment = inherited | {"PYTHONPATH": str(ROOT), **(variables or {"ACCELERATE_USE_CPU": "true"})}
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
+    run_python(*launch, JOB, mode, folder, env=environment)
     return [json.loads((folder / f"{mode}-{rank}.json").read_text()) for rank in range(processes)]
 
 

@@ -70,7 +70,11 @@ def changed(model, before: dict) -> set[str]:
 
 @pytest.mark.parametrize(
     ("family", "scheme", "dtype", "side"),
-    [(("bert", "bert-decoder", "gpt2")[(turn + turn // 3) % 3], *case) for turn, case in enumerate(CASES)],
+    [
+        *((("bert", "bert-decoder", "gpt2")[(turn + turn // 3) % 3], *case) for turn, case in enumerate(CASES)),
+        ("roberta", "relative:clip=4", "float32", "left"),
+        ("opt", "rotary", "float32", "right"),
+    ],
 )
 def test_contract(make_model, family, scheme, dtype, side, tmp_path):
     """Less damage on other text; only attention changes; a saved model is the same; restore is exact, also after two fits."""

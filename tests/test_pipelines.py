@@ -1,13 +1,11 @@
 """Pipelines of sentence-transformers: swapped whole, fitted on texts, saved, loaded, restored, exported, shared."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import WORDS
+from conftest import WORDS, run_python
 from huggingface_hub import ModelCard
 from torch import nn
 from transformers import BertForMaskedLM, BertForSequenceClassification, BertModel
@@ -106,9 +104,7 @@ same("swapped", trust_remote_code=True)
 import hf_posswap
 same("swapped")
 """
-    command = [sys.executable, "-W", "ignore", "-c", code, *TEXTS]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_python("-W", "ignore", "-c", code, *TEXTS, cwd=tmp_path)
 
 
 def test_fit_on_texts(make_pipeline, make_model, bert_tokenizer):
