@@ -1,14 +1,11 @@
 """The recipes of classification end to end on tiny models: what can be learnt is, and what cannot be run is refused first."""
 
 import csv
-import json
-import os
 import random
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_python
 from transformers import AutoModelForSequenceClassification
 
 from hf_posswap.data.tables import Rows
@@ -17,8 +14,6 @@ from hf_posswap.experiments import classification, curve
 from hf_posswap.experiments.classification import encode, predict
 from hf_posswap.experiments.models import load_model, load_tokenizer
 from hf_posswap.experiments.options import read_config
-from hf_posswap.experiments.recipe import main
-from hf_posswap.provenance import weight_hashes
 from hf_posswap.training.batching import pad
 
 ROOT = Path(__file__).parents[1]
@@ -213,33 +208,6 @@ def test_foreign_tokenizer(recipe, folder, bert_tokenizer):
     module = recipe("downstream_classification")
     with pytest.raises(PosswapError, match="do not belong together"):
         module.run(module.Config(**_files(folder)), folder / "out", False)
-
-
-def test_two_processes(recipe, program, folder):
-    """Two processes take the steps that one takes, count each of the 101 samples once, and keep the same model."""
-    options = "--no-dropout --eval-steps 3 --learning-rate 1e-3 --scheme rotary --start fit --save-model".split()
-    for name, value in (_files(folder) | {"max_steps": 6}).items():
-        options += [f"--{name.replace('_', '-')}", str(value)]
-    module = recipe("downstream_classification")
-    assert program(*options, "--output", folder / "out1", main=lambda: main(module.Config, module.run))[0] == 0
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--", module.__file__]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT)}
-    done = run_python(*launch, *options, "--output", folder / "out2", env=environment)
-    assert done.stderr.count("measuring") == 1  # the main process says what it does
-    one, two = (json.loads((folder / f"out{processes}" / "result.json").read_text()) for processes in (1, 2))
-    assert two["cost"]["processes"] == 2 and one["cost"]["processes"] == 1
-    assert two["losses"] == pytest.approx(one["losses"], abs=1e-4)
-    assert two["figures"] == pytest.approx(one["figures"], abs=1e-4)
-    assert [point["step"] for point in two["curve"]] == [3, 6]
-    assert two["curve"][0]["loss"] == pytest.approx(one["curve"][0]["loss"], abs=1e-4)
-    assert two["figures"]["accuracy"] * 101 == pytest.approx(round(two["figures"]["accuracy"] * 101))
-    assert two["data"] == one["data"]
-    kept = [folder / f"out{processes}" / "model" for processes in (1, 2)]
-    assert [run["weights"] for run in (one, two)] == [weight_hashes(path) for path in kept] and one["weights"]
-    models = [AutoModelForSequenceClassification.from_pretrained(path) for path in kept]
-    for (name, here), there in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        assert torch.allclose(here, there, atol=1e-4), name
-    assert models[0].config.position_scheme["name"] == "rotary" and (kept[0] / "tokenizer.json").is_file()
 
 
 def test_measuring_does_not_change_training(recipe, folder):

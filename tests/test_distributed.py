@@ -12,9 +12,10 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 from conftest import run_python
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from hf_posswap import PosswapError
+from hf_posswap.provenance import weight_hashes
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.launching import layer_class_names
 
@@ -112,6 +113,24 @@ def test_every_process_asks_for_keys(alone, together):
             rank["heat_map"]["panels"] == alone["heat_map"]["panels"] and 0 < rank["heat_map"]["panels"]["accuracy"][0][0] < 1
         )
         assert rank["heat_map"]["calls"] == [2, 1]
+
+
+def test_a_recipe_on_two_processes(folder, alone, together):
+    """Two processes take the steps that one takes, count each of the 101 samples once, and keep the same model."""
+    one, two = alone["recipe"], together[0]["recipe"]
+    assert [run["cost"]["processes"] for run in (one, two)] == [1, 2]
+    assert [run["recipe"]["said"] for run in together] == [1, 0]  # the main process says what it does
+    for name in ("losses", "figures"):
+        assert two[name] == pytest.approx(one[name], abs=1e-4)
+    assert [point["step"] for point in two["curve"]] == [3, 6] and two["data"] == one["data"]
+    assert two["curve"][0]["loss"] == pytest.approx(one["curve"][0]["loss"], abs=1e-4)
+    assert two["figures"]["accuracy"] * 101 == pytest.approx(round(two["figures"]["accuracy"] * 101))
+    kept = [folder / name / "recipe" / "model" for name in ("one", "two")]
+    assert [run["weights"] for run in (one, two)] == [weight_hashes(path) for path in kept] and one["weights"]
+    models = [AutoModelForSequenceClassification.from_pretrained(path) for path in kept]
+    for (name, here), there in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.allclose(here, there, atol=1e-4), name
+    assert models[0].config.position_scheme["name"] == "rotary" and (kept[0] / "tokenizer.json").is_file()
 
 
 def test_sharded_processes_take_the_steps_of_one(folder, alone):
