@@ -146,7 +146,8 @@ def test_scores_are_scaled_once(make_swapped, family, scheme):
     tokens = torch.randint(4, 99, (1, 9), generator=torch.Generator().manual_seed(3))
     found = model(tokens, output_attentions=True).attentions[0][0]
     hook.remove()
-    layers = [getattr(attention, name) for name in model.architecture.projections[:2]]
+    names = next(pair for pair in ("query key", "q_proj k_proj", "q_lin k_lin") if hasattr(attention, pair.split()[0]))
+    layers = [getattr(attention, name) for name in names.split()]
     query, key = ((seen[0][0] @ layer.weight.T + layer.bias).view(9, 2, 16).transpose(0, 1) for layer in layers)
     steps = torch.arange(9)
     distances = steps - steps[:, None]
