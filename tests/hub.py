@@ -215,14 +215,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def route(self, path: str) -> None:
         routes = (
-            (r"/api/whoami-v2", self.whoami),
             (r"/api/validate-yaml", lambda: self.answer(200, {"errors": [], "warnings": []})),
             (r"/api/repos/create", self.create),
             (r"/((?:datasets/)?[^/]+/[^/]+)/resolve/(refs(?:/|%2F)pr(?:/|%2F)\d+|[^/]+)/(.+)", self.resolve),
             (r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)(?:/revision/(.+))?", self.info),
             (r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)/tree/([^/]+)(?:/(.*))?", self.tree),
-            (r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)/paths-info/(.+)", self.paths_info),
-            (r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)/refs", self.refs),
             (r"/api/models/([^/]+/[^/]+)/preupload/(.+)", self.preupload),
             (r"/api/models/([^/]+/[^/]+)/commit/(.+)", self.commit),
             (r"/api/models/([^/]+/[^/]+)/xet-(?:read|write)-token/.+", self.xet_token),
@@ -256,15 +253,6 @@ class Handler(BaseHTTPRequestHandler):
             self.refuse(404, f"Invalid rev id: {revision}", "RevisionNotFound")
             return None
         return repo.commits[oid]
-
-    def whoami(self) -> None:
-        if self.user is None:
-            self.refuse(401, "Invalid username or password.")
-            return
-        access = {"type": "access_token", "accessToken": {"displayName": "test", "role": "write"}}
-        self.answer(
-            200, {"type": "user", "id": self.user, "name": self.user, "fullname": self.user, "orgs": [], "auth": access}
-        )
 
     def create(self) -> None:
         if self.user is None:
@@ -306,19 +294,6 @@ class Handler(BaseHTTPRequestHandler):
             self.refuse(404, f'{folder} does not exist on "{revision}"', "EntryNotFound")
             return
         self.answer(200, found)
-
-    def paths_info(self, name: str, revision: str) -> None:
-        if (repo := self.repo(name)) is None or (commit := self.commit_of(repo, revision)) is None:
-            return
-        asked = json.loads(self.body)["paths"] if self.body.startswith(b"{") else parse_qs(self.body.decode()).get("paths", [])
-        self.answer(200, [_entry(path, commit.tree[path]) for path in asked if path in commit.tree])
-
-    def refs(self, name: str) -> None:
-        if (repo := self.repo(name)) is None:
-            return
-        branches = [{"name": r, "ref": f"refs/heads/{r}", "targetCommit": o} for r, o in repo.refs.items() if "/" not in r]
-        pulls = [{"name": ref.rpartition("/")[2], "ref": ref, "targetCommit": repo.refs[ref]} for ref in repo.pull_requests()]
-        self.answer(200, {"branches": branches, "converts": [], "tags": [], "pullRequests": pulls})
 
     def resolve(self, name: str, revision: str, path: str) -> None:
         if (repo := self.repo(name)) is None or (commit := self.commit_of(repo, revision)) is None:
