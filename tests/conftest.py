@@ -5,12 +5,13 @@ A test that takes a `case` is not run with every family and backend: see `spread
 
 import gc
 import importlib
+import json
 import math
 import os
 import subprocess
 import sys
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from transformers import BertModel, BertTokenizer, PreTrainedModel, PreTrainedTo
 import hf_posswap as posswap
 from hf_posswap.contract import subject
 from hf_posswap.contract.subject import BACKENDS, FAMILIES, tiny_model
+from hf_posswap.experiments.options import RecipeConfig
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,19 @@ def gpt2_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "unk_token": "<unk>", "pad_token": "<pad>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def write_run(folder: Path, figures: dict[str, float], *, recipe: str = "passkey", cpu: str = "a cpu", **options) -> Path:
+    """Write the result file of a run with these options of its recipe; return its path."""
+    result = {
+        "format": 1, "recipe": recipe, "command": f"python recipes/{recipe}.py --seed {options.get('seed', 0)}",
+        "commit": "abc", "versions": {"hf_posswap": "0.1.0", "torch": "2", "transformers": "5"},
+        "hardware": {"cpu": cpu, "threads": 1, "accelerator": None}, "config": asdict(RecipeConfig(**options)),
+        "figures": figures, "cost": {"tokens_per_second": 1000.0, "peak_memory_bytes": 2**30, "processes": 1},
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text(json.dumps(result))
+    return folder / "result.json"
 
 
 def run_python(*arguments, **options) -> subprocess.CompletedProcess:

@@ -2,19 +2,19 @@
 
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from conftest import write_run
 from huggingface_hub import ModelCard
 from jsonschema import Draft202012Validator
 from transformers import GPT2DoubleHeadsModel
 
 import hf_posswap as posswap
 from hf_posswap.checkpoint import on_hub
-from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.provenance import weight_hashes
 from hf_posswap.sharing.card import BEGIN, END, _body
 from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, read_results
@@ -23,20 +23,12 @@ ROOT = Path(__file__).parent.parent
 BASE = "local:tiny"
 
 
-def _run(folder, *, figures=None, weights=None, **changes):
-    """Write the result file of a run."""
-    config = asdict(RecipeConfig(**{"model": "tiny", **changes}))
-    figures = figures or {"accuracy": 0.5 + 0.1 * (config["start"] == "fit") + 0.01 * config["seed"], "accuracy_512": 0.25}
-    result = {
-        "format": 1, "recipe": "passkey", "command": f"python recipes/passkey.py --seed {config['seed']}", "commit": "abc",
-        "versions": {"hf_posswap": "0.1.0", "torch": "2", "transformers": "5"},
-        "hardware": {"cpu": "a cpu", "threads": 1, "accelerator": None}, "config": config, "figures": figures,
-        "cost": {"tokens_per_second": 1000.0, "peak_memory_bytes": 2**30, "processes": 1}, "details": {"losses": [1.0] * 99},
-    }  # fmt: skip
-    if weights:
-        result["weights"] = weights
-    folder.mkdir(parents=True)
-    (folder / "result.json").write_text(json.dumps(result))
+def _run(folder, *, weights=None, **changes):
+    """Write the result file of a run, with losses that no card is to hold, and perhaps the weights that it kept."""
+    figures = {"accuracy": 0.5 + 0.1 * (changes.get("start") == "fit") + 0.01 * changes.get("seed", 0), "accuracy_512": 0.25}
+    path = write_run(folder, figures, **{"model": "tiny", **changes})
+    kept = {"weights": weights} if weights else {}
+    path.write_text(json.dumps(json.loads(path.read_text()) | kept | {"details": {"losses": [1.0] * 99}}))
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import stdev
 
 import pytest
+from conftest import write_run
 from scipy import stats
 
 import hf_posswap as posswap
@@ -32,24 +33,13 @@ from hf_posswap.experiments.swap_cost import SwapCostConfig
 ROOT = Path(__file__).parent.parent
 
 
-def _run(folder, figures, *, recipe="passkey", **changes):
-    folder.mkdir(parents=True)
-    result = {
-        "recipe": recipe, "command": f"python recipes/{recipe}.py", "commit": "abc", "versions": {"torch": "2"},
-        "hardware": {"cpu": "a <cpu>", "threads": 1, "accelerator": None}, "config": asdict(RecipeConfig(**changes)),
-        "figures": figures, "cost": {"tokens_per_second": 1000.0, "peak_memory_bytes": 2**30, "processes": 1},
-    }  # fmt: skip
-    (folder / "result.json").write_text(json.dumps(result))
-    return folder
-
-
 def _matrix(root):
     """Three rows of two seeds."""
     for seed in (0, 1):
-        _run(root / f"z{seed}", {"accuracy": 0.9 + seed / 100}, seed=seed)
+        write_run(root / f"z{seed}", {"accuracy": 0.9 + seed / 100}, seed=seed)
         for start in ("cold", "fit"):
             value = {"cold": 0.5, "fit": 0.8}[start] + seed / 10
-            _run(root / f"r-{start}-{seed}", {"accuracy": value}, scheme="rotary", start=start, seed=seed)
+            write_run(root / f"r-{start}-{seed}", {"accuracy": value}, scheme="rotary", start=start, seed=seed)
     return load_runs([root])
 
 
@@ -69,7 +59,7 @@ def test_differences_are_taken_seed_by_seed(tmp_path):
     values["learned"] = [0.25, 0.45, 0.65]
     for scheme, found in values.items():
         for seed, value in enumerate(found):
-            _run(tmp_path / f"{scheme}-{seed}", {"accuracy": value, "loss": 100 * value}, scheme=scheme, seed=seed)
+            write_run(tmp_path / f"{scheme}-{seed}", {"accuracy": value, "loss": 100 * value}, scheme=scheme, seed=seed)
     table = paired_table(load_runs([tmp_path])).splitlines()
     assert table[0] == "| less the original | accuracy | loss |" and len(table) == 5
     for scheme in ("rotary", "none"):
@@ -91,7 +81,7 @@ def test_what_was_born_with_a_scheme(tmp_path):
     """It is compared with the original that was born without, whichever original was read first."""
     rows = (("original", "swap", 0.9), ("original", "scratch", 0.5), ("rotary", "scratch", 0.6), ("rotary", "fit", 0.8))
     for scheme, start, value in rows:
-        _run(tmp_path / f"{start}-{scheme}", {"accuracy": value}, scheme=scheme, start=start)
+        write_run(tmp_path / f"{start}-{scheme}", {"accuracy": value}, scheme=scheme, start=start)
     runs = load_runs([tmp_path])
     for some in (runs, runs[::-1]):
         table = paired_table(some)
@@ -123,13 +113,13 @@ def test_every_budget_field_counts(tmp_path):
 def test_what_cannot_be_compared(tmp_path):
     """Other recipes, seeds that only some rows have, a run twice, figures and options that are not there, empty folders."""
     _matrix(tmp_path / "a")
-    _run(tmp_path / "b", {"accuracy": 1}, recipe="listops")
+    write_run(tmp_path / "b", {"accuracy": 1}, recipe="listops")
     with pytest.raises(posswap.PosswapError, match="one recipe at a time"):
         check_budgets(load_runs([tmp_path / "a", tmp_path / "b"]))
-    _run(tmp_path / "c", {"accuracy": 1}, scheme="none")
+    write_run(tmp_path / "c", {"accuracy": 1}, scheme="none")
     with pytest.raises(posswap.PosswapError, match=r"none, swap has seeds \[0\] and original \[0, 1\]"):
         check_budgets(load_runs([tmp_path / "a", tmp_path / "c"]))
-    _run(tmp_path / "d", {"accuracy": 1})
+    write_run(tmp_path / "d", {"accuracy": 1})
     with pytest.raises(posswap.PosswapError, match="original has a seed twice"):
         check_budgets(load_runs([tmp_path / "a", tmp_path / "d"]))
     with pytest.raises(posswap.PosswapError, match="'speed'; there are accuracy"):
@@ -145,7 +135,7 @@ def test_a_comparison_is_runs_too(tmp_path):
     """What was compared can be compared with more: the same rows as from the runs themselves; anything else is an error."""
     write_comparison(_matrix(tmp_path / "a"), tmp_path / "written")
     for seed in (0, 1):
-        _run(tmp_path / "more" / str(seed), {"accuracy": 0.1}, scheme="none", seed=seed)
+        write_run(tmp_path / "more" / str(seed), {"accuracy": 0.1}, scheme="none", seed=seed)
     for place in (tmp_path / "written", tmp_path / "written" / "comparison.json"):
         whole = load_runs([place, tmp_path / "more"])
         assert markdown(whole) == markdown(load_runs([tmp_path / "a", tmp_path / "more"]))
@@ -162,7 +152,7 @@ def test_runs_of_one_name_are_not_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for steps in (10, 20):
         for scheme in ("original", "rotary"):
-            _run(Path(f"s{steps}") / scheme, {"accuracy": steps / 100}, scheme=scheme, max_steps=steps)
+            write_run(Path(f"s{steps}") / scheme, {"accuracy": steps / 100}, scheme=scheme, max_steps=steps)
     runs = load_runs([Path("s10"), Path("s20")])
     write_comparison(runs, Path("both"), vary=["max_steps"])
     again = load_runs([Path("both")])
@@ -172,7 +162,7 @@ def test_runs_of_one_name_are_not_one(tmp_path, monkeypatch):
 def test_asked_differences_are_rows(tmp_path):
     """What `vary` names may differ, and stands in the label."""
     for steps in (10, 20):
-        _run(tmp_path / str(steps), {"accuracy": steps / 100}, max_steps=steps)
+        write_run(tmp_path / str(steps), {"accuracy": steps / 100}, max_steps=steps)
     runs = load_runs([tmp_path])
     with pytest.raises(posswap.PosswapError, match="--vary max_steps"):
         check_budgets(runs)
@@ -184,7 +174,7 @@ def test_page(tmp_path):
     """Figures over lengths become one picture; the page holds it, escapes what it is given, and needs no other file."""
     for seed in (0, 1):
         figures = {"accuracy": 0.5, **{f"accuracy_{n}": 1 / (n + seed) for n in (128, 256, 512)}}
-        _run(tmp_path / f"runs/{seed}", figures, seed=seed)
+        write_run(tmp_path / f"runs/{seed}", figures, seed=seed, cpu="a <cpu>")
     written = write_comparison(load_runs([tmp_path / "runs"]), tmp_path / "out")
     assert [path.name for path in written] == ["comparison.json", "comparison.md", "comparison.html", "accuracy.png"]
     page = written[2].read_text()
@@ -331,7 +321,7 @@ def test_the_default_recipe(program, tmp_path, monkeypatch):
     def run(command):
         asked.append(command)
         options = dict(zip(command[3::2], command[4::2], strict=False))
-        _run(Path(options["--output"]), {"kl": 0.5}, scheme=options["--scheme"], start=options["--start"])
+        write_run(Path(options["--output"]), {"kl": 0.5}, scheme=options["--scheme"], start=options["--start"])
         return 0
 
     monkeypatch.setattr(commands_compare, "_run", run)
@@ -353,7 +343,9 @@ def test_verdict(tmp_path):
     values = {"original": [0.5, 0.7, 0.9], "rotary": [0.512, 0.714, 0.913], "none": [0.6, 0.5, 0.95]}
     for scheme, found in values.items():
         for seed, value in enumerate(found):
-            _run(tmp_path / f"{scheme}-{seed}", {"accuracy": value, "loss": value, "spread": value}, scheme=scheme, seed=seed)
+            write_run(
+                tmp_path / f"{scheme}-{seed}", {"accuracy": value, "loss": value, "spread": value}, scheme=scheme, seed=seed
+            )
     runs = load_runs([tmp_path])
     said = verdict(runs)
     assert said.startswith("**Best: the highest accuracy is 0.713, rotary, swap.** Surely different")
@@ -373,8 +365,8 @@ def test_axes(tmp_path):
     """A row twenty times as far off makes the axis logarithmic; lengths from 0 on are drawn on an axis that has the 0."""
     for place, worst, scale in (("near", 30.0, "linear"), ("far", 3000.0, "log")):
         for scheme, value in (("rotary", 20.0), ("none", worst)):
-            _run(tmp_path / place / scheme, {"perplexity_128": value, "perplexity_256": value + 1}, scheme=scheme)
+            write_run(tmp_path / place / scheme, {"perplexity_128": value, "perplexity_256": value + 1}, scheme=scheme)
         assert plot(load_runs([tmp_path / place]), "perplexity").axes[0].get_yscale() == scale
-    _run(tmp_path / "curve", {f"damage_{n}": 1 / (n + 1) for n in (0, 10, 100)})
+    write_run(tmp_path / "curve", {f"damage_{n}": 1 / (n + 1) for n in (0, 10, 100)})
     axes = plot(load_runs([tmp_path / "curve"]), "damage").axes[0]
     assert axes.get_xscale() == "symlog" and axes.get_xlim()[0] <= 0
