@@ -70,7 +70,7 @@ def test_phases(benchmark, config):
 
 
 def test_ratios_are_paired(benchmark, config, monkeypatch):
-    """The median over pairs of calls, with quartiles; the reference is called first, and both equally often."""
+    """Times are medians over pairs of calls, with quartiles; the reference is called first, and both equally often."""
     called = []
     ticks = iter([0, 1, 1, 3] * 3 + [0, 1, 1, 3, 0, 2, 2, 3, 0, 1, 1, 4])  # 3 pairs of warm-up, then 1:2, 2:1, 1:3
     monkeypatch.setattr(benchmark.time, "process_time", lambda: next(ticks))
@@ -83,7 +83,7 @@ def test_ratios_are_paired(benchmark, config, monkeypatch):
 
 
 def test_end_to_end(benchmark, config, tmp_path):
-    """Time and memory of each phase and shape; memory is taken in another process, where the model is made again."""
+    """A run has time and memory of each phase and shape; memory is taken in a process of its own."""
     result = benchmark.run(replace(config, phase=("forward",)), tmp_path, False)
     assert result["figures"]["forward_2x24_ratio"] > 0 and result["details"]["forward_2x24"]["pairs"] == 2
     if Path("/proc/self/clear_refs").exists():

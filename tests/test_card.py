@@ -62,7 +62,7 @@ def fitted(make_model, tmp_path):
 
 
 def test_a_card(fitted, results):
-    """What was swapped, what it cost, how swaps like it do, how to load it, limits; as the Hub reads it, too."""
+    """A card says what was swapped, what it cost, how to load it and what its limits are; the Hub can read its metadata."""
     folder, report = fitted
     path = posswap.write_card(folder, results=[results], base_model="org/tiny@f00", license="mit", repo_id="me/tiny-rotary")
     text = path.read_text()
@@ -127,7 +127,7 @@ def test_figures_of_the_training_text(swapped, tmp_path):
 
 
 def test_the_schema_is_one():
-    """It is a valid schema, and the format that is written names it."""
+    """The schema of the record is a valid JSON schema."""
     Draft202012Validator.check_schema(json.loads(SCHEMA.read_text()))
 
 
@@ -280,7 +280,7 @@ def _damaged(folder, change):
     ],
 )  # fmt: skip
 def test_results_that_are_refused(swapped, results, change, says):
-    """Without seeds or budget, unequal, or with markup in a name: refused, and nothing is written."""
+    """Results without seeds or budget, with unequal ones, or with markup in a name are refused, and nothing is written."""
     _damaged(results, change)
     before = sorted(os.listdir(swapped))
     with pytest.raises(posswap.PosswapError) as error:
@@ -347,7 +347,7 @@ def test_reports_of_another_scheme(fitted):
 
 
 def test_no_paths_of_this_machine(swapped, tmp_path):
-    """Where the user keeps files is nobody's business: absolute paths keep their last two parts."""
+    """Absolute paths of the user's machine keep their last two parts only."""
     for scheme in ("original", "rotary:theta=500"):
         _run(tmp_path / "runs" / scheme[:3], scheme=scheme, model="/home/alice/secret/models/tiny")
     _damaged(tmp_path / "runs", lambda r: r.update(command="python recipes/passkey.py --model=/home/alice/secret/models/tiny"))
@@ -383,7 +383,7 @@ def test_another_model_in_the_folder(swapped, results, make_model):
 
 
 def test_a_full_disk(swapped, results, monkeypatch):
-    """Where the last file does not fit, none is there, and the card of before stays."""
+    """A disk that is full at the last file leaves no new file, and the card of before."""
     (swapped / "README.md").write_text("Mine.\n")
     before = sorted(os.listdir(swapped))
     real = Path.write_text
@@ -401,7 +401,7 @@ def test_a_full_disk(swapped, results, monkeypatch):
 
 
 def test_leaderboard(swapped, fitted, results, program):
-    """Rows of each model's own scheme and its original, by place; columns can be picked; unequal budgets are refused."""
+    """A leaderboard has a row for each model and its original; columns can be picked; unequal budgets are refused."""
     folder, _ = fitted
     for place in (swapped, folder):
         posswap.write_card(place, results=[results], base_model=BASE)

@@ -38,7 +38,7 @@ def test_chooses_the_least_damage(make_model, monkeypatch):
 
 
 def test_many_small_batches_are_cut_too(make_model, monkeypatch):
-    """Text in batches of one row is thinned, evenly: a trial costs the same."""
+    """A trial uses as much text when batches have one row each."""
     seen = []
 
     def planted(trial, text, **options):

@@ -111,7 +111,7 @@ def test_the_command_and_its_tables(monkeypatch):
 
 
 def test_verdicts():
-    """One failure among findings that hold makes it depend."""
+    """A claim holds, fails, or, where its findings differ, depends."""
     held, failed = Finding("here", True, "1"), Finding("there", False, "2")
     verdicts = [Claim("c", "C", findings).verdict for findings in ((held,), (failed, failed), (held, failed))]
     assert verdicts == ["holds", "fails", "depends"]

@@ -72,7 +72,7 @@ def test_what_cannot_be_learnt(recipe, folder):
 
 @pytest.mark.parametrize("model", ["bert", "gpt2"])
 def test_regression_of_pairs(recipe, folder, model):
-    """Numbers for pairs: correlations, a test part, both texts reach the model in their order."""
+    """Numbers for pairs of texts are learnt, measured by correlation, also on a test part."""
     chance = random.Random(1)
     for split, count in (("train", 300), ("dev", 60), ("test", 33)):
         rows = [(" ".join(chance.choices(WORDS, k=3)), chance.choice(("cat", "dog")), chance.random()) for _ in range(count)]
@@ -100,7 +100,7 @@ def test_starts(recipe, folder, start, monkeypatch):
 
 
 def test_the_embedded_task(recipe, folder, monkeypatch):
-    """Without a data set: intact and swapped sentences in equal number, none of them in both parts."""
+    """Without a data set the task is intact and swapped sentences, as many of each, none of them in both parts."""
     module = recipe("downstream_classification")
     config = module.Config(**{**_files(folder), "train_file": None, "validation_file": None, "max_train_samples": 200})
     task = classification.read_labelled(config)

@@ -179,7 +179,7 @@ def test_full_disk(folder, program, tmp_path, monkeypatch, error, command):
 
 
 def test_two_writers(tmp_path):
-    """Of two that write one folder at once the first has it, whole, and the second is told."""
+    """Of two that write one folder at once the first gets it, and the second an error."""
     with pytest.raises(posswap.PosswapError, match="exists already"), new_folder(tmp_path / "out") as mine:
         (mine / "mine").write_text("x")
         (tmp_path / "out").mkdir()

@@ -73,7 +73,7 @@ def project(query_key: QueryKey, states: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_by_distance_is_a_loop_over_diagonals(random):
-    """Sums over batch and diagonals, from the key furthest left to the one furthest right."""
+    """`by_distance` sums over batch and diagonals, from the key furthest left to the one furthest right."""
     values = random(3, 2, 5, 5)
     expected = torch.zeros(2, 9, dtype=torch.float64)
     for b in range(3):

@@ -180,7 +180,7 @@ def test_restore_under_adapters(make_model, family):
 
 @pytest.mark.parametrize(("family", "scheme"), [("bert-decoder", "relative:clip=4"), ("gpt2", "rotary")])
 def test_cache_after_a_fit(make_model, family, scheme):
-    """Token by token with a cache is the whole at once."""
+    """Decoding with a cache equals one forward, after a fit too."""
     model = posswap.swap(make_model(family, "sdpa"), scheme)
     quick(model)
     ids, cache, parts = text(2, 12), None, []
@@ -269,7 +269,7 @@ def test_bad_text(make_model, name):
 
 
 def spoil(model):
-    """A NaN in the last layer."""
+    """Put a NaN into the last layer."""
     with torch.no_grad():
         next(reversed(list(model.parameters())))[0] = float("nan")
     return model
@@ -352,7 +352,7 @@ def test_nothing_to_fit(make_model):
 
 @pytest.mark.parametrize(("dtype", "call"), [("float32", 1), ("bfloat16", 9), ("float32", 20)])
 def test_an_interrupt_undoes_everything(make_model, call, dtype, tmp_path, monkeypatch):
-    """Wherever it comes; the next fit then works as if nothing had been."""
+    """An interrupt leaves no trace wherever it comes, and the next fit works."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     make = getattr(layerwise.Walk, "_compare")  # noqa: B009
     model = posswap.swap(make_model("bert").to(getattr(torch, dtype)), "relative:clip=4")
@@ -373,7 +373,7 @@ def test_an_interrupt_undoes_everything(make_model, call, dtype, tmp_path, monke
 
 
 def test_inside_inference_mode(make_model):
-    """Steps need gradients; inside no_grad they are had all the same."""
+    """A fit inside no_grad works; inside inference_mode, which allows no gradients, it is refused."""
     model = posswap.swap(make_model("gpt2"), "rotary")
     with torch.inference_mode(), pytest.raises(posswap.PosswapError, match="outside"):
         quick(model)

@@ -64,7 +64,7 @@ def test_against_python():
 
 @pytest.mark.parametrize("text", ["", "]", "[MIN 1 2", "[MIN 1 ]", "1 2", "10", "[MIN 1 2 ] ]", "[XOR 1 2 ]", "[PAD]", "¹"])
 def test_no_expressions(text):
-    """What the grammar does not have has no value."""
+    """A text that is no expression is an error."""
     with pytest.raises(DataError):
         evaluate(text)
 
@@ -127,7 +127,7 @@ def test_impossible_bounds():
 
 
 def test_batches():
-    """Symbols have one id each between [CLS] and [SEP]; padding is masked and has none of them."""
+    """Each symbol has one id, between [CLS] and [SEP]; padding is masked."""
     batch = pad(list(ListOpsExamples(["[MAX 1 9 ]", "3"])))
     names = {number: symbol for symbol, number in TOKEN_IDS.items()}
     rows = [[names[number] for number in row] for row in batch["input_ids"].tolist()]

@@ -191,7 +191,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_windows(make_model, name):
-    """One fact, one remedy."""
+    """A window that cannot be is refused with the remedy."""
     options, says = BAD[name]
     model = posswap.swap(make_model("gpt2"), "rotary", max_positions=128)
     with pytest.raises(posswap.PosswapError, match=says):

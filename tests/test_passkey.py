@@ -251,7 +251,7 @@ def test_causal_end_to_end(recipe, config, tmp_path, options):
 
 
 def test_encoder_end_to_end(recipe, config, checkpoint, tmp_path):
-    """An encoder has accuracy alone."""
+    """An encoder is measured by accuracy alone."""
     config = replace(config, model=checkpoint("bert"), decoys=1, lengths=(64, 150), train_lengths=(60, 64))
     answer = recipe.run(config, tmp_path, False)
     assert list(answer["figures"]) == ["accuracy_64", "accuracy_150"] and (tmp_path / "heat_map.png").exists()
@@ -293,7 +293,7 @@ def test_it_learns(recipe, config, checkpoint, tmp_path, family, monkeypatch):
     ],
 )
 def test_bad_options(config, options, says):
-    """Refused before anything is loaded."""
+    """Bad options are refused before anything is loaded."""
     with pytest.raises(PosswapError, match=says):
         replace(config, **options)
 
@@ -311,7 +311,7 @@ def test_bad_options(config, options, says):
     ],
 )
 def test_refused_before_training(recipe, config, make_model, bert_tokenizer, tmp_path, monkeypatch, options, says):
-    """What cannot be tested is not trained for first."""
+    """Texts that do not fit are refused before anything is trained."""
     if options.get("model") == "no-head":
         options = {**options, "model": str(tmp_path / "no-head")}
         make_model("bert").save_pretrained(options["model"])
@@ -322,7 +322,7 @@ def test_refused_before_training(recipe, config, make_model, bert_tokenizer, tmp
 
 
 def test_bad_texts(gpt2_tokenizer, bert_tokenizer):
-    """In Python, too; and tokenizers that cannot write keys."""
+    """Bad depths and lengths are refused in Python, too, and tokenizers that cannot write keys."""
     texts = PasskeyTexts(gpt2_tokenizer, "train", causal=True)
     with pytest.raises(DataError, match="depth=1.5 must be"):
         texts.draw(100, 1.5, random.Random(0))

@@ -129,7 +129,7 @@ def test_python_blocks(readme, tmp_path, monkeypatch, capsys):
     assert len(blocks) == 3
     monkeypatch.chdir(tmp_path)
     prose = "\n".join(stdlib_prose("validation"))  # the smaller part is read sooner
-    here = {"documents": [prose[:60_000]], "texts": [prose[start : start + 1_000] for start in range(0, 16_000, 1_000)]}
+    here = {"documents": [prose[:60_000]], "texts": [prose[start : start + 1_000] for start in range(0, 9_000, 1_000)]}
     for block, output in blocks:
         block = re.sub('"(bert-base-uncased|sentence-transformers/.*)"', repr(posswap.embedded_model("minilm")), block)
         block = block.replace("max_length=512)", "max_length=64, tokens=2048)").replace(

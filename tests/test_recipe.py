@@ -157,7 +157,7 @@ def test_bad_files(tmp_path, text, says):
 
 
 def test_bad_start():
-    """In Python, too."""
+    """A wrong start is refused in Python, too."""
     with pytest.raises(posswap.PosswapError, match="known are cold, swap, fit, scratch"):
         Config(start="warm")
 

@@ -82,7 +82,7 @@ def test_given_positions_and_embeddings(padded):
 @pytest.mark.parametrize("scheme", ["rotary", "relative:clip=4", "learned"])
 @torch.no_grad()
 def test_a_cache_counts_on(scheme):
-    """A decoder of the family, token by token, as without a cache; the oracle of `learned` is the original."""
+    """A RoBERTa decoder computes token by token what it does without a cache; with its own table, what the original does."""
     original = make_roberta(model_class=RobertaForCausalLM, is_decoder=True)
     tokens = torch.randint(4, 99, (2, 12), generator=torch.Generator().manual_seed(3))
     expected = original(tokens).logits
@@ -183,7 +183,7 @@ def test_a_bias_on_flex_attention(make_swapped, tokens):
 
 
 def test_a_bias_needs_something_to_be_added_to():
-    """Flash attention adds none: an error, not a silent no-op."""
+    """An implementation that cannot add a bias is an error; flex attention's block mask is passed on as it is."""
     with pytest.raises(posswap.PosswapError, match="a bias on scores, which .* 'flash_attention_2' cannot add"):
         add_bias(None, torch.zeros(1, 1, 2, 2), None, "flash_attention_2")
     block = create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4, device="cpu")
@@ -192,7 +192,7 @@ def test_a_bias_needs_something_to_be_added_to():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_positions_in_keys_are_exact(dtype):
-    """Three digits hold 16 million positions in half precision, too."""
+    """Positions up to 16 million are read from keys as they were written, in half precision too."""
     positions = torch.tensor([[0, 255, 256, 65_535, 1_234_567, 16_777_215]])
     keys = write_positions(torch.randn(2, 3, 6, 8).to(dtype), positions)
     assert keys.shape == (2, 3, 6, 11) and torch.equal(read_positions(keys), positions.expand(2, -1))

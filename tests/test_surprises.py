@@ -50,7 +50,7 @@ def test_longer_range_of_a_loaded_model_keeps_what_it_learned(make_swapped, toke
 
 
 def test_back_to_the_scheme_that_was_loaded(make_swapped, tokens, tmp_path):
-    """There and back again on a loaded rotary encoder: its projections are not balanced a second time."""
+    """Swapped away and back, a loaded rotary encoder is as it was: its projections are balanced once only."""
     model = make_swapped("bert", "rotary")
     model.save_pretrained(tmp_path)
     loaded = AutoModelForMaskedLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
@@ -63,7 +63,7 @@ def test_back_to_the_scheme_that_was_loaded(make_swapped, tokens, tmp_path):
 
 
 def test_private_scheme_under_a_taken_name(make_model):
-    """A subclass that keeps the name of a built-in would load as the built-in."""
+    """A subclass that keeps the name of a built-in scheme is refused, since it would load as the built-in."""
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Mine(posswap.Rotary):
@@ -95,13 +95,13 @@ def test_scaling_is_copied(make_model, tokens):
 
 @pytest.mark.parametrize("positions", [torch.arange(40)[None], torch.arange(20)[None].float(), torch.ones(1, 20).bool()])
 def test_position_ids_that_do_not_fit(make_swapped, positions, tokens):
-    """A wrong length or type is an error, not another batch size."""
+    """Position ids of a wrong length or type are an error."""
     with pytest.raises(posswap.PosswapError, match="do not fit an input of 20 tokens"):
         make_swapped("gpt2", "rotary", max_positions=64)(tokens[:1], position_ids=positions)
 
 
 def test_integer_masks_are_refused(make_swapped, tokens):
-    """A 4D mask of ones and zeros would be added to the scores."""
+    """A 4D mask of integers is refused, since it would be added to the scores."""
     mask = torch.ones(20, 20).tril().long()[None, None]
     with pytest.raises(posswap.PosswapError, match="boolean or floating point"):
         make_swapped("gpt2", "relative:clip=4", "sdpa")(tokens, attention_mask=mask)

@@ -67,7 +67,7 @@ def test_seeds_matter(options, tmp_path):
     ],
 )
 def test_bad_options(changes, says):
-    """Found before anything is loaded."""
+    """Bad options are refused before anything is loaded."""
     with pytest.raises(posswap.PosswapError, match=says):
         SwapCostConfig(**changes)
 
@@ -82,7 +82,7 @@ def test_perplexity_and_kl_against_the_model(make_model, make_swapped, tokens):
 
 
 def test_cosine_of_pooled_states(make_model, make_swapped, tokens):
-    """One for the model itself, less for a swapped one."""
+    """The cosine is 1 for the model itself and less for a swapped one."""
     model = make_model("bert")
     states = pooled_states(model, tokens)
     assert pooled_cosine(model, tokens, states) == pytest.approx(1, abs=1e-5)

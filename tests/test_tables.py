@@ -76,7 +76,7 @@ def test_columns_that_are_given(tmp_path):
 
 
 def test_labels_have_one_numbering(tmp_path):
-    """Sorted labels of the training rows, whatever comes first in a split and whatever type a file gives them."""
+    """All splits number labels alike: by the sorted labels of the training rows, whatever type a file gives them."""
     train = _write(tmp_path / "train.csv", [{"text": "a", "label": label} for label in (10, 9, 10, 2)])
     validation = _write(tmp_path / "dev.json", [{"text": "b", "label": label} for label in ("9", "2")])
     test = _write(tmp_path / "test.csv", [{"text": "c", "label": label} for label in (2, 2, 10)])
@@ -165,7 +165,7 @@ GOOD = "text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(20))
     ],
 )
 def test_bad_tables(tmp_path, content, options, says):
-    """What is wrong is said, with what is there."""
+    """An error says what is wrong with a table, and what is there."""
     (tmp_path / "t.csv").write_text(content)
     with pytest.raises(PosswapError, match=says):
         read_task(TableConfig(train_file=str(tmp_path / "t.csv"), **options))
@@ -189,7 +189,7 @@ def test_bad_validation(tmp_path, content, says):
 
 
 def test_bad_files(tmp_path):
-    """Formats that nobody reads, files that are not what their name says, nothing at all."""
+    """Files in unknown formats, and files that are not what their name says, are refused."""
     for name, content, says in (
         ("t.xlsx", b"x", "no table that can be read: give .csv"),
         ("t.parquet.gz", b"x", "no table that can be read"),

@@ -20,7 +20,7 @@ def test_splits_are_disjoint_and_stable():
 
 
 def test_prose_is_prose():
-    """Paragraphs of docstrings and topics: no code, no duplicates."""
+    """The prose holds paragraphs of docstrings and topics, no code and no duplicates."""
     prose = stdlib_prose("validation")
     assert len(prose) > 200 and len(set(prose)) == len(prose)
     assert not any(">>>" in paragraph or "def " in paragraph[:4] for paragraph in prose)
@@ -61,7 +61,7 @@ def test_text_file_and_folder(tmp_path):
     ],
 )
 def test_bad_text(tmp_path, name, content, says):
-    """What is wrong with a file is said."""
+    """An error says what is wrong with a file of text."""
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(PosswapError, match=says):

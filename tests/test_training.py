@@ -389,7 +389,7 @@ def test_signals_save_and_stop(make_model, tmp_path, number):
 
 
 def test_a_second_ctrl_c_acts_as_usual(make_model, tmp_path, monkeypatch):
-    """It need not wait for the step; and without an output nothing is held back at all."""
+    """A second Ctrl-C does not wait for the end of the step; without an output not even the first does."""
     monkeypatch.setattr("hf_posswap.training.run_state._ONE_PRESS", -1.0)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born ignoring it
 
@@ -408,7 +408,7 @@ def test_a_second_ctrl_c_acts_as_usual(make_model, tmp_path, monkeypatch):
 
 
 def test_a_folder_with_checkpoints_is_not_begun_again(make_model, tmp_path):
-    """Two runs in one folder would be resumed as one; what killed runs left behind is cleared away."""
+    """A folder with checkpoints takes no new run; what killed runs left half written is removed."""
     config = TrainingConfig(max_steps=2, batch_size=8, checkpoint_every=1)
     for remnant in ("writing-step-00000009", "removing-step-00000001"):
         (tmp_path / "checkpoints" / remnant).mkdir(parents=True)
@@ -472,7 +472,7 @@ def test_checkpoints_are_read_without_executing_anything(make_model, tmp_path, m
 
 
 def test_positions_are_skipped(make_swapped):
-    """Two contiguous parts with a gap, the same for a seed; one text, not two packed ones; what does not fit is an error."""
+    """Skipped positions leave one gap, drawn by the seed, in what stays one text; a target that does not fit is an error."""
     model = make_swapped("gpt2", "rotary", max_positions=200)
     seen = [SkippedPositions(_rows(), model, 200, seed)[3]["position_ids"] for seed in (0, 0, 1)]
     assert seen[0].equal(seen[1]) and not seen[0].equal(seen[2])

@@ -40,7 +40,7 @@ def prose():
 
 
 def test_encoder(minilm, prose):
-    """Cosine with the original: warm above cold by a margin for every scheme."""
+    """A warm start is nearer the original than a cold one, by a margin of cosine, for every scheme."""
     model, tokenizer = minilm
     blocks = token_blocks(["\n".join(prose)], tokenizer, 128)[:6]
     original = pooled_states(model, blocks)
@@ -52,7 +52,7 @@ def test_encoder(minilm, prose):
 
 
 def test_causal_model(gpt2, monkeypatch):
-    """Held-out perplexity: warm below cold for every scheme; with the balanced basis that encoders get, rotary is worse."""
+    """A warm start has a lower perplexity than a cold one for every scheme; the encoders' balanced basis would harm rotary."""
     model, tokenizer = gpt2
     blocks = token_blocks(list(stdlib_documents("validation").values()), tokenizer, 256)[::240]
     for scheme in SCHEMES:
