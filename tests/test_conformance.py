@@ -309,7 +309,7 @@ def library():
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_scheme_fails_where_it_is_broken(name):
-    """It fails the checks that are named, where they are named, and no others, and says why; families and backends in turn."""
+    """A broken scheme fails the checks that are named for it, and no others, and the report says why."""
     broken, expected, says = BROKEN[name]
     turn = list(BROKEN).index(name)
     # A failure in one kind of model alone is looked for there.
@@ -352,7 +352,7 @@ def test_own_schemes_pass(scheme, family):
 
 
 def test_a_registered_scheme_stays_registered():
-    """What was known before the check is known after it."""
+    """A scheme that was registered before the check is registered after it."""
     posswap.register_scheme(Waves)
     try:
         assert check_scheme("waves:label=other", models=ONE).scheme == Waves(label="other")
@@ -379,7 +379,7 @@ def test_a_claim_that_is_not_made():
 
 
 def test_the_table():
-    """A row for each check, a column for each family, and beneath numbers, advice and what did not apply."""
+    """The report has a row for each check, a column for each family, and beneath them numbers, advice and what did not apply."""
     text = str(check_scheme(scheme(Waves, shift_invariant=True), models=EAGER))
     lines = text.splitlines()
     assert lines[0] == "Broken(label='plain') FAILS"
@@ -481,7 +481,7 @@ def test_command_refuses(program, folder, source, says):
 
 
 def test_not_a_scheme():
-    """Other objects are refused, the base class too."""
+    """Objects that are no schemes are refused, the base class too."""
     for other in (5, int, Scheme):
         with pytest.raises(posswap.PosswapError, match="is no scheme: pass a subclass of posswap.Scheme"):
             check_scheme(other)
@@ -528,7 +528,7 @@ def forget(monkeypatch, tmp_path):
 
 
 def test_schemes_of_a_file_stay_known(tmp_path, forget):
-    """Imported for use, a file's schemes can be named, also when it is asked for twice; other files do not pass for it."""
+    """Schemes of an imported file can be named; files of a taken name, and files without a scheme, are refused."""
     (tmp_path / "their_schemes.py").write_text(MINE)
     (tmp_path / "beside.py").write_text("WHO = 'them'")
     for _ in range(2):
@@ -570,6 +570,6 @@ def test_leaving_early_is_a_finding(tmp_path):
 
 
 def test_inside_inference_mode():
-    """The caller's mode is not the check's."""
+    """A check passes inside the caller's inference mode, too."""
     with torch.inference_mode():
         assert check_scheme("learned", models=ONE).passed

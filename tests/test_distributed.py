@@ -67,7 +67,7 @@ def test_every_scheme_has_gradients_for_all_parameters(together):
 
 
 def test_weights_are_those_of_the_first(alone, together):
-    """What one process has fitted, all have, before any training."""
+    """`share_weights` gives all processes the weights of the first."""
     assert together[0]["shared"] == together[1]["shared"] == alone["shared"]
 
 

@@ -125,7 +125,7 @@ def test_rotary_heads_of_kin(make_swapped, bert_tokenizer, head):
 
 @pytest.mark.parametrize("family", ["biogpt", "electra", "esm", "opt"])
 def test_tables_of_kin(make_swapped, family):
-    """Rows in front of the first position, other sizes and other places for the table."""
+    """Sinusoids become the plain table in families whose table has rows in front, another size or another place."""
     native = posswap.export_native(make_swapped(family, "sinusoidal", max_positions=64))
     assert type(native.model) is auto_class(family)._model_mapping[type(native.model.config)]
     assert native.certificate.largest == 0
@@ -167,13 +167,13 @@ def test_scalings(make_swapped, bert_tokenizer, family, scaling):
 
 @pytest.mark.parametrize("changes", [{"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True}, {"n_inner": 48}])
 def test_gpt2_variants(make_swapped, changes):
-    """Other scales of attention go into the queries."""
+    """GPT-2's other scales of attention are exported exactly."""
     model = make_swapped("gpt2", posswap.Rotary(mark_first=False), **changes)
     _equal(model, posswap.export_native(model).model, _tokens(30))
 
 
 def test_gpt_neox_generates_as_gpt2_does(make_swapped, tmp_path):
-    """With its cache and left padding, past the trained length."""
+    """An exported GPT-NeoX writes what the GPT-2 writes, with left padding and past the trained length."""
     model = make_swapped("gpt2", posswap.Rotary(mark_first=False), max_positions=128)
     native = posswap.export_native(model)
     native.save_pretrained(tmp_path / "native")
@@ -235,7 +235,7 @@ def test_what_cannot_be_exported(make_model, make_swapped, family, scheme, optio
 
 @pytest.mark.parametrize("name", ["minilm", "stdlib-gpt2"])
 def test_real_checkpoints(name):
-    """The two embedded checkpoints, past their length, on real text."""
+    """The two embedded checkpoints are exported with a small difference, on real text past their length."""
     source = posswap.embedded_model(name)
     tokenizer = AutoTokenizer.from_pretrained(source)
     bert = name == "minilm"

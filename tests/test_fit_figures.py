@@ -71,7 +71,7 @@ def test_damage_of_nothing_is_zero(pair):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_damage_is_a_naive_loop(pair, side):
-    """Row by row and token by token, for both measures; modes of single modules stay."""
+    """Damage is what a loop over rows and tokens finds, for both measures; modes of single modules stay."""
     batches = [padded(side), {"input_ids": text(5, 12)}]
     pair[1].train().base_model.get_input_embeddings().eval()
     modes = [[module.training for module in one.modules()] for one in pair]
@@ -186,7 +186,7 @@ KINDS = {
     ("name", "scheme"), [(name, ("relative:clip=4", "rotary")[turn % 2]) for turn, name in enumerate(KINDS)]
 )
 def test_kinds(make_model, name, scheme):
-    """Heads and settings of all kinds, in training mode with checkpointed activations."""
+    """A fit helps models with heads and settings of all kinds, in training mode with checkpointed activations."""
     family, options, measure = KINDS[name]
     model = posswap.swap(make_model(family, "eager", **options), scheme).train()
     model.base_model.gradient_checkpointing = True
@@ -248,7 +248,7 @@ def test_report(make_model, capsys):
 
 
 def test_memory(make_model, monkeypatch, tmp_path):
-    """Two files of hidden states for each batch, and gradients of one layer at a time."""
+    """A fit keeps two files of hidden states for each batch, and gradients of one layer at a time."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model, seen = posswap.swap(make_model("gpt2"), "relative:clip=4"), []
     inner, compare = layerwise.Walk.fit_layer, layerwise.Walk._compare

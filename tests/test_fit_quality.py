@@ -57,7 +57,7 @@ def test_figures(fit_quality):
     ],
 )
 def test_refusals(fit_quality, tmp_path, change, says):
-    """Also the same text to fit on and to measure on: what was fitted on is no measure."""
+    """Options that make no sense are refused, such as one text to fit on and to measure on."""
     (tmp_path / "text.csv").write_text("text\nx\n")
     files = {name: str(tmp_path / value) for name, value in change.items() if name in ("pairs", "validation_file")}
     with pytest.raises(PosswapError, match=says):

@@ -77,7 +77,7 @@ def changed(model, before: dict) -> set[str]:
     ],
 )
 def test_contract(make_model, family, scheme, dtype, side, tmp_path):
-    """Less damage on other text; only attention changes; a saved model is the same; restore is exact, also after two fits."""
+    """A fit lowers the damage on other text and changes attention alone; saving keeps it, and restore undoes it exactly."""
     model = make_model(family, "sdpa").to(getattr(torch, dtype))
     plain, wanted = snapshot(model), model(**batch(side)).logits
     posswap.swap(model, scheme)
@@ -258,7 +258,7 @@ BAD_TEXT = {
 
 @pytest.mark.parametrize("name", BAD_TEXT)
 def test_bad_text(make_model, name):
-    """What is no text of this model is named, and nothing changes."""
+    """Text that is none of this model is refused by its name, and nothing changes."""
     make, says = BAD_TEXT[name]
     model, teacher = posswap.swap(make_model("bert"), "relative:clip=4").train(), make_model("bert").train()
     before = snapshot(model), snapshot(teacher)
@@ -302,7 +302,7 @@ BAD_CALLS = {
 @pytest.mark.parametrize("name", BAD_CALLS)
 @pytest.mark.filterwarnings("ignore:.*dispatch")
 def test_bad_calls(make_model, name, tmp_path, monkeypatch):
-    """What cannot be fitted says what to do, and nothing changes or stays behind."""
+    """A fit that cannot be says what to do, and neither changes nor leaves anything."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     prepare, options, says = BAD_CALLS[name]
     model = posswap.swap(make_model("gpt2"), "rotary")
@@ -382,7 +382,7 @@ def test_inside_inference_mode(make_model):
 
 
 def test_loaded_from_a_swapped_checkpoint(make_model, tmp_path):
-    """Its original must be given, in whatever mode, and stays in it; the fit is that of the swapped model itself."""
+    """A loaded model is fitted as the swapped model itself, if its original is given, which stays as it is."""
     model, teacher = posswap.swap(make_model("gpt2"), "rotary"), make_model("gpt2").train()
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, attn_implementation="eager")

@@ -69,7 +69,7 @@ def test_bad_options(heal, changes, says):
 
 
 def test_tokens_to_reach(recipe):
-    """Zero at the start, none if never, and a straight line of the logarithm in between; the first crossing counts."""
+    """Tokens to a mark are read off the first crossing, in a straight line of the logarithm; None if there is none."""
     curve = [{"tokens": t, "damage": d} for t, d in ((0, 1.0), (100, 0.1), (200, 0.001), (300, 0.5))]
     assert recipe.tokens_to_reach(curve, 1.0) == 0
     assert recipe.tokens_to_reach(curve, 0.0001) is None
@@ -81,7 +81,7 @@ def test_tokens_to_reach(recipe):
 
 
 def test_distillation_loss(make_model, make_swapped, tokens):
-    """Zero against itself; with a head the KL of the definition."""
+    """The loss of distillation is zero against itself, and with a head the KL of the definition."""
     for family in ("bert", "gpt2"):
         model = make_model(family)
         assert distillation_loss(model)(model, {"input_ids": tokens}).item() == pytest.approx(0, abs=1e-6)
@@ -105,7 +105,7 @@ def test_text_teaches_and_the_original_is_the_control(heal):
 
 
 def test_text_weight_is_the_cross_entropy(make_model):
-    """(1 - w) KL + w CE, by transformers' own loss; refused where there is no next token, and out of range."""
+    """With a text weight w the loss is (1 - w) KL + w CE; w out of range, or without next tokens, is refused."""
     teacher, model = make_model("gpt2"), make_model("gpt2", seed=1)
     batch = {"input_ids": torch.randint(2, 98, (3, 12), generator=torch.Generator().manual_seed(0))}
     divergence = distillation_loss(teacher)(model, batch)
@@ -119,7 +119,7 @@ def test_text_weight_is_the_cross_entropy(make_model):
 
 
 def test_fit_options_count(heal):
-    """Steps and rate of the fit reach it."""
+    """The options for steps and rate of a fit reach it."""
     starts = []
     for options in ({"fit_steps": 1}, {"fit_steps": 20}, {"fit_steps": 20, "fit_learning_rate": 1e-5}):
         found = heal(start="fit", max_steps=1, learning_rate=1e-9, **options)

@@ -79,7 +79,7 @@ TINY = {"max_steps": 4, "batch_size": 4, "evaluation_tokens": 256, "fit_tokens":
 
 
 def test_losses_against_one_context_at_a_time(make_swapped):
-    """Each token from all tokens before it, one by one, in float64; their mean is the perplexity that `compare` reports."""
+    """Losses equal those of one forward for each token, in float64; their mean is that of the reported perplexity."""
     model = make_swapped("gpt2", posswap.Rotary()).double()
     tokens = torch.randint(2, 98, (3, 12), generator=torch.Generator().manual_seed(0))
     losses = token_losses(model, tokens)
@@ -108,14 +108,14 @@ def test_sliding_window_against_one_context_at_a_time(make_model, length, window
 
 
 def test_sliding_window_of_one_stride(make_model):
-    """A stride beyond the window would leave tokens out."""
+    """A stride beyond the window is refused: it would leave tokens out."""
     for stride in (0, 8, 9):
         with pytest.raises(posswap.PosswapError, match="from 1 to 7"):
             sliding_window_losses(make_model("gpt2"), torch.ones(1, 20, dtype=torch.long), 8, stride=stride)
 
 
 def test_losses_in_slices(make_model, monkeypatch):
-    """Neither the slices of logits nor the batches show in the numbers."""
+    """Losses do not depend on the size of slices and batches."""
     model, tokens = make_model("gpt2").double(), torch.randint(2, 98, (5, 14), generator=torch.Generator().manual_seed(0))
     whole = token_losses(model, tokens)
     monkeypatch.setattr("hf_posswap.measure.losses._LOGITS_A_SLICE", 99 * 4)
@@ -142,7 +142,7 @@ def test_masked_losses(make_model, bert_tokenizer):
 
 
 def test_losses_by_position():
-    """Ranges of positions against loops; what is not predicted does not count."""
+    """Losses by position are what loops find; tokens that are not predicted do not count."""
     losses = torch.rand(7, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     losses[:, 0] = torch.nan
     losses[3, 5:9] = torch.nan
@@ -155,7 +155,7 @@ def test_losses_by_position():
 
 
 def test_wrong_models(make_model):
-    """A model without a head, and a masked one without labels."""
+    """A model without a head is refused, and so is a masked one without labels."""
     with pytest.raises(posswap.PosswapError, match="no language-modelling head"):
         token_losses(make_model("bert", head=BertModel), torch.ones(1, 4, dtype=torch.long))
     with pytest.raises(posswap.PosswapError, match="labels"):
@@ -179,7 +179,7 @@ def test_the_same_tokens_at_every_length(gpt2_tokenizer, bert_tokenizer):
 
 
 def test_masks(bert_tokenizer):
-    """By seed, epoch and sequence alone; special tokens never; training sees other masks in every epoch."""
+    """Masks depend on seed, epoch and sequence alone, and never cover special tokens."""
     blocks = token_blocks([" ".join(SENTENCES) * 40], bert_tokenizer, 32)
     inputs, labels = mask_tokens(blocks, bert_tokenizer, 0.15)
     torch.rand(3)
@@ -221,7 +221,7 @@ def test_documents(tmp_path):
 
 
 def test_a_new_head(bert, bert_tokenizer):
-    """It learns; the encoder, with the embeddings that are tied to it, stays bit for bit; no seed but its own matters."""
+    """A new head learns while the encoder and the tied embeddings stay bit for bit; the global seed does not matter."""
     blocks = token_blocks([" ".join(SENTENCES) * 40], bert_tokenizer, 16)
     held = mask_tokens(blocks[::4], bert_tokenizer, 0.3)
     config = TrainingConfig(max_steps=30, batch_size=8, learning_rate=1e-2, dropout=False)

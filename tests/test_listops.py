@@ -40,7 +40,7 @@ def recipe(recipe):
     ],
 )
 def test_hand_made(text, value):
-    """Every operator, its edges, and nesting."""
+    """Expressions by hand have their values: every operator, its edges, and nesting."""
     assert evaluate(text) == value
 
 
@@ -53,7 +53,7 @@ def _by_python(text: str) -> int:
 
 
 def test_against_python():
-    """All operators on all pairs and many triples of digits, and drawn expressions of every depth."""
+    """Values are those of Python, for all operators on pairs and triples of digits and for drawn expressions."""
     texts = [f"{o} {a} {b} ]" for o in OPERATORS for a in range(10) for b in range(10)]
     texts += [f"{o} {a} {b} {c} ]" for o in OPERATORS for a, b, c in itertools.product(range(0, 10, 3), repeat=3)]
     texts += draw(100, min_length=5, max_length=200, max_depth=6, max_args=5)

@@ -66,7 +66,7 @@ def test_numbers_that_do_not_vary(constant):
 
 
 def test_errors():
-    """Numbers that are not finite, labels that binary F1 has no place for, options and names that do not exist."""
+    """Numbers that are not finite, labels beyond two for binary F1, and unknown options and names are refused."""
     for metric in (Pearson, Spearman):
         for bad in (float("nan"), float("inf")):
             with pytest.raises(PosswapError, match="predictions hold (nan|inf) at place 1"):

@@ -163,7 +163,7 @@ def test_training_examples(tokenizer):
 
 
 def test_saying_is_what_generate_writes(make_model, gpt2_tokenizer):
-    """Right is what greedy generation gives, told without generating; ranks are those of likelihoods of whole texts."""
+    """A key is right if greedy generation would write it; candidates are ranked by their likelihoods."""
     model = make_model("gpt2", n_positions=64, eos_token_id=None)
     texts = depth_texts(PasskeyTexts(gpt2_tokenizer, "train", causal=True), 50, 0.5, 6)
     written = []

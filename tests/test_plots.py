@@ -147,7 +147,7 @@ def test_few_lines(label, best):
 
 
 def test_names_stand_where_lines_end():
-    """In the order of the ends, level with them where there is room, and not on top of each other where there is none."""
+    """Names stand in the order of their lines' ends, level with them where there is room, and never on each other."""
     figure = plots.plot_loss_by_length(
         {"far": {8: 3.0, 16: 9.0}, "b": {8: 3, 16: 2.01}, "a": {8: 3, 16: 2.0}}, 8, "", label="x"
     )
@@ -192,7 +192,7 @@ def test_outlier_rows_leave_colours_to_the_others():
 
 
 def test_similarity_against_a_loop():
-    """Cosines of all pairs of rows, or their dot products."""
+    """The similarity of rows is the cosine of each pair, or the dot product."""
     table = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
     cosines = plots.plot_similarity(table).axes[0].images[0]
     products = plots.plot_similarity(table, normalise=False).axes[0].images[0]
@@ -309,7 +309,7 @@ def test_heat_maps_as_given():
 
 
 def test_position_tables(make_model, make_swapped):
-    """Of a scheme as printed, of a checkpoint its table, of a swapped model what stands in the table's place."""
+    """A position table is the scheme's formula, the checkpoint's table, or what stands in its place in a swapped model."""
     assert_close(position_table(posswap.Sinusoidal(layout="halves"), 5, 6), sinusoids(torch.arange(5), 6, layout="halves"))
     model = make_model("gpt2", head=GPT2Model)
     assert_close(position_table(model), model.wpe.weight.detach())
@@ -321,7 +321,7 @@ def test_position_tables(make_model, make_swapped):
 
 @pytest.mark.parametrize("layout", ["interleaved", "cosine_first", "halves", "tensor2tensor"])
 def test_frequencies(layout, make_swapped):
-    """Those of sinusoids by their formula, in every layout, and those with which rotary turns."""
+    """Frequencies are those of the sinusoids' formula, in every layout, and those with which rotary turns."""
     exponents = torch.arange(4, dtype=torch.float64) / (3 if layout == "tensor2tensor" else 4)
     found = frequencies(posswap.Sinusoidal(layout=layout, base=500), one_head(8, 16))
     assert_close(found, 500**-exponents, rtol=1e-5, atol=0)
@@ -399,7 +399,7 @@ def test_command_writes_pictures(kind, bert, tmp_path):
 
 
 def test_other_formats_are_refused(tmp_path):
-    """PNG and SVG are what there is, said before anything is computed."""
+    """Formats other than PNG and SVG are refused."""
     for name in ("a.jpg", "picture", "a.PNG.pdf"):
         with pytest.raises(PosswapError, match="must end in .png or .svg"):
             call("table", "sinusoidal", "--output", tmp_path / name)
@@ -413,7 +413,7 @@ def test_same_picture_same_file(tmp_path):
 
 
 def test_command_options(tmp_path):
-    """Sizes and shifts reach the picture."""
+    """The options for sizes and shifts reach the picture."""
     assert drawn("table", "sinusoidal").axes[0].images[0].get_array().shape == (16, 64)
     assert drawn("table", "sinusoidal", positions=5, size=8).axes[0].images[0].get_array().shape == (5, 8)
     shifted = drawn("translation", "ladder:rung=slowed", shifts=(2, 7), size=8)
@@ -547,7 +547,7 @@ def test_a_shift_that_is_no_linear_map_misses(rung):
 
 
 def test_rows_of_zeros_have_no_cosine():
-    """They are left out of means and bands, and blank in the matrix."""
+    """Rows of zeros are left out of means and bands, and blank in the matrix."""
     table = torch.tensor([[0.0, 0.0], [1.0, 0.0], [2.0, 0.0]])
     line = plots.plot_dot_products({"count": table}).axes[0].lines[0]
     assert line.get_ydata().tolist() == [1.0, 1.0]
@@ -555,7 +555,7 @@ def test_rows_of_zeros_have_no_cosine():
 
 
 def test_what_a_picture_does_not_look_at_is_an_error(tmp_path):
-    """Options of other kinds, runs of other depths, foreign files."""
+    """Options of other kinds, runs of other depths and foreign files are refused."""
     file, details = tmp_path / "runs.json", {"depths": [0], "lengths": [8], "accuracy": [[1]]}
     run = {"config": {"scheme": "rotary", "start": "fit", "seed": 0}, "details": details}
     for kind, source, message in (

@@ -30,7 +30,7 @@ def readme() -> str:
 
 
 def test_generated_parts_are_what_the_result_files_say(update, readme):
-    """Tables, figures in sentences, and that the sentences hold, all of it computed again."""
+    """Tables and sentences of the pages are what the result files give today."""
     assert update["render"](readme) == readme
     assert update["results_page"]() == (update["RESULTS"] / "README.md").read_text()
 
@@ -107,6 +107,7 @@ def test_links():
 
 
 def test_readme_is_short(readme):
+    """The README has at most 200 lines."""
     assert len(readme.splitlines()) <= 200
 
 

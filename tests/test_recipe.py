@@ -199,7 +199,7 @@ def test_figures_that_are_no_numbers(start, tmp_path):
 
 
 def test_ctrl_c(start, tmp_path):
-    """Before training, too, it is one line and the exit status of shells."""
+    """Ctrl-C is one line and the exit status of shells, before training, too."""
     code, out = start("--output", tmp_path / "out", answer=KeyboardInterrupt())
     assert code == 130 and "--resume goes on" in " ".join(out.split()) and "Traceback" not in out
 
@@ -267,7 +267,7 @@ def test_models_by_start(checkpoint):
 
 
 def test_wrong_checkpoints(checkpoint, tmp_path):
-    """A folder without a tokenizer, and an already swapped one."""
+    """A folder without a tokenizer is refused, and so is a swapped one."""
     with pytest.raises(posswap.PosswapError, match="do not belong together"):
         load_tokenizer(checkpoint)
     swapped = load_model(RecipeConfig(model=checkpoint, scheme="rotary"), AutoModelForSequenceClassification)

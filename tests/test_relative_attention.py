@@ -128,7 +128,7 @@ def test_equals_the_loop(cut, shape, way):
 
 @pytest.mark.parametrize(("causal", "kind", "values"), list(itertools.product((False, True), ("none", "left"), (False, True))))
 def test_dropout_equals_the_loop_with_the_same_mask(cut, causal, kind, values):
-    """What is dropped is read from a call whose values are the unit vectors; then everything must agree."""
+    """With dropout, output and gradients are those of the loop with the same entries dropped."""
     torch.manual_seed(0)
     keys = 12
     cut("window", 5, 2)
@@ -255,7 +255,7 @@ def test_gradients_by_torch_func():
 
 
 def test_second_derivatives_are_refused():
-    """Differentiable once; asking for more is an error, not a wrong number."""
+    """Second derivatives are an error, not a wrong number."""
     tensors = inputs((1, 1, 5, 5, 2))
     (grad,) = torch.autograd.grad(relative_attention(*tensors, clip=2).square().sum(), tensors[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -295,7 +295,7 @@ SQUARE = (2, 2, 5, 5, 3)
     ids=str,
 )
 def test_bad_input(change, says):
-    """What was given, what is accepted, and what to do."""
+    """Bad input is refused with what was given and what is accepted."""
     names = ("query", "key", "value", "key_table", "value_table")
     arguments = dict(zip(names, inputs(SQUARE, dtype=torch.float32), strict=True), clip=3) | change
     with pytest.raises(posswap.PosswapError) as error:
@@ -304,7 +304,7 @@ def test_bad_input(change, says):
 
 
 def test_implementation_of_a_model(make_model, make_swapped, tokens):
-    """It is set for all layers at once, changes no number, is not saved, and a wrong name changes nothing."""
+    """The implementation is set for all layers, changes no number and is not saved; a wrong name is refused."""
     with pytest.raises(posswap.PosswapError, match="no relative positions"):
         posswap.set_relative_implementation(make_model("bert"), "window")
     model = make_swapped("bert", posswap.Relative(clip=3), "sdpa")
@@ -329,7 +329,7 @@ def test_implementation_of_a_model(make_model, make_swapped, tokens):
 
 @pytest.mark.parametrize("implementation", ["fused", "window"])
 def test_strides_of_all_kinds(implementation):
-    """Transposed, every second number, expanded: the fused kernel would read them as if they were dense."""
+    """Transposed, sliced and expanded tensors give what dense ones give."""
     torch.manual_seed(0)
     dense = [torch.randn(1, 2, 30, 4, dtype=torch.float64) for _ in range(3)]
     tables = [torch.randn(11, 4, dtype=torch.float64) for _ in range(2)]
@@ -367,7 +367,7 @@ def test_dropout_does_not_depend_on_threads():
 
 @pytest.mark.parametrize("implementation", ["fused", "window"])
 def test_float16_scores_are_scaled_first(implementation):
-    """A product of 64 numbers of size 40 is beyond float16, an eighth of it is not."""
+    """Float16 scores are scaled before they are summed, so large ones stay finite."""
     torch.manual_seed(0)
     tensors = [(40 + torch.randn(1, 1, 40, 64)).half().requires_grad_() for _ in range(2)]
     value, table = torch.randn(1, 1, 40, 64).half(), torch.zeros(7, 64).half()

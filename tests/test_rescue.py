@@ -51,7 +51,7 @@ def checkpoint(kind, tmp_path):
 
 
 def test_outputs_of_transformers_4(checkpoint, backend):
-    """Encoder and decoder, with padding; also after saving and loading."""
+    """Outputs are those of transformers 4, for encoder and decoder, with padding, also after saving and loading."""
     folder, golden = checkpoint
     real = golden["mask"].bool()
     for auto_class, name in ((AutoModelForMaskedLM, "encoder"), (AutoModelForCausalLM, "decoder")):
@@ -83,7 +83,7 @@ def test_new_heads_are_named(checkpoint):
 
 
 def test_cache(checkpoint):
-    """Token by token is what one forward says; beyond the trained length, too, where distances are clipped."""
+    """Decoding with a cache equals one forward, beyond the trained length too."""
     folder, golden = checkpoint
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"is_decoder": True}))
@@ -109,7 +109,7 @@ def reports():
 @pytest.mark.usefixtures("reports")
 @pytest.mark.parametrize("stock", [AutoModel, AutoModelForMaskedLM, BertModel], ids=lambda stock: stock.__name__)
 def test_a_stock_load_is_noticed(checkpoint, stock):
-    """transformers 5 makes an absolute model of it: that warns, and whoever swaps or describes it is told."""
+    """A load by transformers 5, which makes an absolute model of it, warns; such a model cannot be swapped."""
     folder, _ = checkpoint
     place = re.escape(str(folder))
     says = rf"{place} has relative positions .*hf_posswap\.load_relative_key\('{place}', ...\)"
@@ -135,7 +135,7 @@ def test_other_reports_do_not_warn(make_model, tmp_path, caplog):
 
 
 def test_what_is_refused(checkpoint, make_model, tmp_path, kind):
-    """Absolute checkpoints, missing tables, classes without BERT, options that do not exist."""
+    """Absolute checkpoints, missing tables, classes without BERT and unknown options are refused."""
     folder, _ = checkpoint
     make_model("bert").save_pretrained(tmp_path / "plain")
     with pytest.raises(posswap.UnsupportedModelError, match="'absolute' positions"):

@@ -44,7 +44,7 @@ def beir(tmp_path):
 
 
 def test_beir(beir):
-    """Queries with an answer, and what is no such folder."""
+    """A folder of BEIR gives the queries with an answer; a broken one is an error."""
     one = read_beir(beir)
     assert one.relevant == {"q0": {"0"}, "q1": {"1"}} and one.queries.keys() == one.relevant.keys() and len(one.corpus) == 8
     (beir / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq0\t99\t1\n")

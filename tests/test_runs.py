@@ -44,7 +44,7 @@ def _matrix(root):
 
 
 def test_table(tmp_path):
-    """A line a row, the mean and the deviation over seeds, and the cost; what stands behind it is named."""
+    """The table has a line for each row, with mean and deviation over seeds and the cost."""
     runs = _matrix(tmp_path)
     lines = markdown(runs).splitlines()
     assert lines[0] == "| positions | accuracy | tokens/s | peak MiB |"
@@ -54,7 +54,7 @@ def test_table(tmp_path):
 
 
 def test_differences_are_taken_seed_by_seed(tmp_path):
-    """What all runs of a seed share falls out; bold is what a paired t-test says; one seed says less."""
+    """Differences are means over seeds of paired runs, bold where a paired t-test is sure; one seed has no spread."""
     values = {"original": [0.5, 0.7, 0.9], "rotary": [0.512, 0.714, 0.913], "none": [0.6, 0.5, 0.95]}
     values["learned"] = [0.25, 0.45, 0.65]
     for scheme, found in values.items():
@@ -78,7 +78,7 @@ def test_differences_are_taken_seed_by_seed(tmp_path):
 
 
 def test_what_was_born_with_a_scheme(tmp_path):
-    """It is compared with the original that was born without, whichever original was read first."""
+    """Runs from scratch are compared with the original from scratch, in whatever order they were read."""
     rows = (("original", "swap", 0.9), ("original", "scratch", 0.5), ("rotary", "scratch", 0.6), ("rotary", "fit", 0.8))
     for scheme, start, value in rows:
         write_run(tmp_path / f"{start}-{scheme}", {"accuracy": value}, scheme=scheme, start=start)
@@ -111,7 +111,7 @@ def test_every_budget_field_counts(tmp_path):
 
 
 def test_what_cannot_be_compared(tmp_path):
-    """Other recipes, seeds that only some rows have, a run twice, figures and options that are not there, empty folders."""
+    """Runs of several recipes, of unequal seeds, given twice, or without the figure asked for cannot be compared."""
     _matrix(tmp_path / "a")
     write_run(tmp_path / "b", {"accuracy": 1}, recipe="listops")
     with pytest.raises(posswap.PosswapError, match="one recipe at a time"):
