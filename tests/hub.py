@@ -76,6 +76,11 @@ class Repo:
         self.refs[ref] = oid
         return oid
 
+    def add(self, path: str, data: bytes) -> None:
+        """Write a small file, as somebody else would."""
+        head = self.commits[self.resolve("main")]
+        self.commit("main", head.tree | {path: File(data, None, len(data))}, path, head.oid)
+
     def resolve(self, revision: str) -> str | None:
         """Return the commit that a branch, a pull request or a hash stands for."""
         revision = unquote(revision).removeprefix("refs/heads/")

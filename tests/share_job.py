@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from hub import File, Hub, Repo
+from hub import Hub, Repo
 from huggingface_hub import HfApi
 from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, BertForMaskedLM, BertModel
 
@@ -199,11 +199,7 @@ def somebody_else(hub, folder):
     push(folder, "tester/shared")
     repo = hub.repos["tester/shared"]
 
-    def meanwhile():
-        head = repo.commits[repo.resolve("main")]
-        repo.commit("main", head.tree | {"NOTES.md": File(b"mine", None, 4)}, "theirs", head.oid)
-
-    hub.before_next("POST", "/commit/", meanwhile)
+    hub.before_next("POST", "/commit/", lambda: repo.add("NOTES.md", b"mine"))
     (folder / "README.md").write_text((folder / "README.md").read_text() + "\nMore.\n")
     with refused("somebody has changed tester/shared meanwhile"):
         push(folder, "tester/shared")
@@ -233,14 +229,11 @@ def a_card_that_is_there(hub, folder):
     """What somebody has written into the card on the Hub stays around ours when the folder has no card yet."""
     new_model(folder)
     hub.repos["tester/written"] = repo = Repo("tester/written", False)
-    text = b"---\nlanguage: de\n---\n\nRead me first.\n"
-    repo.commit("main", {"README.md": File(text, None, len(text))}, "by hand", repo.resolve("main"))
+    repo.add("README.md", b"---\nlanguage: de\n---\n\nRead me first.\n")
     push(folder, "tester/written")
     card = repo.read("README.md").decode()
     assert "language: de" in card and "Read me first." in card and "written by hf_posswap: begin" in card
-    edited = card.replace("Read me first.", "Read me first. And this.").encode()
-    head = repo.commits[repo.resolve("main")]
-    repo.commit("main", head.tree | {"README.md": File(edited, None, len(edited))}, "on the web", head.oid)
+    repo.add("README.md", card.replace("Read me first.", "Read me first. And this.").encode())
     with refused("has text that"):
         push(folder, "tester/written")
     assert b"And this." in repo.read("README.md")

@@ -379,7 +379,7 @@ def test_a_claim_that_is_not_made():
 
 
 def test_the_table():
-    """The report has a row for each check, a column for each family, and beneath them numbers, advice and what did not apply."""
+    """The report has a row for each check, a column for each family, and beneath them numbers and advice."""
     text = str(check_scheme(scheme(Waves, shift_invariant=True), models=EAGER))
     lines = text.splitlines()
     assert lines[0] == "Broken(label='plain') FAILS"

@@ -178,19 +178,6 @@ def test_restore_under_adapters(make_model, family):
         quick(get_peft_model(partly, LoraConfig(target_modules=["value" if family == "bert" else "attn.c_proj"], **options)))
 
 
-@pytest.mark.parametrize(("family", "scheme"), [("bert-decoder", "relative:clip=4"), ("gpt2", "rotary")])
-def test_cache_after_a_fit(make_model, family, scheme):
-    """Decoding with a cache equals one forward, after a fit too."""
-    model = posswap.swap(make_model(family, "sdpa"), scheme)
-    quick(model)
-    ids, cache, parts = text(2, 12), None, []
-    with torch.no_grad():
-        for step in ids.split(1, dim=1):
-            out = model(step, past_key_values=cache, use_cache=True)
-            cache, parts = out.past_key_values, [*parts, out.logits]
-        torch.testing.assert_close(torch.cat(parts, dim=1), model(ids).logits, rtol=1e-4, atol=1e-4)
-
-
 def test_inputs_seed_and_random_state(make_model):
     """Tensors, lists, generators, dicts and encodings of one text give one fit; no global generator moves."""
     ids = text()

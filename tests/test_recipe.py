@@ -156,12 +156,6 @@ def test_bad_files(tmp_path, text, says):
         read_config(Config, _file(tmp_path, text), {})
 
 
-def test_bad_start():
-    """A wrong start is refused in Python, too."""
-    with pytest.raises(posswap.PosswapError, match="known are cold, swap, fit, scratch"):
-        Config(start="warm")
-
-
 def test_a_run_from_the_command_line(start, tmp_path):
     """Options, help, result file; a finished folder is not overwritten, another configuration is not resumed."""
     code, out = start("--help")

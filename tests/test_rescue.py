@@ -69,7 +69,8 @@ def test_outputs_of_transformers_4(checkpoint, backend):
 def test_it_names_no_base(checkpoint):
     """An adapter must not name the checkpoint as its base, which loads as an absolute model."""
     folder, _ = checkpoint
-    model = posswap.load_relative_key(str(folder), AutoModelForMaskedLM)
+    model = posswap.load_relative_key(str(folder), AutoModelForMaskedLM, max_positions=40)
+    assert model.config.max_position_embeddings == 40
     assert model.name_or_path == model.config.name_or_path == "" and "base_model" not in model.config.position_scheme
 
 
@@ -80,21 +81,6 @@ def test_new_heads_are_named(checkpoint):
         UserWarning, match=r"lacks: bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias, classifier.w"
     ):
         posswap.load_relative_key(folder, AutoModelForSequenceClassification)
-
-
-def test_cache(checkpoint):
-    """Decoding with a cache equals one forward, beyond the trained length too."""
-    folder, golden = checkpoint
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"is_decoder": True}))
-    model = posswap.load_relative_key(folder, AutoModelForCausalLM, max_positions=40)
-    tokens = golden["tokens"].repeat(1, 2)
-    whole, cache, steps = model(tokens).logits, None, []
-    for token in tokens.split(1, dim=1):
-        out = model(token, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
-        steps.append(out.logits)
-    assert_close(torch.cat(steps, dim=1), whole, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture

@@ -196,13 +196,3 @@ def test_positions_in_keys_are_exact(dtype):
     positions = torch.tensor([[0, 255, 256, 65_535, 1_234_567, 16_777_215]])
     keys = write_positions(torch.randn(2, 3, 6, 8).to(dtype), positions)
     assert keys.shape == (2, 3, 6, 11) and torch.equal(read_positions(keys), positions.expand(2, -1))
-
-
-def test_a_table_in_a_plain_model():
-    """What is added to embeddings is written into the family's own table, at the family's own rows."""
-    model = posswap.swap(make_roberta(), "sinusoidal", max_positions=40)
-    native = posswap.export_native(model).model
-    tokens = torch.randint(4, 99, (2, 40), generator=torch.Generator().manual_seed(3))
-    assert type(native) is RobertaForMaskedLM and native.config.max_position_embeddings == 44
-    with torch.no_grad():
-        assert_close(native(tokens).logits, model(tokens).logits)

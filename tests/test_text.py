@@ -1,10 +1,8 @@
 """Embedded and user text: splits that do not overlap, formats that read alike, errors that say what is there."""
 
-import csv
-import json
-
 import pytest
 import torch
+from test_tables import write_rows
 
 from hf_posswap import PosswapError, text_batches
 from hf_posswap.data.text import read_documents, split_of, stdlib_documents, stdlib_prose, token_blocks
@@ -29,16 +27,9 @@ def test_prose_is_prose():
 def test_formats_read_alike(tmp_path):
     """The same rows come out of csv, tsv, jsonl and parquet, split the same way."""
     rows = [f"document number {n} has some text" for n in range(40)]
-    with open(tmp_path / "t.csv", "w", newline="") as file:
-        csv.writer(file).writerows([["text"], *([row] for row in rows)])
-    with open(tmp_path / "t.tsv", "w", newline="") as file:
-        csv.writer(file, delimiter="\t").writerows([["text"], *([row] for row in rows)])
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    import datasets
-
-    datasets.Dataset.from_dict({"text": rows}).to_parquet(tmp_path / "t.parquet")
+    files = [write_rows(tmp_path / f"t.{kind}", [{"text": row} for row in rows]) for kind in ("csv", "tsv", "jsonl", "parquet")]
     for split in ("train", "validation"):
-        read = [read_documents(tmp_path / f"t.{kind}", split=split) for kind in ("csv", "tsv", "jsonl", "parquet")]
+        read = [read_documents(file, split=split) for file in files]
         assert read[0] == [row for row in rows if split_of(row) == split] and read[0]
         assert all(other == read[0] for other in read)
 
