@@ -4,23 +4,30 @@ A test that takes a `case` is not run with every family and backend: see `spread
 """
 
 import gc
+import importlib
+import json
 import math
 import os
+import subprocess
+import sys
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test may reach the network
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: more threads than cores wait for each other, spinning
 
+import hf_posswap_cli
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import BertModel, BertTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_posswap as posswap
 from hf_posswap.contract import subject
 from hf_posswap.contract.subject import BACKENDS, FAMILIES, tiny_model
+from hf_posswap.experiments.options import RecipeConfig
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,34 @@ def _make_swapped(family: str, scheme, backend: str = "eager", *, max_positions=
     return model
 
 
+def snapshot(model: PreTrainedModel) -> dict[str, dict]:
+    """Everything that a swap, a restore or a fit may change in a model: tensors copied, objects by identity."""
+    modules, config = dict(model.named_modules()), model.config.to_dict()
+    config.get("position_scheme", {}).pop("fitted_length", None)  # a fit notes what it was fitted to
+    return {
+        "weights": {name: value.clone() for name, value in (*model.state_dict().items(), *model.named_buffers())},
+        "parameters": {name: (id(p), p.dtype, p.requires_grad, p.grad is None) for name, p in model.named_parameters()},
+        "modules": {name: (type(one), one.training, id(getattr(one, "config", None))) for name, one in modules.items()},
+        "attributes": {name: sorted(vars(one)) for name, one in modules.items()},
+        "hooks": {name: [*one._forward_pre_hooks, *one._forward_hooks] for name, one in modules.items()},
+        "config": config,
+    }
+
+
+def changes(model: PreTrainedModel, before: dict[str, dict]) -> set[tuple[str, str]]:
+    """What is another than in the snapshot, as (part, name); tensors bit for bit, NaN too."""
+    after, found = snapshot(model), set()
+    for part, values in before.items():
+        for name in values.keys() | after[part].keys():
+            one, other = values.get(name), after[part].get(name)
+            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+                same = one.shape == other.shape and torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+            else:
+                same = one is None if other is None else one == other
+            found |= set() if same else {(part, name)}
+    return found
+
+
 @pytest.fixture
 def make_model():
     """The factory of plain models: `make_model(family, backend, head=, seed=, **config)`."""
@@ -172,3 +207,58 @@ def gpt2_tokenizer():
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "unk_token": "<unk>", "pad_token": "<pad>"}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def write_run(folder: Path, figures: dict[str, float], *, recipe: str = "passkey", cpu: str = "a cpu", **options) -> Path:
+    """Write the result file of a run with these options of its recipe; return its path."""
+    result = {
+        "format": 1, "recipe": recipe, "command": f"python recipes/{recipe}.py --seed {options.get('seed', 0)}",
+        "commit": "abc", "versions": {"hf_posswap": "0.1.0", "torch": "2", "transformers": "5"},
+        "hardware": {"cpu": cpu, "threads": 1, "accelerator": None}, "config": asdict(RecipeConfig(**options)),
+        "figures": figures, "cost": {"tokens_per_second": 1000.0, "peak_memory_bytes": 2**30, "processes": 1},
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text(json.dumps(result))
+    return folder / "result.json"
+
+
+def run_python(*arguments, **options) -> subprocess.CompletedProcess:
+    """Run another Python with these arguments, and options of `subprocess.run`; it must end well."""
+    options = {"capture_output": True, "text": True, "timeout": 600} | options
+    done = subprocess.run([sys.executable, *map(str, arguments)], check=False, **options)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture
+def save(make_model, bert_tokenizer, gpt2_tokenizer, tmp_path):
+    """The function that saves a tiny headless BERT, or a GPT-2, with its tokenizer: `save(family, **config)` is the folder."""
+
+    def write(family: str, **options) -> Path:
+        usual = {"bert": {"head": BertModel}, "gpt2": {"bos_token_id": 1, "eos_token_id": 1}}[family]
+        make_model(family, **usual | options).save_pretrained(tmp_path / family)
+        {"bert": bert_tokenizer, "gpt2": gpt2_tokenizer}[family].save_pretrained(tmp_path / family)
+        return tmp_path / family
+
+    return write
+
+
+@pytest.fixture
+def program(monkeypatch, capsys):
+    """The function that runs `hf-posswap` here with some arguments; it returns the exit status, the output and the errors."""
+
+    def run(*arguments, main=hf_posswap_cli.main) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["hf-posswap", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        said = capsys.readouterr()
+        return stop.value.code or 0, said.out, " ".join(said.err.split())
+
+    return run
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    """The function that imports a recipe by its name, as Python does when the recipe is run."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "recipes"))
+    return importlib.import_module

@@ -1,8 +1,12 @@
 """What test_distributed.py starts under torchrun: `distributed_job.py MODE FOLDER`. Every process writes what it saw."""
 
+import contextlib
 import gc
+import importlib
+import io
 import json
 import os
+import random
 import runpy
 import signal
 import sys
@@ -13,9 +17,18 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+    BertTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 
 import hf_posswap as posswap
+from hf_posswap.experiments.recipe import main
 from hf_posswap.measure.losses import token_losses
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.batching import pad
@@ -105,6 +118,38 @@ def heat_map(folder: Path) -> dict:
     return {"panels": passkey["heat_maps"](None, texts, config, ask=ask), "calls": calls}
 
 
+def sentences(data: Path) -> None:
+    """Write a tiny BERT, and sentences whose label is their first animal."""
+    words, chance = "cat dog the a sat ran on under mat log and then it was happy sad".split(), random.Random(0)
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    BertTokenizer(vocab={word: number for number, word in enumerate(vocabulary)}).save_pretrained(data)
+    torch.manual_seed(0)
+    BertModel(BertConfig(**SIZES, max_position_embeddings=32, initializer_range=0.3)).save_pretrained(data)
+    for split, count in (("train", 400), ("validation", 101)):
+        rows = [[*chance.sample(words[:2], 2), *chance.choices(words[2:], k=chance.randint(1, 12))] for _ in range(count)]
+        (data / f"{split}.csv").write_text("sentence,label\n" + "".join(f"{' '.join(row)},{row[0]}\n" for row in rows))
+
+
+def recipe(folder: Path) -> dict:
+    """Run a recipe as its command line does; return its result, and how often this process said that it measures."""
+    data = folder / "data"
+    if PartialState().is_main_process:
+        sentences(data)
+    PartialState().wait_for_everyone()
+    options = "--no-dropout --eval-steps 3 --learning-rate 1e-3 --scheme rotary --start fit --save-model --max-steps 6"
+    options += " --batch-size 8 --eval-batch-size 8 --fit-steps 2 --fit-tokens 256"
+    files = ["--train-file", data / "train.csv", "--validation-file", data / "validation.csv"]
+    sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+    module = importlib.import_module("downstream_classification")
+    sys.argv = ["recipe", "--model", str(data), *map(str, files), *options.split(), "--output", str(folder / "recipe")]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            main(module.Config, module.run)
+        except SystemExit as stop:
+            assert not stop.code, said.getvalue()
+    return json.loads((folder / "recipe" / "result.json").read_text()) | {"said": said.getvalue().count("measuring")}
+
+
 def ddp(folder: Path) -> dict:
     seen = {}
     model, run = train(gpt2(), even_rows(), STEADY, progress=False)
@@ -161,6 +206,7 @@ def ddp(folder: Path) -> dict:
     seen["examples"] = evaluate_batches(classifier, rows, Counter(), collate=pad, batch_size=8, progress=False)
     assert classifier.training
     seen["labelled_tokens"] = evaluate_batches(bert(), ragged_rows(203), Counter(), collate=pad, batch_size=8, progress=False)
+    seen["recipe"] = recipe(folder)  # which disconnects the processes at its end
     return seen
 
 

@@ -76,13 +76,17 @@ class Repo:
         self.refs[ref] = oid
         return oid
 
+    def add(self, path: str, data: bytes) -> None:
+        """Write a small file, as somebody else would."""
+        head = self.commits[self.resolve("main")]
+        self.commit("main", head.tree | {path: File(data, None, len(data))}, path, head.oid)
+
     def resolve(self, revision: str) -> str | None:
         """Return the commit that a branch, a pull request or a hash stands for."""
         revision = unquote(revision).removeprefix("refs/heads/")
         return self.refs.get(revision) or (revision if revision in self.commits else None)
 
     def pull_requests(self) -> list[str]:
-        """Return the refs of all pull requests."""
         return [ref for ref in self.refs if ref.startswith("refs/pr/")]
 
     def read(self, path: str, revision: str = "main") -> bytes | None:
@@ -140,7 +144,6 @@ class Hub:
         return set(_scan_shards(self.xet_folder))
 
     def contents(self, sha256: str) -> bytes:
-        """Return a large file."""
         import hf_xet
 
         xet_hash, size = self.xet_files[sha256]
@@ -150,7 +153,6 @@ class Hub:
         return target.read_bytes()
 
     def has(self, sha256: str) -> bool:
-        """Whether a large file has arrived."""
         if sha256 not in self.xet_files:
             self.xet_files |= _scan_shards(self.xet_folder)
         return sha256 in self.xet_files
@@ -217,16 +219,12 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_DELETE = do_HEAD = handle_any
 
     def route(self, path: str) -> None:
-        """Find who answers."""
         routes = (
-            (r"/api/whoami-v2", self.whoami),
-            (r"/api/validate-yaml", self.validate_yaml),
+            (r"/api/validate-yaml", lambda: self.answer(200, {"errors": [], "warnings": []})),
             (r"/api/repos/create", self.create),
             (r"/((?:datasets/)?[^/]+/[^/]+)/resolve/(refs(?:/|%2F)pr(?:/|%2F)\d+|[^/]+)/(.+)", self.resolve),
             (r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)(?:/revision/(.+))?", self.info),
             (r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)/tree/([^/]+)(?:/(.*))?", self.tree),
-            (r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)/paths-info/(.+)", self.paths_info),
-            (r"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)/refs", self.refs),
             (r"/api/models/([^/]+/[^/]+)/preupload/(.+)", self.preupload),
             (r"/api/models/([^/]+/[^/]+)/commit/(.+)", self.commit),
             (r"/api/models/([^/]+/[^/]+)/xet-(?:read|write)-token/.+", self.xet_token),
@@ -261,27 +259,7 @@ class Handler(BaseHTTPRequestHandler):
             return None
         return repo.commits[oid]
 
-    def whoami(self) -> None:
-        """Who is it."""
-        if self.user is None:
-            self.refuse(401, "Invalid username or password.")
-            return
-        access = {"type": "access_token", "accessToken": {"displayName": "test", "role": "write"}}
-        self.answer(
-            200, {"type": "user", "id": self.user, "name": self.user, "fullname": self.user, "orgs": [], "auth": access}
-        )
-
-    def validate_yaml(self) -> None:
-        """Check a card's front matter."""
-        found, errors = FRONT_MATTER.match(json.loads(self.body)["content"]), []
-        try:
-            yaml.safe_load(found[1] if found else "")
-        except yaml.YAMLError as error:
-            errors = [{"message": str(error)}]
-        self.answer(400 if errors else 200, {"errors": errors, "warnings": []})
-
     def create(self) -> None:
-        """Make a repository."""
         if self.user is None:
             self.refuse(401, "Invalid username or password.")
             return
@@ -300,24 +278,14 @@ class Handler(BaseHTTPRequestHandler):
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def info(self, name: str, revision: str | None) -> None:
-        """What a repository holds."""
         if (repo := self.repo(name)) is None or (commit := self.commit_of(repo, revision)) is None:
             return
         card = FRONT_MATTER.match(commit.tree["README.md"].data.decode()) if "README.md" in commit.tree else None
-        facts = {
-            "id": name.removeprefix("datasets/"),
-            "modelId": name,
-            "sha": commit.oid,
-            "private": repo.private,
-            "tags": [],
-            "downloads": 0,
-            "likes": 0,
-        }
+        facts = {"id": name.removeprefix("datasets/"), "modelId": name, "sha": commit.oid, "private": repo.private, "tags": []}
         facts |= {"cardData": yaml.safe_load(card[1]) if card else {}, "lastModified": commit.date, "createdAt": commit.date}
         self.answer(200, facts | {"siblings": [{"rfilename": path} for path in sorted(commit.tree)]})
 
     def tree(self, name: str, revision: str, folder: str | None) -> None:
-        """List files below a folder."""
         if (repo := self.repo(name)) is None or (commit := self.commit_of(repo, revision)) is None:
             return
         inside = f"{unquote(folder)}/" if folder else ""
@@ -332,23 +300,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.answer(200, found)
 
-    def paths_info(self, name: str, revision: str) -> None:
-        """Say more about some files."""
-        if (repo := self.repo(name)) is None or (commit := self.commit_of(repo, revision)) is None:
-            return
-        asked = json.loads(self.body)["paths"] if self.body.startswith(b"{") else parse_qs(self.body.decode()).get("paths", [])
-        self.answer(200, [_entry(path, commit.tree[path]) for path in asked if path in commit.tree])
-
-    def refs(self, name: str) -> None:
-        """List branches and pull requests."""
-        if (repo := self.repo(name)) is None:
-            return
-        branches = [{"name": r, "ref": f"refs/heads/{r}", "targetCommit": o} for r, o in repo.refs.items() if "/" not in r]
-        pulls = [{"name": ref.rpartition("/")[2], "ref": ref, "targetCommit": repo.refs[ref]} for ref in repo.pull_requests()]
-        self.answer(200, {"branches": branches, "converts": [], "tags": [], "pullRequests": pulls})
-
     def resolve(self, name: str, revision: str, path: str) -> None:
-        """Send a file, or a part of it."""
         if (repo := self.repo(name)) is None or (commit := self.commit_of(repo, revision)) is None:
             return
         file = commit.tree.get(unquote(path))
@@ -388,7 +340,6 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {"files": files})
 
     def commit(self, name: str, revision: str) -> None:
-        """Write a commit, or a pull request."""
         if (repo := self.repo(name, write=True)) is None or (parent := self.commit_of(repo, revision)) is None:
             return
         tree, header = dict(parent.tree), {}

@@ -3,6 +3,7 @@
 HF_ENDPOINT=http://127.0.0.1:PORT python tests/share_job.py FOLDER  # prints {scenario: "" or what went wrong} last
 """
 
+import copy
 import json
 import os
 import subprocess
@@ -12,13 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from hub import File, Hub, Repo
+from hub import Hub, Repo
 from huggingface_hub import HfApi
 from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, BertForMaskedLM, BertModel
 
 import hf_posswap as posswap
 
 SCENARIOS = {}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
 
 
 def scenario(function):
@@ -48,8 +50,7 @@ def refused(words):
 def new_model(folder, seed=0):
     """Write a swapped model whose layers are too small for anything but a test."""
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
-    model = BertForMaskedLM(BertConfig(**sizes, initializer_range=0.3)).eval()
+    model = BertForMaskedLM(BertConfig(**SIZES, initializer_range=0.3)).eval()
     posswap.swap(model, "rotary:theta=500").save_pretrained(folder)
     return model
 
@@ -85,9 +86,7 @@ def push_and_pull(hub, folder):
 @scenario
 def the_base_is_recorded(hub, folder):
     """A checkpoint that was loaded from the Hub is named in the swapped one's config, with its commit."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
-    BertModel(BertConfig(**sizes)).push_to_hub("tester/base")
+    BertModel(BertConfig(**SIZES)).push_to_hub("tester/base")
     model = posswap.swap(BertModel.from_pretrained("tester/base"), "none")
     expected = {"id": "tester/base", "revision": hub.repos["tester/base"].resolve("main")}
     assert model.config.position_scheme["base_model"] == expected, model.config.position_scheme
@@ -200,11 +199,7 @@ def somebody_else(hub, folder):
     push(folder, "tester/shared")
     repo = hub.repos["tester/shared"]
 
-    def meanwhile():
-        head = repo.commits[repo.resolve("main")]
-        repo.commit("main", head.tree | {"NOTES.md": File(b"mine", None, 4)}, "theirs", head.oid)
-
-    hub.before_next("POST", "/commit/", meanwhile)
+    hub.before_next("POST", "/commit/", lambda: repo.add("NOTES.md", b"mine"))
     (folder / "README.md").write_text((folder / "README.md").read_text() + "\nMore.\n")
     with refused("somebody has changed tester/shared meanwhile"):
         push(folder, "tester/shared")
@@ -234,14 +229,11 @@ def a_card_that_is_there(hub, folder):
     """What somebody has written into the card on the Hub stays around ours when the folder has no card yet."""
     new_model(folder)
     hub.repos["tester/written"] = repo = Repo("tester/written", False)
-    text = b"---\nlanguage: de\n---\n\nRead me first.\n"
-    repo.commit("main", {"README.md": File(text, None, len(text))}, "by hand", repo.resolve("main"))
+    repo.add("README.md", b"---\nlanguage: de\n---\n\nRead me first.\n")
     push(folder, "tester/written")
     card = repo.read("README.md").decode()
     assert "language: de" in card and "Read me first." in card and "written by hf_posswap: begin" in card
-    edited = card.replace("Read me first.", "Read me first. And this.").encode()
-    head = repo.commits[repo.resolve("main")]
-    repo.commit("main", head.tree | {"README.md": File(edited, None, len(edited))}, "on the web", head.oid)
+    repo.add("README.md", card.replace("Read me first.", "Read me first. And this.").encode())
     with refused("has text that"):
         push(folder, "tester/written")
     assert b"And this." in repo.read("README.md")
@@ -269,11 +261,8 @@ def what_is_not_sent(hub, folder):
             push(folder, "tester/never")
         path.unlink()
 
-    try_with("training_args.bin", lambda p: p.write_bytes(b"x"), "no part of a shared model")
-    try_with("checkpoint-5/optimizer.pt", lambda p: p.write_bytes(b"x"), "no part of a shared model")
-    try_with("evil.py", lambda p: p.write_text("print()"), "no part of a shared model")
-    try_with("token.json", lambda p: p.write_text("{}"), "no part of a shared model")
-    try_with("more/config.json", lambda p: p.write_text("{}"), "no part of a shared model")
+    for name in ("training_args.bin", "checkpoint-5/optimizer.pt", "evil.py", "token.json", "more/config.json"):
+        try_with(name, lambda p: p.write_bytes(b"{}"), "no part of a shared model")
     stub = folder / "modeling_hf_posswap.py"
     for path, change in (
         (stub, lambda text: text + "import os\n"),
@@ -308,29 +297,21 @@ def what_is_not_sent(hub, folder):
 @scenario
 def delta_and_leaderboard(hub, folder):
     """A delta is shared and loaded by its id; leaderboards read repositories, by revision too, and say what is missing."""
-    torch.manual_seed(0)
-    base = BertModel(
-        BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50)
-    )
-    twin = BertModel(base.config)
-    twin.load_state_dict(base.state_dict())
-    posswap.save_delta(posswap.swap(twin, "relative:clip=4"), folder, base_model=base)
+    base = BertModel(BertConfig(**SIZES))
+    posswap.save_delta(posswap.swap(copy.deepcopy(base), "relative:clip=4"), folder, base_model=base)
     push(folder, "tester/delta")
     assert str(posswap.describe(posswap.load_delta(base, "tester/delta")).new) == "relative:clip=4"
-    with refused("none of tester/delta has a comparison"):
-        posswap.leaderboard(["tester/delta"])
-    sha = hub.repos["tester/delta"].resolve("main")
-    with refused("has a comparison"):
-        posswap.leaderboard([f"tester/delta@{sha}"])
-    with refused("no revision nope"):
-        posswap.leaderboard(["tester/delta@nope"])
-    with refused("there is no model tester/absent"):
-        posswap.leaderboard(["tester/absent"])
     hub.repos["tester/bare"] = Repo("tester/bare", False)
-    with refused("it was not shared with hf_posswap"):
-        posswap.leaderboard(["tester/bare"])
-    with refused("neither a folder nor a name"):
-        posswap.leaderboard(["a/b/c"])
+    for place, words in (
+        ("tester/delta", "none of tester/delta has a comparison"),
+        (f"tester/delta@{hub.repos['tester/delta'].resolve('main')}", "has a comparison"),
+        ("tester/delta@nope", "no revision nope"),
+        ("tester/absent", "there is no model tester/absent"),
+        ("tester/bare", "it was not shared with hf_posswap"),
+        ("a/b/c", "neither a folder nor a name"),
+    ):
+        with refused(words):
+            posswap.leaderboard([place])
 
 
 # In a process of its own, which has not imported hf_posswap before it trusts the code that came with the weights.

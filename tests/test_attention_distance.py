@@ -10,7 +10,7 @@ from hf_posswap.measure import attention_by_distance
 @pytest.mark.parametrize("side", [None, "left", "right"])
 @pytest.mark.only(cases=KINDS)
 def test_against_eager_probabilities(model, family, backend, tokens, side):
-    """For every scheme and family: a loop over the probabilities of the same model in eager attention, padding left out."""
+    """Attention by distance is what a loop over eager probabilities finds, without padding, for every scheme and family."""
     mask = torch.ones_like(tokens)
     if side is not None:
         mask[1, :6] = 0

@@ -1,6 +1,5 @@
 """The benchmarks: that models are what they are called, that ratios are paired, and what is refused; never times."""
 
-import importlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,25 +10,22 @@ import hf_posswap as posswap
 from hf_posswap.errors import PosswapError
 from hf_posswap.schemes import parse_scheme
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+
+@pytest.fixture
+def benchmark(recipe):
+    """The module recipes/benchmark_attention.py."""
+    return recipe("benchmark_attention")
 
 
 @pytest.fixture
-def recipe(monkeypatch):
-    """The module recipes/benchmark_attention.py, imported as Python imports it when it is run."""
-    monkeypatch.syspath_prepend(str(RECIPES))
-    return importlib.import_module("benchmark_attention")
-
-
-@pytest.fixture
-def config(recipe):
+def config(benchmark):
     """One tiny run; tests replace what they are about."""
     sizes = {"layers": 1, "hidden": 32, "heads": 2, "vocab": 50}
-    return recipe.Config(scheme="relative:clip=3", shape=("2x24",), phase=("forward",), calls=2, seconds=0.0, **sizes)
+    return benchmark.Config(scheme="relative:clip=3", shape=("2x24",), phase=("forward",), calls=2, seconds=0.0, **sizes)
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_models_are_what_they_are_called(recipe, config, family):
+def test_models_are_what_they_are_called(benchmark, config, family):
     """Schemes, backends and implementations reach the model, tables count, and one scheme is one sum however computed."""
     config = replace(config, family=family)
     tokens = torch.randint(0, 50, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -39,7 +35,7 @@ def test_models_are_what_they_are_called(recipe, config, family):
         ("relative:clip=3", "eager", None), ("relative:clip=3", "sdpa", "window"), ("relative:clip=3", "sdpa", "fused"),
     ):  # fmt: skip
         one = replace(config, scheme=scheme, attention=attention, implementation=implementation)
-        model = recipe.build_model(one, 512)
+        model = benchmark.build_model(one, 512)
         assert model.config._attn_implementation == attention and not model.training
         if scheme != "original":
             assert posswap.describe(model).new == parse_scheme(scheme)
@@ -52,14 +48,16 @@ def test_models_are_what_they_are_called(recipe, config, family):
     assert not any(torch.allclose(first[a], first[b], atol=1e-4) for a in range(3) for b in range(a))
 
 
-def test_phases(recipe, config):
+def test_phases(benchmark, config):
     """Each is what it is called: a training step has gradients, a forward has none, a decoded token grows the cache."""
     for phase, family in (("forward", "bert"), ("train", "bert"), ("decode", "gpt2")):
         seen = []
         with pytest.MonkeyPatch.context() as patch:
-            build = recipe.build_model
-            patch.setattr(recipe, "build_model", lambda *given, build=build, seen=seen: seen.append(build(*given)) or seen[-1])
-            step = recipe.make_step(replace(config, family=family), phase, 2, 24)
+            build = benchmark.build_model
+            patch.setattr(
+                benchmark, "build_model", lambda *given, build=build, seen=seen: seen.append(build(*given)) or seen[-1]
+            )
+            step = benchmark.make_step(replace(config, family=family), phase, 2, 24)
         lengths = []
         seen[0].register_forward_hook(
             lambda module, given, out, lengths=lengths: lengths.append(
@@ -71,29 +69,32 @@ def test_phases(recipe, config):
         assert lengths == [(1 if phase == "decode" else 24, phase == "train")] * 2
 
 
-def test_ratios_are_paired(recipe, config, monkeypatch):
-    """The median over pairs of calls, with quartiles; the reference is called first, and both equally often."""
+def test_ratios_are_paired(benchmark, config, monkeypatch):
+    """Times are medians over pairs of calls, with quartiles; the reference is called first, and both equally often."""
     called = []
     ticks = iter([0, 1, 1, 3] * 3 + [0, 1, 1, 3, 0, 2, 2, 3, 0, 1, 1, 4])  # 3 pairs of warm-up, then 1:2, 2:1, 1:3
-    monkeypatch.setattr(recipe.time, "process_time", lambda: next(ticks))
-    found = recipe.paired_times(replace(config, calls=3), [lambda: called.append("reference"), lambda: called.append("ours")])
+    monkeypatch.setattr(benchmark.time, "process_time", lambda: next(ticks))
+    found = benchmark.paired_times(
+        replace(config, calls=3), [lambda: called.append("reference"), lambda: called.append("ours")]
+    )
     assert called == ["reference", "ours"] * 6
     assert found["ratio"] == 2 and found["quartiles"] == [1.25, 2.5] and found["pairs"] == 3 and found["clock"] == "CPU time"
     assert (found["reference_ms"], found["ms"]) == (1000, 1000)
 
 
-def test_end_to_end(recipe, config, tmp_path):
-    """Time and memory of each phase and shape; memory is taken in another process, where the model is made again."""
-    result = recipe.run(replace(config, phase=("forward",)), tmp_path, False)
+def test_end_to_end(benchmark, config, tmp_path):
+    """A run has time and memory of each phase and shape; memory is taken in a process of its own."""
+    result = benchmark.run(replace(config, phase=("forward",)), tmp_path, False)
     assert result["figures"]["forward_2x24_ratio"] > 0 and result["details"]["forward_2x24"]["pairs"] == 2
     if Path("/proc/self/clear_refs").exists():
         assert result["figures"]["forward_2x24_mib"] >= 0
 
 
-def test_memory_is_that_of_the_subject(recipe, config):
+def test_memory_is_that_of_the_subject(benchmark, config):
     """Attention that holds all scores needs more at its peak than one that does not."""
     peaks = [
-        recipe.peak_memory(replace(config, scheme="original", attention=name), "forward", 2, 2048) for name in ("sdpa", "eager")
+        benchmark.peak_memory(replace(config, scheme="original", attention=name), "forward", 2, 2048)
+        for name in ("sdpa", "eager")
     ]
     if peaks[0] is not None:  # on Linux
         assert peaks[1] > 2 * 2 * 2048**2 * 4 / 2**20 * 0.9  # scores of two sequences of two heads
@@ -112,17 +113,16 @@ def test_memory_is_that_of_the_subject(recipe, config):
         ({"scheme": "rotary", "implementation": "fused"}, "not for rotary"),
     ],
 )
-def test_refusals(recipe, config, options, says):
+def test_refusals(benchmark, config, options, says):
     """An unknown name or an impossible number ends with what is accepted."""
     with pytest.raises(PosswapError, match=says):
         replace(config, **options)
 
 
-def test_the_loop_and_a_bare_one_do_the_same(monkeypatch, make_model, tmp_path):
+def test_the_loop_and_a_bare_one_do_the_same(recipe, make_model, tmp_path):
     """What recipes/benchmark_loop.py times on both sides takes the same steps: where nothing is drawn, to the same loss."""
-    monkeypatch.syspath_prepend(str(RECIPES))
     make_model("gpt2").save_pretrained(tmp_path / "model")
-    loop = importlib.import_module("benchmark_loop")
+    loop = recipe("benchmark_loop")
     config = loop.Config(model=str(tmp_path / "model"), batch_size=4, length=16, steps=3, pairs=1)
     result = loop.run(config, tmp_path, False)
     figures, pairs = result["figures"], result["details"]["pairs"]
@@ -132,10 +132,9 @@ def test_the_loop_and_a_bare_one_do_the_same(monkeypatch, make_model, tmp_path):
         assert pair["bare_seconds"] > 0 and pair["loop_seconds"] > 0
 
 
-def test_the_verbs_are_measured(monkeypatch):
+def test_the_verbs_are_measured(recipe):
     """recipes/benchmark_swap.py does each verb, and memory is at least the model's own."""
-    monkeypatch.syspath_prepend(str(RECIPES))
-    verbs = importlib.import_module("benchmark_swap")
+    verbs = recipe("benchmark_swap")
     config = verbs.Config(layers=1, hidden=48, texts=20, length=32, steps=1, scheme="relative:clip=4")
     found = verbs.verbs(config, "gpt2")
     assert list(found) == ["model", "swap", "fit", "save", "restore", "load"]

@@ -2,20 +2,19 @@
 
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from conftest import write_run
 from huggingface_hub import ModelCard
 from jsonschema import Draft202012Validator
 from transformers import GPT2DoubleHeadsModel
 
 import hf_posswap as posswap
-from hf_posswap import cli
 from hf_posswap.checkpoint import on_hub
-from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.provenance import weight_hashes
 from hf_posswap.sharing.card import BEGIN, END, _body
 from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, read_results
@@ -24,20 +23,12 @@ ROOT = Path(__file__).parent.parent
 BASE = "local:tiny"
 
 
-def _run(folder, *, figures=None, weights=None, **changes):
-    """Write the result file of a run."""
-    config = asdict(RecipeConfig(**{"model": "tiny", **changes}))
-    figures = figures or {"accuracy": 0.5 + 0.1 * (config["start"] == "fit") + 0.01 * config["seed"], "accuracy_512": 0.25}
-    result = {
-        "format": 1, "recipe": "passkey", "command": f"python recipes/passkey.py --seed {config['seed']}", "commit": "abc",
-        "versions": {"hf_posswap": "0.1.0", "torch": "2", "transformers": "5"},
-        "hardware": {"cpu": "a cpu", "threads": 1, "accelerator": None}, "config": config, "figures": figures,
-        "cost": {"tokens_per_second": 1000.0, "peak_memory_bytes": 2**30, "processes": 1}, "details": {"losses": [1.0] * 99},
-    }  # fmt: skip
-    if weights:
-        result["weights"] = weights
-    folder.mkdir(parents=True)
-    (folder / "result.json").write_text(json.dumps(result))
+def _run(folder, *, weights=None, **changes):
+    """Write the result file of a run, with losses that no card is to hold, and perhaps the weights that it kept."""
+    figures = {"accuracy": 0.5 + 0.1 * (changes.get("start") == "fit") + 0.01 * changes.get("seed", 0), "accuracy_512": 0.25}
+    path = write_run(folder, figures, **{"model": "tiny", **changes})
+    kept = {"weights": weights} if weights else {}
+    path.write_text(json.dumps(json.loads(path.read_text()) | kept | {"details": {"losses": [1.0] * 99}}))
 
 
 @pytest.fixture
@@ -71,7 +62,7 @@ def fitted(make_model, tmp_path):
 
 
 def test_a_card(fitted, results):
-    """What was swapped, what it cost, how swaps like it do, how to load it, limits; as the Hub reads it, too."""
+    """A card says what was swapped, what it cost, how to load it and what its limits are; the Hub can read its metadata."""
     folder, report = fitted
     path = posswap.write_card(folder, results=[results], base_model="org/tiny@f00", license="mit", repo_id="me/tiny-rotary")
     text = path.read_text()
@@ -136,7 +127,7 @@ def test_figures_of_the_training_text(swapped, tmp_path):
 
 
 def test_the_schema_is_one():
-    """It is a valid schema, and the format that is written names it."""
+    """The schema of the record is a valid JSON schema."""
     Draft202012Validator.check_schema(json.loads(SCHEMA.read_text()))
 
 
@@ -289,7 +280,7 @@ def _damaged(folder, change):
     ],
 )  # fmt: skip
 def test_results_that_are_refused(swapped, results, change, says):
-    """Without seeds or budget, unequal, or with markup in a name: refused, and nothing is written."""
+    """Results without seeds or budget, with unequal ones, or with markup in a name are refused, and nothing is written."""
     _damaged(results, change)
     before = sorted(os.listdir(swapped))
     with pytest.raises(posswap.PosswapError) as error:
@@ -356,7 +347,7 @@ def test_reports_of_another_scheme(fitted):
 
 
 def test_no_paths_of_this_machine(swapped, tmp_path):
-    """Where the user keeps files is nobody's business: absolute paths keep their last two parts."""
+    """Absolute paths of the user's machine keep their last two parts only."""
     for scheme in ("original", "rotary:theta=500"):
         _run(tmp_path / "runs" / scheme[:3], scheme=scheme, model="/home/alice/secret/models/tiny")
     _damaged(tmp_path / "runs", lambda r: r.update(command="python recipes/passkey.py --model=/home/alice/secret/models/tiny"))
@@ -392,7 +383,7 @@ def test_another_model_in_the_folder(swapped, results, make_model):
 
 
 def test_a_full_disk(swapped, results, monkeypatch):
-    """Where the last file does not fit, none is there, and the card of before stays."""
+    """A disk that is full at the last file leaves no new file, and the card of before."""
     (swapped / "README.md").write_text("Mine.\n")
     before = sorted(os.listdir(swapped))
     real = Path.write_text
@@ -409,8 +400,8 @@ def test_a_full_disk(swapped, results, monkeypatch):
     assert sorted(os.listdir(swapped)) == before and (swapped / "README.md").read_text() == "Mine.\n"
 
 
-def test_leaderboard(swapped, fitted, results, monkeypatch, capsys):
-    """Rows of each model's own scheme and its original, by place; columns can be picked; unequal budgets are refused."""
+def test_leaderboard(swapped, fitted, results, program):
+    """A leaderboard has a row for each model and its original; columns can be picked; unequal budgets are refused."""
     folder, _ = fitted
     for place in (swapped, folder):
         posswap.write_card(place, results=[results], base_model=BASE)
@@ -418,10 +409,8 @@ def test_leaderboard(swapped, fitted, results, monkeypatch, capsys):
     lines = [line for line in table.splitlines() if line.startswith("| ")]
     assert len(lines) == 1 + 6 and f"| rotary:theta=500, fit, from {folder}, model tiny | 0.605 ± 0.007 |" in table
     assert "accuracy 512" not in table and "## passkey: data that comes with the recipe" in table
-    monkeypatch.setattr("sys.argv", ["hf-posswap", "leaderboard", str(swapped), str(folder)])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code in (0, None) and "accuracy 512" in capsys.readouterr().out
+    code, out, _ = program("leaderboard", swapped, folder)
+    assert code == 0 and "accuracy 512" in out
     with pytest.raises(posswap.PosswapError, match="given twice"):
         posswap.leaderboard([swapped, swapped])
     with pytest.raises(posswap.PosswapError, match="no comparison has a figure named f2"):
@@ -445,12 +434,7 @@ def test_leaderboard(swapped, fitted, results, monkeypatch, capsys):
             posswap.leaderboard([folder])
 
 
-def test_the_command(swapped, results, monkeypatch, capsys):
+def test_the_command(swapped, results, program):
     """`hf-posswap card` writes the same card, and says where a licence is missing."""
-    command = ["hf-posswap", "card", str(swapped), "--results", str(results), "--base-model", BASE]
-    monkeypatch.setattr("sys.argv", command)
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code in (0, None)
-    says = capsys.readouterr().out
-    assert "wrote" in says and "the card names no licence" in says and (swapped / "README.md").is_file()
+    code, out, _ = program("card", swapped, "--results", results, "--base-model", BASE)
+    assert code == 0 and "wrote" in out and "the card names no licence" in out and (swapped / "README.md").is_file()

@@ -5,7 +5,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_posswap as posswap
-from hf_posswap import cli
 from hf_posswap.data.calibration import TextBatches
 from hf_posswap.fitting import choosing
 
@@ -39,7 +38,7 @@ def test_chooses_the_least_damage(make_model, monkeypatch):
 
 
 def test_many_small_batches_are_cut_too(make_model, monkeypatch):
-    """Text in batches of one row is thinned, evenly: a trial costs the same."""
+    """A trial uses as much text when batches have one row each."""
     seen = []
 
     def planted(trial, text, **options):
@@ -91,17 +90,11 @@ def test_auto_is_settled_or_refused(make_model):
             posswap.swap(make_model("bert"), wrong)
 
 
-def test_command_line_settles_and_fits(make_model, gpt2_tokenizer, tmp_path, monkeypatch, capsys):
+def test_command_line_settles_and_fits(save, program, tmp_path):
     """`--scheme rotary:fraction=auto --fit auto` saves a model whose config holds a number."""
-    make_model("gpt2", vocab_size=99, bos_token_id=1, eos_token_id=1).save_pretrained(tmp_path / "gpt2")
-    gpt2_tokenizer.save_pretrained(tmp_path / "gpt2")
     options = ["--fit", "auto", "--fit-tokens", "1500", "--reconstruct", "2", "--output", tmp_path / "out"]
-    arguments = ["hf-posswap", "swap", tmp_path / "gpt2", "--scheme", "rotary:fraction=auto", *options]
-    monkeypatch.setattr("sys.argv", [str(argument) for argument in arguments])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    said = capsys.readouterr()
-    assert stop.value.code == 0, said.err
-    assert "KL" in said.out and "held" not in said.err
+    code, out, err = program("swap", save("gpt2"), "--scheme", "rotary:fraction=auto", *options)
+    assert code == 0, err
+    assert "KL" in out and "held" not in err
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert posswap.describe(model).new.fraction in (1.0, 0.5, 0.25)

@@ -5,15 +5,13 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import hf_posswap_cli
 import pytest
-from conftest import WORDS
+from conftest import WORDS, run_python
 from safetensors import SafetensorError
-from transformers import AutoModel, AutoTokenizer, BertModel, PreTrainedModel
+from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
 import hf_posswap as posswap
@@ -23,32 +21,23 @@ from hf_posswap.data.text import embedded_documents
 from hf_posswap.provenance import weight_hashes
 
 
-def _call(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr("sys.argv", ["hf-posswap", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        hf_posswap_cli.main()
-    return stop.value.code, capsys.readouterr()
-
-
 @pytest.fixture
-def folder(make_model, bert_tokenizer, tmp_path):
+def folder(save):
     """A tiny BERT with its tokenizer on disk."""
-    make_model("bert", head=BertModel).save_pretrained(tmp_path / "bert")
-    bert_tokenizer.save_pretrained(tmp_path / "bert")
-    return tmp_path / "bert"
+    return save("bert")
 
 
-def test_swap_then_describe(folder, tmp_path, monkeypatch, capsys):
+def test_swap_then_describe(folder, tmp_path, program):
     """A swapped folder is described alike before and after saving, and loads with its tokenizer."""
     output = tmp_path / "out"
     options = ("--scheme", "rotary:fraction=0.5", "--max-positions", 64, "--output", output)
-    code, said = _call(monkeypatch, capsys, "swap", folder, *options)
-    assert code == 0 and "learned -> rotary:fraction=0.5" in said.out and str(output) in said.out
-    assert "posswap.restore" not in said.out  # the process that could has ended
-    stages = [line.split()[0] for line in said.err.splitlines()]
+    code, out, err = program("swap", folder, *options)
+    assert code == 0 and "learned -> rotary:fraction=0.5" in out and str(output) in out
+    assert "posswap.restore" not in out  # the process that could has ended
+    stages = [word for word in err.split() if word in ("loading", "swapping", "saving")]
     assert stages == ["loading", "swapping", "saving"]  # what a run says whose output goes to a file
-    code, said = _call(monkeypatch, capsys, "describe", output)
-    assert code == 0 and "learned -> rotary:fraction=0.5" in said.out and "64 (trained with 32)" in said.out
+    code, out, err = program("describe", output)
+    assert code == 0 and "learned -> rotary:fraction=0.5" in out and "64 (trained with 32)" in out
     assert posswap.describe(AutoModel.from_pretrained(output)).new == posswap.Rotary(fraction=0.5)
     assert AutoTokenizer.from_pretrained(output).model_max_length == 64
 
@@ -68,51 +57,51 @@ def test_swap_then_describe(folder, tmp_path, monkeypatch, capsys):
         (("--scheme", "rotary", "--text-column", "text"), "--text-column is about a fit"),
     ],
 )
-def test_refusals_leave_nothing_behind(folder, tmp_path, monkeypatch, capsys, arguments, says):
+def test_refusals_leave_nothing_behind(folder, tmp_path, program, arguments, says):
     """A bad option ends with one paragraph, exit status 2 and no output folder."""
-    code, said = _call(monkeypatch, capsys, "swap", folder, "--output", tmp_path / "out", *arguments)
-    assert code == 2 and says in " ".join(said.err.split()) and "Traceback" not in said.err
+    code, out, err = program("swap", folder, "--output", tmp_path / "out", *arguments)
+    assert code == 2 and says in err and "Traceback" not in err
     assert {path.name for path in tmp_path.iterdir()} == {"bert"}
 
 
-def test_a_fit_leaves_its_report(folder, tmp_path, monkeypatch, capsys):
+def test_a_fit_leaves_its_report(folder, tmp_path, program):
     """The report of a fit lies next to the weights that it is of, and the card shows it."""
     text = " ".join(random.Random(0).choices(WORDS, k=6000))
     (tmp_path / "some.txt").write_text(text)
     output = tmp_path / "out"
     options = ("--scheme", "relative:clip=4", "--fit", tmp_path / "some.txt", "--fit-tokens", "2000", "--reconstruct", "5")
-    code, said = _call(monkeypatch, capsys, "swap", folder, *options, "--output", output)
-    assert code == 0, said.err
-    assert re.search(r"damage: 1 - cosine of .*\n.*\n(.*\n)*?the fit won back \d+% of what the swap had lost", said.out)
+    code, out, err = program("swap", folder, *options, "--output", output)
+    assert code == 0, err
+    assert re.search(r"damage: 1 - cosine of .*\n.*\n(.*\n)*?the fit won back \d+% of what the swap had lost", out)
     kept = json.loads((output / "posswap_fit.json").read_text())
     assert kept["weights"] == weight_hashes(output) and kept["report"]["text"] == "some.txt"
     assert kept["report"]["made"]["command"].startswith("hf-posswap swap test_a_fit")
     assert kept["report"]["after"]["total"] < kept["report"]["before"]["total"]
-    code, said = _call(monkeypatch, capsys, "card", output, "--base-model", "local:tiny")
+    code, out, err = program("card", output, "--base-model", "local:tiny")
     assert code == 0 and f"| {kept['report']['after']['total']:.4f} |" in (output / "README.md").read_text()
 
 
-def test_existing_folder_is_kept(folder, tmp_path, monkeypatch, capsys):
+def test_existing_folder_is_kept(folder, tmp_path, program):
     """A folder with something in it is not written into."""
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
-    code, said = _call(monkeypatch, capsys, "swap", folder, "--scheme", "rotary", "--output", tmp_path / "out")
-    assert code == 2 and "exists already" in " ".join(said.err.split())
+    code, out, err = program("swap", folder, "--scheme", "rotary", "--output", tmp_path / "out")
+    assert code == 2 and "exists already" in err
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
-def test_export(folder, tmp_path, monkeypatch, capsys):
+def test_export(folder, tmp_path, program):
     """A swapped folder becomes one of RoFormer's; what cannot leaves nothing behind, and nothing is written over."""
     for scheme in ("rotary", "relative"):
-        _call(monkeypatch, capsys, "swap", folder, "--scheme", scheme, "--output", tmp_path / scheme)
-    code, said = _call(monkeypatch, capsys, "export", tmp_path / "rotary", "--output", tmp_path / "native")
-    assert code == 0 and "-> RoFormerModel" in said.out and "left out" in said.out
+        program("swap", folder, "--scheme", scheme, "--output", tmp_path / scheme)
+    code, out, err = program("export", tmp_path / "rotary", "--output", tmp_path / "native")
+    assert code == 0 and "-> RoFormerModel" in out and "left out" in out
     assert type(AutoModel.from_pretrained(tmp_path / "native")).__name__ == "RoFormerModel"
     assert len(AutoTokenizer.from_pretrained(tmp_path / "native")) > 10
-    code, said = _call(monkeypatch, capsys, "export", tmp_path / "relative", "--output", tmp_path / "other")
-    assert code == 2 and "relative positions" in " ".join(said.err.split()) and not (tmp_path / "other").exists()
-    code, said = _call(monkeypatch, capsys, "export", tmp_path / "rotary", "--output", tmp_path / "native")
-    assert code == 2 and "exists already" in " ".join(said.err.split())
+    code, out, err = program("export", tmp_path / "relative", "--output", tmp_path / "other")
+    assert code == 2 and "relative positions" in err and not (tmp_path / "other").exists()
+    code, out, err = program("export", tmp_path / "rotary", "--output", tmp_path / "native")
+    assert code == 2 and "exists already" in err
 
 
 BROKEN = {  # what is done to config.json, and what the one line says
@@ -126,18 +115,18 @@ BROKEN = {  # what is done to config.json, and what the one line says
 
 
 @pytest.mark.parametrize("change", BROKEN)
-def test_broken_config(folder, monkeypatch, capsys, change):
+def test_broken_config(folder, program, change):
     """A config that no command can use is one line; what the config alone tells is told before weights are read."""
     options, says = BROKEN[change]
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | options))
     if change in ("llama", "unknown", "nameless", "string"):
         (folder / "model.safetensors").unlink()
-    code, said = _call(monkeypatch, capsys, "describe", folder)
-    assert code == 2 and says in " ".join(said.err.split()) and "Traceback" not in said.err and not said.out
+    code, out, err = program("describe", folder)
+    assert code == 2 and says in err and "Traceback" not in err and not out
 
 
-def test_broken_files(folder, tmp_path, monkeypatch, capsys):
+def test_broken_files(folder, tmp_path, program):
     """Files that are cut off, that are no JSON, or that are not there are one line each."""
     weights, config = folder / "model.safetensors", folder / "config.json"
     whole, written = weights.read_bytes(), config.read_text()
@@ -149,14 +138,14 @@ def test_broken_files(folder, tmp_path, monkeypatch, capsys):
         (lambda: config.unlink(), "there is no config.json in it"),
     ):
         damage()
-        code, said = _call(monkeypatch, capsys, "swap", folder, "--scheme", "none", "--output", tmp_path / "out")
-        assert code == 2 and says in " ".join(said.err.split()) and "Traceback" not in said.err
+        code, out, err = program("swap", folder, "--scheme", "none", "--output", tmp_path / "out")
+        assert code == 2 and says in err and "Traceback" not in err
         assert {path.name for path in tmp_path.iterdir()} == {"bert"}
-    code, said = _call(monkeypatch, capsys, "describe", "bert-base-uncased")
-    assert code == 2 and "take one that is built in, minilm or stdlib-gpt2" in " ".join(said.err.split())
+    code, out, err = program("describe", "bert-base-uncased")
+    assert code == 2 and "take one that is built in, minilm or stdlib-gpt2" in err
 
 
-def test_code_of_others_is_not_run(folder, tmp_path, monkeypatch, capsys):
+def test_code_of_others_is_not_run(folder, program, tmp_path, monkeypatch):
     """A folder that brings code along is read without it, and nobody is asked."""
     (folder / "theirs.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Model: pass\nclass Config: pass\n")
     config = json.loads((folder / "config.json").read_text())
@@ -164,15 +153,15 @@ def test_code_of_others_is_not_run(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     for kind, status in (("bert", 0), ("theirs", 2)):
         (folder / "config.json").write_text(json.dumps(config | {"model_type": kind}))
-        code, said = _call(monkeypatch, capsys, "describe", folder)
-        assert code == status and not (tmp_path / "ran").exists(), said.err
+        code, out, err = program("describe", folder)
+        assert code == status and not (tmp_path / "ran").exists(), err
 
 
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")]
 )
 @pytest.mark.parametrize("command", ["swap", "export"])
-def test_full_disk(folder, tmp_path, monkeypatch, capsys, error, command):
+def test_full_disk(folder, program, tmp_path, monkeypatch, error, command):
     """What could not be written is one line, and leaves nothing that blocks the next try."""
     posswap.swap(AutoModel.from_pretrained(folder), "none").save_pretrained(tmp_path / "none")
 
@@ -185,12 +174,12 @@ def test_full_disk(folder, tmp_path, monkeypatch, capsys, error, command):
         patch.setattr(PreTrainedModel, "save_pretrained", save)
         options = ("--scheme", "none") if command == "swap" else ()
         source = folder if command == "swap" else tmp_path / "none"
-        code, said = _call(patch, capsys, command, source, *options, "--output", tmp_path / "out")
-    assert code == 2 and "No space left" in said.err and set(tmp_path.iterdir()) == before
+        code, out, err = program(command, source, *options, "--output", tmp_path / "out")
+    assert code == 2 and "No space left" in err and set(tmp_path.iterdir()) == before
 
 
 def test_two_writers(tmp_path):
-    """Of two that write one folder at once the first has it, whole, and the second is told."""
+    """Of two that write one folder at once the first gets it, and the second an error."""
     with pytest.raises(posswap.PosswapError, match="exists already"), new_folder(tmp_path / "out") as mine:
         (mine / "mine").write_text("x")
         (tmp_path / "out").mkdir()
@@ -223,21 +212,21 @@ for place, status in ((folder, 0), (folder + "/gone", 2)):
     assert stopped == status, (place, stopped)
 """
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    done = run_python("-c", code, tmp_path, env=environment)
+    assert "Traceback" not in done.stderr, done.stderr
     assert done.stderr.startswith("hf-posswap: ") and (tmp_path / "table.png").exists()
 
 
-def test_too_much_memory_is_one_line(monkeypatch, capsys):
+def test_too_much_memory_is_one_line(program, monkeypatch):
     """A picture of 10**8 positions is refused, and memory that runs out is no traceback."""
-    code, said = _call(monkeypatch, capsys, "plot", "table", "sinusoidal", "--positions", 10**8, "--output", "x.png")
-    assert code == 2 and "100000" in said.err
+    code, out, err = program("plot", "table", "sinusoidal", "--positions", 10**8, "--output", "x.png")
+    assert code == 2 and "100000" in err
     monkeypatch.setattr("hf_posswap.commands.describe.open_model", lambda *_, **__: bytearray(2**62))
-    code, said = _call(monkeypatch, capsys, "describe", "x")
-    assert code == 2 and "not enough memory" in said.err
+    code, out, err = program("describe", "x")
+    assert code == 2 and "not enough memory" in err
 
 
-def test_threads_do_not_spin(monkeypatch, capsys):
+def test_threads_do_not_spin(program, monkeypatch):
     """Where the user has said nothing of it, waiting threads spin for a short while only."""
     for given, expected in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None)):
         with monkeypatch.context() as patch:
@@ -245,8 +234,8 @@ def test_threads_do_not_spin(monkeypatch, capsys):
                 patch.delenv(name, raising=False)
             for name, value in given.items():
                 patch.setenv(name, value)
-            code, said = _call(patch, capsys, "--version")
-            assert code == 0 and said.out.startswith("hf_posswap ") and os.environ.get("GOMP_SPINCOUNT") == expected
+            code, out, err = program("--version")
+            assert code == 0 and out.startswith("hf_posswap ") and os.environ.get("GOMP_SPINCOUNT") == expected
             os.environ.pop("GOMP_SPINCOUNT", None)
 
 
@@ -282,8 +271,8 @@ def test_demo(tmp_path, monkeypatch, capsys):
     few = {causal: embedded_documents("validation", causal=causal) for causal in (True, False)}  # reading all takes seconds
     monkeypatch.setattr(commands_demo, "embedded_documents", lambda split, causal: few[causal])
     commands_demo.demo(tmp_path / "out", fit_tokens=2304, reconstruct=1)
-    said = capsys.readouterr()
-    assert max(map(len, said.out.splitlines())) <= 80 and said.out.count("original") >= 3 and "nan" not in said.out
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80 and out.count("original") >= 3 and "nan" not in out
     assert (tmp_path / "out" / "perplexity.png").stat().st_size > 10_000
     model = tmp_path / "out" / "stdlib-gpt2-rotary"
     assert posswap.describe(AutoModel.from_pretrained(model)).max_positions == 512

@@ -73,7 +73,7 @@ def project(query_key: QueryKey, states: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_by_distance_is_a_loop_over_diagonals(random):
-    """Sums over batch and diagonals, from the key furthest left to the one furthest right."""
+    """`by_distance` sums over batch and diagonals, from the key furthest left to the one furthest right."""
     values = random(3, 2, 5, 5)
     expected = torch.zeros(2, 9, dtype=torch.float64)
     for b in range(3):
@@ -270,7 +270,7 @@ def test_fit_relative_keys_is_least_squares(random, shared, unseen):
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_fit_relative_values_is_least_squares(random, shared):
-    """The normal equations of masses and missing outputs."""
+    """Value tables are the least-squares solution for masses and missing outputs; a ridge makes them smaller."""
     masses, outputs = random(2, 30, 5).abs(), random(2, 30, 4)
     found = fit_relative_values(masses.mT @ masses, masses.mT @ outputs, shared=shared, ridge=1e-13)
     if shared:

@@ -55,7 +55,7 @@ def test_another_head(delta, make_model, family, head, tokens):
 
 
 def test_other_weights_are_refused(delta, make_model):
-    """Other values, another dtype, another family, a swapped model: an error, and the model is as it was."""
+    """A delta for other weights, another dtype, another family or a swapped model is refused, and the model is as it was."""
     base, _, folder = delta("gpt2", posswap.Relative(clip=4))
     for other in (make_model("gpt2", seed=1), make_model("gpt2").bfloat16()):
         before = weights_hash(other)
@@ -93,7 +93,7 @@ def test_broken_deltas(delta, change, says):
 
 
 def test_broken_files(delta):
-    """Cut weights, weights of another scheme, a folder of something else."""
+    """Deltas with cut weights, weights of another scheme or without their description are refused."""
     base, _, folder = delta("gpt2", posswap.Relative(clip=4))
     weights = {name: value.clone() for name, value in load_file(folder / WEIGHTS).items()}  # not the file, mapped
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:100])

@@ -22,7 +22,7 @@ def places(length: int) -> Places:
 
 @pytest.mark.parametrize("heads", [1, 4, 6, 12])
 def test_slopes_are_those_of_bloom(heads):
-    """Up to a constant for each row, which BLOOM, counting from the first key, leaves in."""
+    """ALiBi's bias is BLOOM's up to a constant for each row."""
     module = Alibi().attention_module(Geometry(**{**vars(GEOMETRY), "num_heads": heads}))
     ours = module.bias(places(9), 9).tril()  # (1, H, 9, 9)
     theirs = build_alibi_tensor(torch.ones(1, 9), heads, torch.float32).view(1, heads, 1, 9)
@@ -31,7 +31,7 @@ def test_slopes_are_those_of_bloom(heads):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_buckets_are_those_of_t5(causal):
-    """In a decoder T5 has one side alone, in an encoder half of its buckets for each."""
+    """The bias of buckets is T5's, in a decoder (one side) and in an encoder (half of the buckets for each side)."""
     module = Buckets(buckets=16, reach=100).attention_module(GEOMETRY)
     with torch.no_grad():
         module.table.normal_()
@@ -70,7 +70,7 @@ def test_closed_form(scheme, causal):
 
 
 def test_fixed_slopes_stay():
-    """They are no parameters, and a fit leaves them alone."""
+    """Fixed slopes are no parameters, and a fit leaves them alone."""
     module = Alibi(slopes="fixed").attention_module(GEOMETRY)
     assert not list(module.parameters()) and not module.state_dict()
     module.solve(None, None, 1.0)
@@ -81,7 +81,7 @@ def test_fixed_slopes_stay():
     [({"buckets": 1}, "buckets=1 must be an integer of at least 2"), ({"buckets": 64, "reach": 32}, "reach=32 must be above")],
 )
 def test_bad_options(options, message):
-    """Said at once."""
+    """Bad options are refused when the scheme is made."""
     with pytest.raises(PosswapError, match=message):
         Buckets(**options)
     with pytest.raises(PosswapError, match="slopes='steep' is not one of"):

@@ -3,8 +3,6 @@
 import json
 import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +10,12 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
+from conftest import run_python
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from hf_posswap import PosswapError
+from hf_posswap.provenance import weight_hashes
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.launching import layer_class_names
 
@@ -24,17 +24,12 @@ JOB = Path(__file__).with_name("distributed_job.py")
 CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 
 
-def _start(command, **variables):
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "MASTER_"))}
-    environment = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-
-
 def _launch(processes, mode, folder, **variables):
     folder.mkdir()
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    done = _start([*launch, str(JOB), mode, str(folder)], **(variables or {"ACCELERATE_USE_CPU": "true"}))
-    assert done.returncode == 0, done.stderr[-3000:]
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "MASTER_"))}
+    environment = inherited | {"PYTHONPATH": str(ROOT), **(variables or {"ACCELERATE_USE_CPU": "true"})}
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
+    run_python(*launch, JOB, mode, folder, env=environment)
     return [json.loads((folder / f"{mode}-{rank}.json").read_text()) for rank in range(processes)]
 
 
@@ -72,7 +67,7 @@ def test_every_scheme_has_gradients_for_all_parameters(together):
 
 
 def test_weights_are_those_of_the_first(alone, together):
-    """What one process has fitted, all have, before any training."""
+    """`share_weights` gives all processes the weights of the first."""
     assert together[0]["shared"] == together[1]["shared"] == alone["shared"]
 
 
@@ -120,6 +115,24 @@ def test_every_process_asks_for_keys(alone, together):
         assert rank["heat_map"]["calls"] == [2, 1]
 
 
+def test_a_recipe_on_two_processes(folder, alone, together):
+    """Two processes take the steps that one takes, count each of the 101 samples once, and keep the same model."""
+    one, two = alone["recipe"], together[0]["recipe"]
+    assert [run["cost"]["processes"] for run in (one, two)] == [1, 2]
+    assert [run["recipe"]["said"] for run in together] == [1, 0]  # the main process says what it does
+    for name in ("losses", "figures"):
+        assert two[name] == pytest.approx(one[name], abs=1e-4)
+    assert [point["step"] for point in two["curve"]] == [3, 6] and two["data"] == one["data"]
+    assert two["curve"][0]["loss"] == pytest.approx(one["curve"][0]["loss"], abs=1e-4)
+    assert two["figures"]["accuracy"] * 101 == pytest.approx(round(two["figures"]["accuracy"] * 101))
+    kept = [folder / name / "recipe" / "model" for name in ("one", "two")]
+    assert [run["weights"] for run in (one, two)] == [weight_hashes(path) for path in kept] and one["weights"]
+    models = [AutoModelForSequenceClassification.from_pretrained(path) for path in kept]
+    for (name, here), there in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.allclose(here, there, atol=1e-4), name
+    assert models[0].config.position_scheme["name"] == "rotary" and (kept[0] / "tokenizer.json").is_file()
+
+
 def test_sharded_processes_take_the_steps_of_one(folder, alone):
     """FSDP2: halves of the weights, the losses of one process, exact resuming from a sharded checkpoint, a model to measure."""
     for rank in _launch(2, "fsdp", folder / "fsdp"):
@@ -157,30 +170,18 @@ def _same_models(one, other):
         assert saved[0] == saved[1]
 
 
-SMALL = """
-import sys, torch
-from transformers import GPT2Config, GPT2LMHeadModel
-from hf_posswap.training import TrainingConfig, train
-model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1, n_positions=8))
-rows = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 4
-train(model, rows, TrainingConfig(max_steps=1, batch_size=2), progress=False)
-"""
+LAUNCHERS = {  # what they leave behind where there is no GPU
+    "--multi_gpu": {"WORLD_SIZE": "2"},
+    "--cpu": {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"},
+}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_fewer_processes_than_asked_for(tmp_path):
-    """accelerate starts two processes that do not know of each other: refused, with the command that works."""
-    (tmp_path / "job.py").write_text(SMALL)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    common = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    done = _start([*launch, *common, str(tmp_path / "job.py")])
-    assert done.returncode != 0 and "torchrun --nproc-per-node" in done.stderr
-
-
-def test_a_lone_process_of_two_is_refused(make_model, monkeypatch):
-    """WORLD_SIZE=2 with one connected process is an error, not a silent single run."""
+@pytest.mark.parametrize("variables", LAUNCHERS.values(), ids=LAUNCHERS)
+def test_a_lone_process_of_two_is_refused(make_model, monkeypatch, variables):
+    """Processes that a launcher has started and that do not know of each other are an error, not silent single runs."""
     rows = [{"input_ids": torch.arange(9), "labels": torch.arange(9)}] * 8
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(PosswapError, match="torchrun"):
         train(make_model("gpt2"), rows, TrainingConfig(max_steps=1, batch_size=8), progress=False)
 

@@ -1,27 +1,13 @@
 """Evaluation on one process; test_distributed.py has two."""
 
-import datasets
-import evaluate
 import pytest
 import torch
 from transformers import BertForSequenceClassification
 
 from hf_posswap import PosswapError
+from hf_posswap.measure.metrics import Accuracy
 from hf_posswap.training.batching import pad
 from hf_posswap.training.evaluation import evaluate_batches
-
-
-class Share(evaluate.Metric):
-    """The share of predictions that are right."""
-
-    def _info(self):
-        columns = {"predictions": datasets.Value("int64"), "references": datasets.Value("int64")}
-        return evaluate.MetricInfo(
-            description="share", citation="", inputs_description="", features=datasets.Features(columns), module_type="metric"
-        )
-
-    def _compute(self, predictions, references):
-        return {"share": sum(p == r for p, r in zip(predictions, references, strict=True)) / len(references)}
 
 
 def _rows(count=21):
@@ -34,12 +20,12 @@ def _rows(count=21):
 def test_share_of_right_classes(make_model):
     """An `evaluate.Metric` says what is right example by example; the model's mode comes back, no gradient is kept."""
     model, rows = make_model("bert", head=BertForSequenceClassification, num_labels=2).train(), _rows()
-    found = evaluate_batches(model, rows, Share(), collate=pad, batch_size=4, progress=False)
+    found = evaluate_batches(model, rows, Accuracy(), collate=pad, batch_size=4, progress=False)
     assert model.training
     model.eval()
     with torch.no_grad():
         right = [model(input_ids=row["input_ids"][None]).logits.argmax() == row["labels"] for row in rows]
-    assert found == {"share": pytest.approx(sum(map(int, right)) / len(rows))} and 0 < found["share"] < 1
+    assert found == {"accuracy": pytest.approx(sum(map(int, right)) / len(rows))} and 0 < found["accuracy"] < 1
 
 
 def test_tokens_without_a_reference_are_left_out(make_model):
@@ -51,14 +37,16 @@ def test_tokens_without_a_reference_are_left_out(make_model):
     def copy(model, batch):
         return batch["input_ids"] + (batch["labels"] == -100), batch["labels"]
 
-    assert evaluate_batches(make_model("bert"), rows, Share(), collate=pad, predict=copy, progress=False) == {"share": 1.0}
+    assert evaluate_batches(make_model("bert"), rows, Accuracy(), collate=pad, predict=copy, progress=False) == {
+        "accuracy": 1.0
+    }
 
 
 def test_nothing_to_evaluate(make_model):
     """An empty data set is an error, and a model that fails is left in its mode."""
     model = make_model("bert").train()
     with pytest.raises(PosswapError, match="empty"):
-        evaluate_batches(model, [], Share())
+        evaluate_batches(model, [], Accuracy())
     with pytest.raises(KeyError):
-        evaluate_batches(model, [{"input_ids": torch.tensor([1, 2])}], Share(), progress=False)
+        evaluate_batches(model, [{"input_ids": torch.tensor([1, 2])}], Accuracy(), progress=False)
     assert model.training

@@ -4,6 +4,7 @@ import tempfile
 
 import pytest
 import torch
+from conftest import WORDS
 from torch.nn.functional import cosine_similarity, kl_div
 from transformers import (
     BertForMaskedLM,
@@ -15,7 +16,6 @@ from transformers import (
 )
 
 import hf_posswap as posswap
-from hf_posswap import cli
 from hf_posswap.commands.opening import open_model
 from hf_posswap.data.calibration import check_batches, few_tokens, split_batches, written_text
 from hf_posswap.fitting import fit as fitting
@@ -71,7 +71,7 @@ def test_damage_of_nothing_is_zero(pair):
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_damage_is_a_naive_loop(pair, side):
-    """Row by row and token by token, for both measures; modes of single modules stay."""
+    """Damage is what a loop over rows and tokens finds, for both measures; modes of single modules stay."""
     batches = [padded(side), {"input_ids": text(5, 12)}]
     pair[1].train().base_model.get_input_embeddings().eval()
     modes = [[module.training for module in one.modules()] for one in pair]
@@ -186,7 +186,7 @@ KINDS = {
     ("name", "scheme"), [(name, ("relative:clip=4", "rotary")[turn % 2]) for turn, name in enumerate(KINDS)]
 )
 def test_kinds(make_model, name, scheme):
-    """Heads and settings of all kinds, in training mode with checkpointed activations."""
+    """A fit helps models with heads and settings of all kinds, in training mode with checkpointed activations."""
     family, options, measure = KINDS[name]
     model = posswap.swap(make_model(family, "eager", **options), scheme).train()
     model.base_model.gradient_checkpointing = True
@@ -248,7 +248,7 @@ def test_report(make_model, capsys):
 
 
 def test_memory(make_model, monkeypatch, tmp_path):
-    """Two files of hidden states for each batch, and gradients of one layer at a time."""
+    """A fit keeps two files of hidden states for each batch, and gradients of one layer at a time."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model, seen = posswap.swap(make_model("gpt2"), "relative:clip=4"), []
     inner, compare = layerwise.Walk.fit_layer, layerwise.Walk._compare
@@ -271,21 +271,13 @@ def test_memory(make_model, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_command_line(make_model, family, bert_tokenizer, gpt2_tokenizer, tmp_path, monkeypatch, capsys):
+def test_command_line(save, program, family, tmp_path):
     """`swap --fit`: a BERT on a text, a GPT-2 on its own writing; the report is printed and the fitted model saved."""
-    words = [word for word in bert_tokenizer.get_vocab() if word[0] != "["]
     text_file = tmp_path / "text.txt"
-    text_file.write_text("\n".join(" ".join(words[(i * j) % len(words)] for j in range(40)) for i in range(1, 60)))
-    model = make_model(family, head=BertModel if family == "bert" else None)
-    model.save_pretrained(tmp_path / "model")
-    (bert_tokenizer if family == "bert" else gpt2_tokenizer).save_pretrained(tmp_path / "model")
-    arguments = ["swap", tmp_path / "model", "--scheme", "relative:clip=4", "--output", tmp_path / "out", "--reconstruct", "3"]
-    arguments += ["--fit", text_file if family == "bert" else "auto", "--fit-tokens", "1500"]
-    monkeypatch.setattr("sys.argv", ["hf-posswap", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    said = capsys.readouterr()
-    assert stop.value.code == 0, said.err
-    assert "error before" in said.out and "fitted on 1," in said.out and "learned -> relative:clip=4" in said.out
+    text_file.write_text("\n".join(" ".join(WORDS[(i * j) % len(WORDS)] for j in range(40)) for i in range(1, 60)))
+    options = ["--scheme", "relative:clip=4", "--output", tmp_path / "out", "--reconstruct", "3", "--fit-tokens", "1500"]
+    code, out, err = program("swap", save(family), *options, "--fit", text_file if family == "bert" else "auto")
+    assert code == 0, err
+    assert "error before" in out and "fitted on 1," in out and "learned -> relative:clip=4" in out
     saved = open_model(str(tmp_path / "out"))
     assert all(bool(parameter.any()) for name, parameter in saved.named_parameters() if "key_table" in name)

@@ -1,11 +1,9 @@
 """The recipe that measures fits: its figures, its texts, its refusals; on tiny models. And the tables of committed results."""
 
-import importlib
 import json
 from pathlib import Path
 
 import pytest
-from transformers import BertModel
 
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.fit_table import fit_table
@@ -14,19 +12,16 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
-def fit_quality(monkeypatch, make_model, bert_tokenizer, tmp_path):
+def fit_quality(recipe, save, tmp_path):
     """The function that runs the recipe on a tiny BERT, a text and pairs of sentences, with some options."""
-    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-    module = importlib.import_module("fit_quality")
-    make_model("bert", head=BertModel).save_pretrained(tmp_path / "bert")
-    bert_tokenizer.save_pretrained(tmp_path / "bert")
+    module = recipe("fit_quality")
     words = "the cat sat on the mat . a dog ran under the log and it was happy then".split()
     lines = [" ".join(words[i % 7 :] + words[: i % 7]) for i in range(300)]
     (tmp_path / "text.txt").write_text("\n".join(lines))
     pairs = "\n".join(f"{lines[i]},{lines[i + 1]},{i % 5}" for i in range(20))
     (tmp_path / "pairs.csv").write_text(f"sentence1,sentence2,label\n{pairs}\n")
     given = {
-        "model": str(tmp_path / "bert"), "train_file": str(tmp_path / "text.txt"), "pairs": str(tmp_path / "pairs.csv"),
+        "model": str(save("bert")), "train_file": str(tmp_path / "text.txt"), "pairs": str(tmp_path / "pairs.csv"),
         "scheme": "relative:clip=4", "fit_tokens": 2000, "fit_steps": 2, "evaluation_tokens": 256,
     }  # fmt: skip
     return lambda **options: module.run(module.Config(**{**given, **options}), tmp_path / "out", False)
@@ -37,7 +32,7 @@ def test_figures(fit_quality):
     original = fit_quality(scheme="original")
     assert set(original["figures"]) == {"cosine_8", "cosine_32", "spearman"}
     assert original["figures"]["cosine_32"] == pytest.approx(1, abs=1e-5) and original["details"]["layers"] == []
-    changes = (
+    changes = [
         {},
         {"seed": 1},
         {"text": "shuffled"},
@@ -45,7 +40,7 @@ def test_figures(fit_quality):
         {"start": "swap"},
         {"start": "cold"},
         {"fit_steps": 0},
-    )
+    ]
     found = [fit_quality(**change) for change in changes]
     assert len({one["figures"]["cosine_32"] for one in found}) == len(changes)
     assert all(one["figures"]["cosine_32"] < 1 for one in found)
@@ -62,7 +57,7 @@ def test_figures(fit_quality):
     ],
 )
 def test_refusals(fit_quality, tmp_path, change, says):
-    """Also the same text to fit on and to measure on: what was fitted on is no measure."""
+    """Options that make no sense are refused, such as one text to fit on and to measure on."""
     (tmp_path / "text.csv").write_text("text\nx\n")
     files = {name: str(tmp_path / value) for name, value in change.items() if name in ("pairs", "validation_file")}
     with pytest.raises(PosswapError, match=says):

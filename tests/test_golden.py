@@ -4,12 +4,11 @@ golden/make_format_1.py wrote the folders, each with the logits that its model h
 """
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_python
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
@@ -57,10 +56,8 @@ def test_by_the_code_in_the_folder(tmp_path):
         "save_file({'logits': model(tokens).logits.detach()}, sys.argv[2])"
     )
     folder, found = GOLDEN / "bert-relative", tmp_path / "found.safetensors"
-    command = [sys.executable, "-c", program, str(folder), str(found)]
     cache = {"HF_MODULES_CACHE": str(tmp_path / "modules")}  # where transformers copies code to
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | cache, check=False)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", program, folder, found, env=os.environ | cache)
     torch.testing.assert_close(load_file(found)["logits"], load_file(folder / "expected.safetensors")["logits"], **EXACT)
 
 

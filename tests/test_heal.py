@@ -1,8 +1,5 @@
 """The healing recipe: what it measures on the way, tokens to a mark, and text that teaches."""
 
-import importlib
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import BertModel
@@ -10,42 +7,25 @@ from transformers import BertModel
 from hf_posswap.errors import PosswapError
 from hf_posswap.fitting.distillation import distillation_loss
 
-RECIPES = Path(__file__).parents[1] / "recipes"
+
+@pytest.fixture
+def recipe(recipe):
+    """The module recipes/heal.py."""
+    return recipe("heal")
 
 
 @pytest.fixture
-def recipe(monkeypatch):
-    """The module recipes/heal.py, imported as Python imports it when it is run."""
-    monkeypatch.syspath_prepend(str(RECIPES))
-    return importlib.import_module("heal")
-
-
-@pytest.fixture
-def heal(recipe, make_model, bert_tokenizer, gpt2_tokenizer, tmp_path):
+def heal(recipe, save, tmp_path):
     """The function that runs the recipe on a tiny GPT-2, or BERT, and a small text, with some options."""
-    for name, model, tokenizer in (
-        ("bert", make_model("bert", head=BertModel), bert_tokenizer),
-        ("gpt2", make_model("gpt2", vocab_size=99, bos_token_id=1, eos_token_id=1), gpt2_tokenizer),
-    ):
-        model.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
     words = "the cat dog sat ran on under mat log and then it was happy sad".split()
     chosen = torch.randint(len(words), (6000,), generator=torch.Generator().manual_seed(2))
     (tmp_path / "text.txt").write_text(" ".join(words[i] for i in chosen))
-    runs = []
+    small = {"scheme": "rotary", "max_steps": 2, "batch_size": 4, "fit_tokens": 1024, "evaluation_tokens": 256, "report_to": ()}
 
     def run(model="gpt2", **options):
-        small = {
-            "scheme": "rotary",
-            "max_steps": 2,
-            "batch_size": 4,
-            "fit_tokens": 1024,
-            "evaluation_tokens": 256,
-            "report_to": (),
-        }
-        given = {"model": str(tmp_path / model), "train_file": str(tmp_path / "text.txt")}
-        runs.append(recipe.Config(**given, **{**small, **options}))
-        return recipe.run(runs[-1], tmp_path / f"out{len(runs)}", False)
+        given = {"model": str(save(model)), "train_file": str(tmp_path / "text.txt")}
+        config = recipe.Config(**given, **small | options)
+        return recipe.run(config, tmp_path / str(len(list(tmp_path.iterdir()))), False)
 
     return run
 
@@ -89,7 +69,7 @@ def test_bad_options(heal, changes, says):
 
 
 def test_tokens_to_reach(recipe):
-    """Zero at the start, none if never, and a straight line of the logarithm in between; the first crossing counts."""
+    """Tokens to a mark are read off the first crossing, in a straight line of the logarithm; None if there is none."""
     curve = [{"tokens": t, "damage": d} for t, d in ((0, 1.0), (100, 0.1), (200, 0.001), (300, 0.5))]
     assert recipe.tokens_to_reach(curve, 1.0) == 0
     assert recipe.tokens_to_reach(curve, 0.0001) is None
@@ -101,7 +81,7 @@ def test_tokens_to_reach(recipe):
 
 
 def test_distillation_loss(make_model, make_swapped, tokens):
-    """Zero against itself; with a head the KL of the definition."""
+    """The loss of distillation is zero against itself, and with a head the KL of the definition."""
     for family in ("bert", "gpt2"):
         model = make_model(family)
         assert distillation_loss(model)(model, {"input_ids": tokens}).item() == pytest.approx(0, abs=1e-6)
@@ -125,7 +105,7 @@ def test_text_teaches_and_the_original_is_the_control(heal):
 
 
 def test_text_weight_is_the_cross_entropy(make_model):
-    """(1 - w) KL + w CE, by transformers' own loss; refused where there is no next token, and out of range."""
+    """With a text weight w the loss is (1 - w) KL + w CE; w out of range, or without next tokens, is refused."""
     teacher, model = make_model("gpt2"), make_model("gpt2", seed=1)
     batch = {"input_ids": torch.randint(2, 98, (3, 12), generator=torch.Generator().manual_seed(0))}
     divergence = distillation_loss(teacher)(model, batch)
@@ -139,7 +119,7 @@ def test_text_weight_is_the_cross_entropy(make_model):
 
 
 def test_fit_options_count(heal):
-    """Steps and rate of the fit reach it."""
+    """The options for steps and rate of a fit reach it."""
     starts = []
     for options in ({"fit_steps": 1}, {"fit_steps": 20}, {"fit_steps": 20, "fit_learning_rate": 1e-5}):
         found = heal(start="fit", max_steps=1, learning_rate=1e-9, **options)

@@ -120,7 +120,7 @@ def read(hub, home):
 
 
 def test_reading(hub, home, read):
-    """By the names that people write, with labels' names; once read, without a network; what cannot be is an error."""
+    """Data sets are read by the names that people write, once read also without a network; others are an error."""
     expected = [["wrong", "right"], 60, 20, SENTENCES[0]]
     assert read("glue/cola") == read("nyu-mll/glue:cola") == expected
     assert read("text", "wikitext:wikitext-2-raw-v1") == [" = A title = \n", "The cat sat on the mat. \n"]

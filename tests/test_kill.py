@@ -2,9 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+
+from conftest import run_python
 
 JOB = '''
 import gc, json, os, random, signal, sys, time
@@ -74,9 +74,7 @@ def test_kill_9(tmp_path):
     """No more than the steps since the last checkpoint are lost, none is ever broken, and the end is the same bit for bit."""
     (tmp_path / "job.py").write_text(JOB)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    command = [sys.executable, str(tmp_path / "job.py"), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_python(tmp_path / "job.py", tmp_path, env=environment)
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert len(seen["lost"]) >= 3 and max(seen["lost"]) <= seen["every"] and any(seen["lost"])
     assert seen["left"] == ["step-00000018", "step-00000020"]

@@ -142,7 +142,7 @@ def test_sinusoidal_vectors_are_solved_for(share_heads):
 
 
 def test_bad_ladders():
-    """An unknown rung or combination names what there is."""
+    """An unknown rung or combination is refused with those that there are."""
     with pytest.raises(posswap.PosswapError, match="rung='roman' is not one of 'count'"):
         posswap.Ladder(rung="roman")
     with pytest.raises(posswap.PosswapError, match="combine='times' is not one of 'add', 'concatenate'"):

@@ -1,11 +1,7 @@
 """Losses token by token against naive loops, masks that resume, a head for a model without one, and two recipes end to end."""
 
-import importlib.util
 import json
 import math
-import sys
-from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,25 +11,13 @@ from transformers import AutoModelForMaskedLM, BertForMaskedLM, BertModel
 
 import hf_posswap as posswap
 from hf_posswap.data.text import read_documents, shorter_blocks, spread, token_blocks
-from hf_posswap.errors import DataError
-from hf_posswap.experiments.options import read_config
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import MaskedBlocks, TextConfig, documents, mask_tokens, masked_lm_loss, train_head
 from hf_posswap.measure.damage import perplexity
 from hf_posswap.measure.losses import loss_by_position, mean_loss, sliding_window_losses, token_losses
-from hf_posswap.provenance import prepare_output
 from hf_posswap.training import TrainingConfig, run_state, train
 
-RECIPES = Path(__file__).parent.parent / "recipes"
 SENTENCES = ("the cat sat on the mat and then it was happy", "a sad dog ran under the log and it sat then")
-
-
-def _recipe(name):
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
 
 
 @pytest.fixture
@@ -45,44 +29,48 @@ def text(tmp_path):
 
 
 @pytest.fixture
-def gpt2(make_model, gpt2_tokenizer, tmp_path):
+def gpt2(save, gpt2_tokenizer):
     """A tiny saved GPT-2 with its tokenizer; it reads 32 tokens."""
-    return _save(make_model("gpt2", vocab_size=len(gpt2_tokenizer)), gpt2_tokenizer, tmp_path / "gpt2")
+    return str(save("gpt2", vocab_size=len(gpt2_tokenizer)))
 
 
 @pytest.fixture
-def bert(make_model, bert_tokenizer, tmp_path):
+def bert(save, bert_tokenizer):
     """A tiny saved BERT without a head, with its tokenizer; it reads 32 tokens."""
-    return _save(make_model("bert", head=BertModel, vocab_size=len(bert_tokenizer)), bert_tokenizer, tmp_path / "bert")
+    return str(save("bert", vocab_size=len(bert_tokenizer)))
 
 
-def _save(model, tokenizer, folder):
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+@pytest.fixture
+def start(recipe, program):
+    """The function that runs a recipe as its command line does; it returns the exit status and the errors."""
+
+    def run(name, **options):
+        arguments = []
+        for option, value in options.items():
+            flag = option.replace("_", "-")
+            if isinstance(value, bool):
+                arguments.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                for one in value if isinstance(value, tuple) else (value,):
+                    arguments += [f"--{flag}", one]
+        module = recipe(name)
+        code, _, err = program(*arguments, main=lambda: main(module.Config, module.run))
+        return code, err
+
+    return run
 
 
-def _start(name, tmp_path, monkeypatch, **options):
-    """Run a recipe as its command line does; return its result."""
-    arguments = [name]
-    for option, value in options.items():
-        flag = f"--{option.replace('_', '-')}"
-        if isinstance(value, bool):
-            arguments.append(flag if value else f"--no-{flag[2:]}")
-        else:
-            for one in value if isinstance(value, tuple) else (value,):
-                arguments += [flag, str(one)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    recipe = _recipe(name)
-    with pytest.raises(SystemExit) as stopped:
-        main(recipe.Config, recipe.run)
-    return stopped.value.code
+@pytest.fixture
+def result(start, tmp_path):
+    """The function that runs a recipe to its end and returns its result."""
 
+    def run(name, **options):
+        options = {"output": tmp_path / "out", **options}
+        code, err = start(name, **options)
+        assert code == 0, err
+        return json.loads((options["output"] / "result.json").read_text())
 
-def _run(name, tmp_path, monkeypatch, **options):
-    options = {"output": tmp_path / "out", **options}
-    assert _start(name, tmp_path, monkeypatch, **options) in (0, None)
-    return json.loads((options["output"] / "result.json").read_text())
+    return run
 
 
 TINY = {"max_steps": 4, "batch_size": 4, "evaluation_tokens": 256, "fit_tokens": 2048, "fit_steps": 2}
@@ -92,7 +80,7 @@ TINY = {"max_steps": 4, "batch_size": 4, "evaluation_tokens": 256, "fit_tokens":
 
 
 def test_losses_against_one_context_at_a_time(make_swapped):
-    """Each token from all tokens before it, one by one, in float64; their mean is the perplexity that `compare` reports."""
+    """Losses equal those of one forward for each token, in float64; their mean is that of the reported perplexity."""
     model = make_swapped("gpt2", posswap.Rotary()).double()
     tokens = torch.randint(2, 98, (3, 12), generator=torch.Generator().manual_seed(0))
     losses = token_losses(model, tokens)
@@ -121,14 +109,14 @@ def test_sliding_window_against_one_context_at_a_time(make_model, length, window
 
 
 def test_sliding_window_of_one_stride(make_model):
-    """A stride beyond the window would leave tokens out."""
+    """A stride beyond the window is refused: it would leave tokens out."""
     for stride in (0, 8, 9):
         with pytest.raises(posswap.PosswapError, match="from 1 to 7"):
             sliding_window_losses(make_model("gpt2"), torch.ones(1, 20, dtype=torch.long), 8, stride=stride)
 
 
 def test_losses_in_slices(make_model, monkeypatch):
-    """Neither the slices of logits nor the batches show in the numbers."""
+    """Losses do not depend on the size of slices and batches."""
     model, tokens = make_model("gpt2").double(), torch.randint(2, 98, (5, 14), generator=torch.Generator().manual_seed(0))
     whole = token_losses(model, tokens)
     monkeypatch.setattr("hf_posswap.measure.losses._LOGITS_A_SLICE", 99 * 4)
@@ -155,7 +143,7 @@ def test_masked_losses(make_model, bert_tokenizer):
 
 
 def test_losses_by_position():
-    """Ranges of positions against loops; what is not predicted does not count."""
+    """Losses by position are what loops find; tokens that are not predicted do not count."""
     losses = torch.rand(7, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     losses[:, 0] = torch.nan
     losses[3, 5:9] = torch.nan
@@ -168,7 +156,7 @@ def test_losses_by_position():
 
 
 def test_wrong_models(make_model):
-    """A model without a head, and a masked one without labels."""
+    """A model without a head is refused, and so is a masked one without labels."""
     with pytest.raises(posswap.PosswapError, match="no language-modelling head"):
         token_losses(make_model("bert", head=BertModel), torch.ones(1, 4, dtype=torch.long))
     with pytest.raises(posswap.PosswapError, match="labels"):
@@ -192,7 +180,7 @@ def test_the_same_tokens_at_every_length(gpt2_tokenizer, bert_tokenizer):
 
 
 def test_masks(bert_tokenizer):
-    """By seed, epoch and sequence alone; special tokens never; training sees other masks in every epoch."""
+    """Masks depend on seed, epoch and sequence alone, and never cover special tokens."""
     blocks = token_blocks([" ".join(SENTENCES) * 40], bert_tokenizer, 32)
     inputs, labels = mask_tokens(blocks, bert_tokenizer, 0.15)
     torch.rand(3)
@@ -233,38 +221,8 @@ def test_documents(tmp_path):
             TextConfig(**options)
 
 
-def test_masks_resume_bit_exactly(make_model, bert_tokenizer, tmp_path):
-    """Stopped and resumed, weights equal those of an uninterrupted run."""
-    blocks = token_blocks([" ".join(SENTENCES) * 14], bert_tokenizer, 16)[:20]
-    data = MaskedBlocks(blocks, bert_tokenizer, 0.3, seed=1, examples=8 * 8)
-    config = TrainingConfig(max_steps=8, batch_size=8, learning_rate=1e-2, checkpoint_every=3)
-
-    def run(folder, loss=masked_lm_loss, **options):
-        model = make_model("bert", hidden_dropout_prob=0.1)
-        return train(model, data, config, compute_loss=loss, output=tmp_path / folder, progress=False, **options)
-
-    class Stop(Exception):
-        pass
-
-    calls = []
-
-    def interrupted(model, batch):
-        calls.append(batch["labels"])
-        if len(calls) > 5:
-            raise Stop
-        return masked_lm_loss(model, batch)
-
-    whole, expected = run("whole")
-    with pytest.raises(Stop):
-        run("cut", interrupted)
-    resumed, done = run("cut", resume=True)
-    assert done.losses == expected.losses
-    for name, value in whole.state_dict().items():
-        assert torch.equal(value, resumed.state_dict()[name]), name
-
-
 def test_a_new_head(bert, bert_tokenizer):
-    """It learns; the encoder, with the embeddings that are tied to it, stays bit for bit; no seed but its own matters."""
+    """A new head learns while the encoder and the tied embeddings stay bit for bit; the global seed does not matter."""
     blocks = token_blocks([" ".join(SENTENCES) * 40], bert_tokenizer, 16)
     held = mask_tokens(blocks[::4], bert_tokenizer, 0.3)
     config = TrainingConfig(max_steps=30, batch_size=8, learning_rate=1e-2, dropout=False)
@@ -287,43 +245,35 @@ def test_a_new_head(bert, bert_tokenizer):
 # -- recipes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file", sorted(RECIPES.glob("configs/l[ae]*.yaml")), ids=lambda file: file.stem)
-def test_configs(file):
-    """Each file is read by its recipe."""
-    name = next(name for name in ("language_modeling", "length_extrapolation") if file.stem.startswith(name))
-    config = read_config(_recipe(name).Config, file, {"scheme": "rotary"})
-    assert config.scheme == "rotary" and config.start == "fit"
-
-
-def test_causal_language_modeling(gpt2, text, tmp_path, monkeypatch):
-    """Loss falls, figures agree with each other; a resumed run and one with another seed."""
+def test_causal_language_modeling(gpt2, text, result, tmp_path):
+    """Training lowers the loss, figures agree with each other, and another seed ends elsewhere."""
     options = {"model": gpt2, "train_file": text, "scheme": "rotary", **TINY, "learning_rate": 1e-2, "max_steps": 12}
-    result = _run("language_modeling", tmp_path, monkeypatch, **options)
-    figures, details = result["figures"], result["details"]
+    found = result("language_modeling", **options)
+    figures, details = found["figures"], found["details"]
     assert figures["loss"] < figures["start_loss"] - 0.3
     assert (
         figures["perplexity"] == figures["perplexity_32"] == pytest.approx(torch.tensor(figures["loss"]).exp().item(), rel=1e-5)
     )
     assert {"perplexity_8", "perplexity_16"} < set(figures) and details["objective"] == "causal"
     assert list(details["loss_by_position"]) == ["0-7", "8-31"] and details["new_head"] is None
-    assert len(details["curve"]) == 12 and result["cost"]["tokens"] == 12 * 4 * 32
-    other = _run("language_modeling", tmp_path, monkeypatch, **options, seed=1, output=tmp_path / "other")["figures"]
+    assert len(details["curve"]) == 12 and found["cost"]["tokens"] == 12 * 4 * 32
+    other = result("language_modeling", **options, seed=1, output=tmp_path / "other")["figures"]
     assert other["start_loss"] == figures["start_loss"] and other["loss"] != figures["loss"]
 
 
-def test_from_scratch(gpt2, text, tmp_path, monkeypatch):
+def test_from_scratch(gpt2, text, result, tmp_path):
     """The control has none of the checkpoint's weights, and is longer than it where that is asked for."""
     options = {"model": gpt2, "train_file": text, "scheme": "rotary", **TINY, "lengths": (16, 64)}
     losses = {}
     for start, seed in (("swap", 0), ("swap", 1), ("scratch", 0), ("scratch", 1)):
         run = {"start": start, "seed": seed, "output": tmp_path / f"{start}-{seed}"}
-        result = _run("language_modeling", tmp_path, monkeypatch, **options, **run)
-        losses[start, seed] = result["figures"]["start_loss"]
-        assert set(result["details"]["loss"]) == {"16", "32", "64"}
+        found = result("language_modeling", **options, **run)
+        losses[start, seed] = found["figures"]["start_loss"]
+        assert set(found["details"]["loss"]) == {"16", "32", "64"}
     assert losses["swap", 0] == losses["swap", 1] and len(set(losses.values())) == 3
 
 
-def test_masked_language_modeling(bert, text, tmp_path, monkeypatch):
+def test_masked_language_modeling(bert, text, result, tmp_path):
     """A head is trained before the swap, the same for each scheme and seed, and can be given; so are evaluation masks."""
     common = {"model": bert, "train_file": text, "head_steps": 20, "head_learning_rate": 1e-2, **TINY}
     runs = {}
@@ -333,7 +283,7 @@ def test_masked_language_modeling(bert, text, tmp_path, monkeypatch):
         "given": {"scheme": "rotary", "start": "fit", "seed": 3, "head": tmp_path / "plain" / "head.safetensors"},
         "longer": {"scheme": "rotary", "block_size": 48},
     }.items():
-        runs[name] = _run("language_modeling", tmp_path, monkeypatch, **common, **options, output=tmp_path / name)
+        runs[name] = result("language_modeling", **common, **options, output=tmp_path / name)
     heads = {name: run["details"]["new_head"] for name, run in runs.items()}
     assert heads["plain"]["loss_before_swap"] == runs["plain"]["figures"]["start_loss"]  # nothing was swapped
     assert heads["plain"]["loss_before_swap"] == heads["rotary"]["loss_before_swap"] == heads["given"]["loss_before_swap"]
@@ -345,39 +295,36 @@ def test_masked_language_modeling(bert, text, tmp_path, monkeypatch):
     assert runs["longer"]["details"]["block_size"] == 48 and heads["longer"]["steps"] == 20
 
 
-def test_a_head_of_its_own(make_model, bert_tokenizer, text, tmp_path, monkeypatch, capsys):
+def test_a_head_of_its_own(save, start, result, bert_tokenizer, text, tmp_path):
     """A checkpoint with a head keeps it, and does not take another."""
-    model = _save(make_model("bert", head=BertForMaskedLM, vocab_size=len(bert_tokenizer)), bert_tokenizer, tmp_path / "mlm")
-    result = _run("language_modeling", tmp_path, monkeypatch, model=model, train_file=text, **TINY)
-    assert result["details"]["new_head"] is None and not (tmp_path / "out" / "head.safetensors").exists()
-    code = _start("language_modeling", tmp_path, monkeypatch, model=model, train_file=text, head="x", output=tmp_path / "no")
-    assert code == 2 and "head of its own" in " ".join(capsys.readouterr().err.split())
+    given = {"model": save("bert", head=BertForMaskedLM, vocab_size=len(bert_tokenizer)), "train_file": text}
+    found = result("language_modeling", **given, **TINY)
+    assert found["details"]["new_head"] is None and not (tmp_path / "out" / "head.safetensors").exists()
+    code, err = start("language_modeling", **given, head="x", output=tmp_path / "no")
+    assert code == 2 and "head of its own" in err
 
 
-def test_language_modeling_resumes(bert, text, tmp_path, monkeypatch):
+def test_language_modeling_resumes(bert, text, start, result, tmp_path, monkeypatch):
     """A run that was stopped ends with the figures of one that was not, masks and head included."""
     options = {"model": bert, "train_file": text, "scheme": "rotary", **TINY, "head_steps": 3, "checkpoint_every": 2}
-    expected = _run("language_modeling", tmp_path, monkeypatch, **options)
+    expected = result("language_modeling", **options)
     save = run_state.Checkpoints.save
 
     def save_and_stop(*given):
         save(*given)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(run_state.Checkpoints, "save", save_and_stop)
-        config = read_config(_recipe("language_modeling").Config, None, options)
-        (tmp_path / "cut").mkdir()
-        prepare_output(asdict(config), tmp_path / "cut", False)
-        _recipe("language_modeling").run(config, tmp_path / "cut", False)
-    result = _run("language_modeling", tmp_path, monkeypatch, **options, output=tmp_path / "cut", resume=True)
-    assert result["figures"] == expected["figures"]
+        assert start("language_modeling", **options, output=tmp_path / "cut")[0] == 130
+    resumed = result("language_modeling", **options, output=tmp_path / "cut", resume=True)
+    assert resumed["figures"] == expected["figures"]
 
 
-def test_length_extrapolation(gpt2, text, tmp_path, monkeypatch):
+def test_length_extrapolation(gpt2, text, result, tmp_path):
     """The swapped model reads all lengths, the original through the window; both fine-tune on as many tokens."""
     options = {"model": gpt2, "train_file": text, **TINY, "factors": (1, 2, 4), "finetune_factor": 2, "stride": 8}
-    swapped = _run("length_extrapolation", tmp_path, monkeypatch, **options, scheme="rotary", start="fit")
+    swapped = result("length_extrapolation", **options, scheme="rotary", start="fit")
     names = [f"{stage}loss_{n}" for stage in ("tuned_", "") for n in (32, 64, 128)]
     assert list(swapped["figures"]) == names
     details = swapped["details"]
@@ -385,7 +332,7 @@ def test_length_extrapolation(gpt2, text, tmp_path, monkeypatch):
     assert details["loss"]["tuned"]["whole"]["128"] == swapped["figures"]["tuned_loss_128"]
     assert list(details["loss_by_position"]["swapped"]["whole"]) == ["0-1", "2-7", "8-31", "32-63", "64-127"]
     assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
-    bar = _run("length_extrapolation", tmp_path, monkeypatch, **options, output=tmp_path / "bar")
+    bar = result("length_extrapolation", **options, output=tmp_path / "bar")
     assert list(bar["figures"]) == names
     assert {str(n): bar["figures"][f"loss_{n}"] for n in (32, 64, 128)} == details["loss"]["original"]["window"]
     assert bar["cost"]["tokens"] == swapped["cost"]["tokens"] == 4 * 4 * 64
@@ -394,12 +341,12 @@ def test_length_extrapolation(gpt2, text, tmp_path, monkeypatch):
     assert first[0] == pytest.approx(first[1], abs=1e-5)
 
 
-def test_read_on(gpt2, text, tmp_path, monkeypatch):
+def test_read_on(gpt2, text, result, tmp_path):
     """Losses by position, the original's behind its window; a span reaches the model, and its cache does not grow."""
     given = {name: value for name, value in TINY.items() if name in ("evaluation_tokens", "fit_tokens", "fit_steps")}
     options = {"model": gpt2, "train_file": text, **given, "factor": 4, "fit_factor": 2, "fit_tokens": 4096}
     results = {
-        name: _run("read_on", tmp_path, monkeypatch, **options, output=tmp_path / name, **more)
+        name: result("read_on", **options, output=tmp_path / name, **more)
         for name, more in {
             "original": {},
             "whole": {"scheme": "rotary", "start": "fit"},
@@ -410,7 +357,7 @@ def test_read_on(gpt2, text, tmp_path, monkeypatch):
     tuned = results.pop("tuned")
     assert tuned["cost"]["tokens"] == 8 * 512 and tuned["figures"]["loss_64"] < tuned["figures"]["start_loss_64"]
     assert tuned["figures"]["select_loss"] < tuned["figures"]["start_loss_64"]
-    assert all(list(result["figures"]) == ["loss_32", "loss_64", "loss_128"] for result in results.values())
+    assert all(list(one["figures"]) == ["loss_32", "loss_64", "loss_128"] for one in results.values())
     assert results["whole"]["figures"] != results["near"]["figures"]
     generation = results["near"]["details"]["generation"]
     assert list(results["near"]["details"]["milliseconds a token read"]) == ["32", "64", "128"]
@@ -418,27 +365,23 @@ def test_read_on(gpt2, text, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("scheme", "length"), [("original", 32), ("rotary", 64)])
-def test_read_on_trains_as_it_says(gpt2, tmp_path, monkeypatch, scheme, length):
+def test_read_on_trains_as_it_says(gpt2, result, recipe, tmp_path, monkeypatch, scheme, length):
     """Blocks of the fit's length, or the original's, at the rate that was given; select text is not trained on."""
     words = torch.randint(len(WORDS), (4000,), generator=torch.Generator().manual_seed(0))
     (tmp_path / "words.txt").write_text(" ".join(WORDS[i] for i in words))
-    options = {"model": gpt2, "train_file": str(tmp_path / "words.txt")} | {
-        "evaluation_tokens": 256,
-        "factor": 4,
-        "fit_factor": 2,
-        "scheme": scheme,
-    }
-    recipe, seen = _recipe("read_on"), {"read": []}
+    options = {"model": gpt2, "train_file": str(tmp_path / "words.txt"), "scheme": scheme}
+    options |= {"evaluation_tokens": 256, "factor": 4, "fit_factor": 2, "tune_steps": 2, "tune_tokens": 128}
+    module, seen = recipe("read_on"), {"read": []}
 
     def looked_on(model, rows, config, **rest):
         seen.update(rows=[row["input_ids"] for row in rows], config=config)
         return train(model, rows, config, **rest)
 
-    monkeypatch.setattr(recipe, "train", looked_on)
+    monkeypatch.setattr(module, "train", looked_on)
     for name in ("token_losses", "sliding_window_losses"):
-        read = getattr(recipe, name)
-        monkeypatch.setattr(recipe, name, lambda m, b, *r, _read=read, **k: seen["read"].append(b) or _read(m, b, *r, **k))
-    _run("read_on", tmp_path, monkeypatch, **options, tune_steps=2, tune_tokens=128, learning_rate=0.03)
+        read = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda m, b, *r, _read=read, **k: seen["read"].append(b) or _read(m, b, *r, **k))
+    result("read_on", **options, learning_rate=0.03)
     assert seen["config"].learning_rate == 0.03 and seen["config"].batch_size * length == 128
     assert {len(row) for row in seen["rows"]} == {length}
     trained = {tuple(row.tolist()[:length]) for row in seen["rows"]}
@@ -446,12 +389,10 @@ def test_read_on_trains_as_it_says(gpt2, tmp_path, monkeypatch, scheme, length):
     assert not trained & {tuple(row.tolist()) for row in select}
 
 
-@pytest.mark.parametrize("scheme", ["learned:extend=tile", "none"])
-def test_every_scheme_extrapolates(gpt2, text, tmp_path, monkeypatch, scheme):
-    """Without a fine-tune, too."""
+def test_length_extrapolation_without_a_fine_tune(gpt2, text, result):
+    """A tiled table reads on, and there are no figures of a tuned model."""
     options = {"model": gpt2, "train_file": text, **TINY, "factors": (1, 2), "finetune_factor": 0}
-    figures = _run("length_extrapolation", tmp_path, monkeypatch, **options, scheme=scheme)["figures"]
-    assert list(figures) == ["loss_32", "loss_64"]
+    assert list(result("length_extrapolation", **options, scheme="learned:extend=tile")["figures"]) == ["loss_32", "loss_64"]
 
 
 @pytest.mark.parametrize(
@@ -472,25 +413,17 @@ def test_every_scheme_extrapolates(gpt2, text, tmp_path, monkeypatch, scheme):
         ("length_extrapolation", {"scheme": "rotary", "max_positions": 64}, "less than the 512 tokens"),
     ],
 )
-def test_bad_input(gpt2, text, tmp_path, monkeypatch, capsys, name, options, says):
-    """Told in a paragraph, before anything is trained."""
-    monkeypatch.setattr(_recipe(name), "train", None)
-    code = _start(name, tmp_path, monkeypatch, **{"model": gpt2, "train_file": text, "output": tmp_path / "out", **options})
-    said = " ".join(capsys.readouterr().err.split())
-    assert code == 2 and says in said and "Traceback" not in said
+def test_bad_input(gpt2, text, recipe, start, tmp_path, monkeypatch, name, options, says):
+    """What cannot be run is said in a paragraph, before anything is trained."""
+    monkeypatch.setattr(recipe(name), "train", None)
+    code, err = start(name, **{"model": gpt2, "train_file": text, "output": tmp_path / "out", **options})
+    assert code == 2 and says in err and "Traceback" not in err
 
 
-def test_bad_input_comes_before_the_head(bert, text, tmp_path, monkeypatch, capsys):
+def test_bad_input_comes_before_the_head(bert, text, start, tmp_path):
     """A scheme that does not fit is found before a head is trained for it; encoders have no window to slide."""
     options = {"model": bert, "train_file": text, "block_size": 64, "scheme": "learned", "output": tmp_path / "out"}
-    code = _start("language_modeling", tmp_path, monkeypatch, **options)
-    assert code == 2 and "cannot hold" in capsys.readouterr().err and not (tmp_path / "out" / "head.safetensors").exists()
-    code = _start("length_extrapolation", tmp_path, monkeypatch, model=bert, train_file=text, output=tmp_path / "other")
-    assert code == 2 and "encoder" in capsys.readouterr().err
-
-
-def test_wrong_text(gpt2, tmp_path):
-    """No text at all."""
-    (tmp_path / "empty.txt").write_text(" \n")
-    with pytest.raises(DataError, match="no text"):
-        read_documents(tmp_path / "empty.txt", split=None)
+    code, err = start("language_modeling", **options)
+    assert code == 2 and "cannot hold" in err and not (tmp_path / "out" / "head.safetensors").exists()
+    code, err = start("length_extrapolation", model=bert, train_file=text, output=tmp_path / "other")
+    assert code == 2 and "encoder" in err

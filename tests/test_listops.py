@@ -1,11 +1,8 @@
 """ListOps: the grammar against a recursive generator and Python's own evaluation, and the recipe from end to end."""
 
-import importlib
 import itertools
 import random
 import statistics
-from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,20 +10,17 @@ from transformers import AutoModelForSequenceClassification
 
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments.models import load_model
-from hf_posswap.experiments.options import read_config
 from hf_posswap.measure.listops import OPERATORS, SYMBOLS, TOKEN_IDS, ListOpsExamples, depth, evaluate
 from hf_posswap.measure.listops import listops_expressions as draw
 from hf_posswap.training import pad
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 TINY = {"min_length": 4, "max_length": 12, "max_depth": 2, "max_args": 5}
 
 
 @pytest.fixture
-def recipe(monkeypatch):
-    """The module recipes/listops.py, imported as Python imports it when it is run."""
-    monkeypatch.syspath_prepend(str(RECIPES))
-    return importlib.import_module("listops")
+def recipe(recipe):
+    """The module recipes/listops.py."""
+    return recipe("listops")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +40,7 @@ def recipe(monkeypatch):
     ],
 )
 def test_hand_made(text, value):
-    """Every operator, its edges, and nesting."""
+    """Expressions by hand have their values: every operator, its edges, and nesting."""
     assert evaluate(text) == value
 
 
@@ -59,7 +53,7 @@ def _by_python(text: str) -> int:
 
 
 def test_against_python():
-    """All operators on all pairs and many triples of digits, and drawn expressions of every depth."""
+    """Values are those of Python, for all operators on pairs and triples of digits and for drawn expressions."""
     texts = [f"{o} {a} {b} ]" for o in OPERATORS for a in range(10) for b in range(10)]
     texts += [f"{o} {a} {b} {c} ]" for o in OPERATORS for a, b, c in itertools.product(range(0, 10, 3), repeat=3)]
     texts += draw(100, min_length=5, max_length=200, max_depth=6, max_args=5)
@@ -70,7 +64,7 @@ def test_against_python():
 
 @pytest.mark.parametrize("text", ["", "]", "[MIN 1 2", "[MIN 1 ]", "1 2", "10", "[MIN 1 2 ] ]", "[XOR 1 2 ]", "[PAD]", "¹"])
 def test_no_expressions(text):
-    """What the grammar does not have has no value."""
+    """A text that is no expression is an error."""
     with pytest.raises(DataError):
         evaluate(text)
 
@@ -133,7 +127,7 @@ def test_impossible_bounds():
 
 
 def test_batches():
-    """Symbols have one id each between [CLS] and [SEP]; padding is masked and has none of them."""
+    """Each symbol has one id, between [CLS] and [SEP]; padding is masked."""
     batch = pad(list(ListOpsExamples(["[MAX 1 9 ]", "3"])))
     names = {number: symbol for symbol, number in TOKEN_IDS.items()}
     rows = [[names[number] for number in row] for row in batch["input_ids"].tolist()]
@@ -221,13 +215,3 @@ def test_bad_input(recipe, checkpoint, tmp_path):
     config = recipe.ListOpsConfig(model=checkpoint("bert"), scheme="rotary", max_positions=12, max_steps=1, **TINY)
     with pytest.raises(PosswapError, match="expressions of 11 symbols take 13 positions, and the model has 12"):
         recipe.run(config, tmp_path, False)
-
-
-def test_configs(recipe):
-    """The files in recipes/configs are read; that of the paper is what nothing else than the defaults say."""
-    published, quick = (
-        read_config(recipe.ListOpsConfig, RECIPES / "configs" / f"{name}.yaml", {}) for name in ("listops", "listops_quick")
-    )
-    shape = ("min_length", "max_length", "max_depth", "max_args", "train_examples", "examples")
-    assert [asdict(published)[name] for name in shape] == [500, 2000, 10, 10, 96_000, 2000]
-    assert quick.max_length <= 200 and quick.start == "scratch"

@@ -1,14 +1,11 @@
 """Long embedders: documents, passages, ways of reading around a short model, and the recipe from text to a pipeline."""
 
-import importlib
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import WORDS
-from transformers import BertModel
 
 import hf_posswap as posswap
 from hf_posswap.measure.retrieval import cut_documents, draw_passages, pieces_of, read_as, recall
@@ -16,19 +13,14 @@ from hf_posswap.measure.retrieval import cut_documents, draw_passages, pieces_of
 library = pytest.importorskip("sentence_transformers")
 
 
-ROOT = Path(__file__).parents[1]
-
-
 def text(words: int, seed: int) -> str:
     return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (words,), generator=torch.Generator().manual_seed(seed)))
 
 
 @pytest.fixture
-def folder(make_model, bert_tokenizer, tmp_path):
+def folder(save, tmp_path):
     """A tiny pipeline that reads 32 tokens, on disk."""
-    make_model("bert", head=BertModel).save_pretrained(tmp_path / "bert")
-    bert_tokenizer.save_pretrained(tmp_path / "bert")
-    library.SentenceTransformer(str(tmp_path / "bert"), device="cpu").save_pretrained(str(tmp_path / "tiny"))
+    library.SentenceTransformer(str(save("bert")), device="cpu").save_pretrained(str(tmp_path / "tiny"))
     return tmp_path / "tiny"
 
 
@@ -79,10 +71,9 @@ def test_recall():
 
 
 @pytest.fixture
-def recipe(monkeypatch, folder, tmp_path):
+def recipe(recipe, monkeypatch, folder, tmp_path):
     """The function that runs the recipe on a tiny pipeline and text, with some options, and the recipe itself."""
-    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-    module = importlib.import_module("long_embedder")
+    module = recipe("long_embedder")
     monkeypatch.setattr(module, "EACH", 2)
     (tmp_path / "text.txt").write_text(text(3000, seed=1))
     (tmp_path / "test.txt").write_text(text(500, seed=2))

@@ -191,7 +191,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_windows(make_model, name):
-    """One fact, one remedy."""
+    """A window that cannot be is refused with the remedy."""
     options, says = BAD[name]
     model = posswap.swap(make_model("gpt2"), "rotary", max_positions=128)
     with pytest.raises(posswap.PosswapError, match=says):
@@ -199,7 +199,7 @@ def test_bad_windows(make_model, name):
 
 
 def test_a_loaded_model_needs_its_original(make_model, tmp_path):
-    """As for any fit: the original is not in a swapped checkpoint."""
+    """A loaded model needs its original for a long fit, too."""
     model = posswap.swap(make_model("gpt2"), "rotary", max_positions=128)
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)

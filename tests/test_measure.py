@@ -37,7 +37,7 @@ def sentence_vector(model, row: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def test_pooled_cosine_is_that_of_sentence_transformers(make_model, make_swapped, tokens):
-    """Mean over all tokens, norm 1, dot product; vectors of [CLS] alone, or of the largest entries, would be far off."""
+    """The cosine is of means over all tokens, as in sentence-transformers; other poolings would be far off."""
     original, model = make_model("bert", head=BertModel), make_swapped("bert", "none", head=BertModel)
     wanted = [torch.stack([sentence_vector(one, row) for row in tokens]) for one in (original, model)]
     torch.testing.assert_close(pooled_states(original, tokens), wanted[0], atol=1e-5, rtol=0)

@@ -43,17 +43,6 @@ def test_numbers_against_scipy():
     assert bent["spearman"] == figures["spearman"] and abs(bent["pearson"] - figures["pearson"]) > 0.01
 
 
-def test_by_hand():
-    """3 true positives, 1 false positive, 2 false negatives, 4 true negatives."""
-    predictions, references = [1, 1, 1, 1, 0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 1, 1, 0, 0, 0, 0]
-    figures = compute_metrics(metric_names(2), predictions, references)
-    assert figures["accuracy"] == pytest.approx(0.7)
-    assert figures["f1"] == pytest.approx(6 / 9) and figures["f1_macro"] == pytest.approx((6 / 9 + 8 / 11) / 2)
-    assert figures["matthews"] == pytest.approx((3 * 4 - 1 * 2) / (4 * 5 * 5 * 6) ** 0.5)
-    assert Pearson().compute(predictions=[1.0, 2.0, 3.0], references=[1.0, 3.0, 2.0])["pearson"] == pytest.approx(0.5)
-    assert Spearman().compute(predictions=[1.0, 2.0, 9.0], references=[5.0, 7.0, 6.0])["spearman"] == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize(
     ("predictions", "references", "wanted"),
     [
@@ -77,7 +66,7 @@ def test_numbers_that_do_not_vary(constant):
 
 
 def test_errors():
-    """Numbers that are not finite, labels that binary F1 has no place for, options and names that do not exist."""
+    """Numbers that are not finite, labels beyond two for binary F1, and unknown options and names are refused."""
     for metric in (Pearson, Spearman):
         for bad in (float("nan"), float("inf")):
             with pytest.raises(PosswapError, match="predictions hold (nan|inf) at place 1"):

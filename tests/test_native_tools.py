@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import onnxruntime
 import pytest
 import torch
+from conftest import run_python
 
 import hf_posswap as posswap
 
@@ -86,10 +85,8 @@ def test_the_evaluation_harness(make_swapped, gpt2_tokenizer, tmp_path):
     prompt = torch.randint(5, 98, (2, 20)).tolist(), [[1] * 20, [0] * 5 + [1] * 15]
     options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     places = str(tmp_path / "model"), str(tmp_path / "tasks")
-    command = [sys.executable, "-c", HARNESS, *places, json.dumps(prompt), json.dumps(options)]
     environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_DATASETS_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_python("-c", HARNESS, *places, json.dumps(prompt), json.dumps(options), env=environment)
     written, accuracy, likelihoods = json.loads(done.stdout.splitlines()[-1])
     tokens, mask = map(torch.tensor, prompt)
     assert written == model.generate(tokens, attention_mask=mask, **options).tolist()

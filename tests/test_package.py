@@ -5,11 +5,11 @@ import dataclasses
 import doctest
 import importlib
 import pkgutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from conftest import run_python
 
 import hf_posswap
 
@@ -108,9 +108,7 @@ import hf_posswap.schemes
 assert len(hf_posswap.schemes.SCHEMES) >= 5
 print(hf_posswap.schemes.parse_scheme("rotary:theta=5"))
 """
-    done = subprocess.run([sys.executable, "-c", code, str(ROOT)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "rotary:theta=5"
+    assert run_python("-c", code, ROOT).stdout.strip() == "rotary:theta=5"
 
 
 def test_import_patches_nothing():
@@ -153,9 +151,7 @@ changed = [key for key in before if before[key] != after.get(key)]
 assert changed == [], changed
 print(len(before))
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 1000
+    assert int(run_python("-W", "ignore", "-c", code).stdout) > 1000
 
 
 def modules() -> list[str]:

@@ -1,9 +1,7 @@
 """Passkey: what the texts are, what counts as right, and the recipe from end to end."""
 
-import importlib
 import random
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +11,6 @@ from transformers import BertForQuestionAnswering, BertTokenizer, PreTrainedToke
 
 from hf_posswap.data.text import split_of
 from hf_posswap.errors import DataError, PosswapError
-from hf_posswap.experiments.options import read_config
 from hf_posswap.measure.passkey import (
     CANDIDATES,
     FILLER,
@@ -27,7 +24,6 @@ from hf_posswap.measure.passkey import (
 )
 from hf_posswap.training import pad
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 DIGITS = [str(digit) for digit in range(10)]
 WORDS = sorted({*" ".join(FILLER).replace(".", "").split(), *NAMES, *"The key is Remember it What the".split(), ".", "?"})
 
@@ -68,10 +64,9 @@ def prose(monkeypatch):
 
 
 @pytest.fixture
-def recipe(monkeypatch, prose):
-    """The module recipes/passkey.py, imported as Python imports it when it is run."""
-    monkeypatch.syspath_prepend(str(RECIPES))
-    return importlib.import_module("passkey")
+def recipe(recipe, prose):
+    """The module recipes/passkey.py."""
+    return recipe("passkey")
 
 
 def _places(ids: list[int], key: tuple[int, ...]) -> list[int]:
@@ -168,7 +163,7 @@ def test_training_examples(tokenizer):
 
 
 def test_saying_is_what_generate_writes(make_model, gpt2_tokenizer):
-    """Right is what greedy generation gives, told without generating; ranks are those of likelihoods of whole texts."""
+    """A key is right if greedy generation would write it; candidates are ranked by their likelihoods."""
     model = make_model("gpt2", n_positions=64, eos_token_id=None)
     texts = depth_texts(PasskeyTexts(gpt2_tokenizer, "train", causal=True), 50, 0.5, 6)
     written = []
@@ -220,20 +215,16 @@ def test_pointing(make_model, bert_tokenizer):
 
 
 @pytest.fixture
-def checkpoint(make_model, tmp_path, gpt2_tokenizer, bert_tokenizer):
-    """A function that saves a tiny model with its tokenizer."""
+def checkpoint(save, gpt2_tokenizer, bert_tokenizer):
+    """The function that saves a tiny model that reads 64 tokens, with its tokenizer."""
 
-    def save(family: str, **changes) -> str:
-        tokenizer = gpt2_tokenizer if family == "gpt2" else bert_tokenizer
-        sizes = {"n_positions": 64} if family == "gpt2" else {"max_position_embeddings": 64}
-        head = None if family == "gpt2" else BertForQuestionAnswering
-        given = {"initializer_range": 0.05, "vocab_size": len(tokenizer), **sizes, **changes}
-        model = make_model(family, head=head, **({"bos_token_id": 1, "eos_token_id": 1} if family == "gpt2" else {}), **given)
-        model.save_pretrained(tmp_path / family)
-        tokenizer.save_pretrained(tmp_path / family)
-        return str(tmp_path / family)
+    def write(family: str) -> str:
+        if family == "gpt2":
+            return str(save("gpt2", initializer_range=0.05, vocab_size=len(gpt2_tokenizer), n_positions=64))
+        sizes = {"vocab_size": len(bert_tokenizer), "max_position_embeddings": 64}
+        return str(save("bert", head=BertForQuestionAnswering, initializer_range=0.05, **sizes))
 
-    return save
+    return write
 
 
 @pytest.fixture
@@ -260,7 +251,7 @@ def test_causal_end_to_end(recipe, config, tmp_path, options):
 
 
 def test_encoder_end_to_end(recipe, config, checkpoint, tmp_path):
-    """An encoder has accuracy alone."""
+    """An encoder is measured by accuracy alone."""
     config = replace(config, model=checkpoint("bert"), decoys=1, lengths=(64, 150), train_lengths=(60, 64))
     answer = recipe.run(config, tmp_path, False)
     assert list(answer["figures"]) == ["accuracy_64", "accuracy_150"] and (tmp_path / "heat_map.png").exists()
@@ -302,7 +293,7 @@ def test_it_learns(recipe, config, checkpoint, tmp_path, family, monkeypatch):
     ],
 )
 def test_bad_options(config, options, says):
-    """Refused before anything is loaded."""
+    """Bad options are refused before anything is loaded."""
     with pytest.raises(PosswapError, match=says):
         replace(config, **options)
 
@@ -320,7 +311,7 @@ def test_bad_options(config, options, says):
     ],
 )
 def test_refused_before_training(recipe, config, make_model, bert_tokenizer, tmp_path, monkeypatch, options, says):
-    """What cannot be tested is not trained for first."""
+    """Texts that do not fit are refused before anything is trained."""
     if options.get("model") == "no-head":
         options = {**options, "model": str(tmp_path / "no-head")}
         make_model("bert").save_pretrained(options["model"])
@@ -331,7 +322,7 @@ def test_refused_before_training(recipe, config, make_model, bert_tokenizer, tmp
 
 
 def test_bad_texts(gpt2_tokenizer, bert_tokenizer):
-    """In Python, too; and tokenizers that cannot write keys."""
+    """Bad depths and lengths are refused in Python, too, and tokenizers that cannot write keys."""
     texts = PasskeyTexts(gpt2_tokenizer, "train", causal=True)
     with pytest.raises(DataError, match="depth=1.5 must be"):
         texts.draw(100, 1.5, random.Random(0))
@@ -342,12 +333,3 @@ def test_bad_texts(gpt2_tokenizer, bert_tokenizer):
     wordy = BertTokenizer(vocab={"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "the": 5})
     with pytest.raises(DataError, match="tells only .* numbers of four digits apart"):
         PasskeyTexts(wordy, "train", causal=False)
-
-
-def test_configs(recipe):
-    """The files in recipes/configs are read."""
-    causal, encoder = (
-        read_config(recipe.PasskeyConfig, RECIPES / "configs" / f"{name}.yaml", {}) for name in ("passkey", "passkey_bert")
-    )
-    assert causal.model == "stdlib-gpt2" and encoder.model == "minilm" and encoder.decoys > 0
-    assert max(causal.lengths) > max(causal.train_lengths)

@@ -1,14 +1,11 @@
 """Pipelines of sentence-transformers: swapped whole, fitted on texts, saved, loaded, restored, exported, shared."""
 
 import json
-import subprocess
-import sys
 
-import hf_posswap_cli
 import numpy as np
 import pytest
 import torch
-from conftest import WORDS
+from conftest import WORDS, run_python
 from huggingface_hub import ModelCard
 from torch import nn
 from transformers import BertForMaskedLM, BertForSequenceClassification, BertModel
@@ -107,9 +104,7 @@ same("swapped", trust_remote_code=True)
 import hf_posswap
 same("swapped")
 """
-    command = [sys.executable, "-W", "ignore", "-c", code, *TEXTS]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run_python("-W", "ignore", "-c", code, *TEXTS, cwd=tmp_path)
 
 
 def test_fit_on_texts(make_pipeline, make_model, bert_tokenizer):
@@ -146,18 +141,15 @@ def test_delta(make_pipeline, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_folders_stay_whole(make_pipeline, kind, tmp_path, monkeypatch, capsys):
+def test_folders_stay_whole(make_pipeline, kind, tmp_path, program):
     """The commands keep what is around the model, and the card is one of sentence-transformers."""
     pipeline = make_pipeline(kind)
     pipeline.save_pretrained(str(tmp_path / "plain"))
 
     def call(*arguments) -> str:
-        monkeypatch.setattr("sys.argv", ["hf-posswap", *map(str, arguments)])
-        with pytest.raises(SystemExit) as stop:
-            hf_posswap_cli.main()
-        said = capsys.readouterr()
-        assert stop.value.code == 0, said.err
-        return said.out
+        code, out, err = program(*arguments)
+        assert code == 0, err
+        return out
 
     folder, scheme = tmp_path / "swapped", "rotary:mark_first=false"
     assert f"{kind}('" in call("swap", tmp_path / "plain", "--scheme", scheme, "--max-positions", 64, "--output", folder)

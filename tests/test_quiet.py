@@ -1,21 +1,14 @@
 """What an import costs: `hf-posswap --help` waits for no library, importing the package for transformers alone, and what comes
 with an extra is missed only by those who need it."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import hf_posswap_cli
 import pytest
+from conftest import run_python
 
 from hf_posswap.extras import RECIPES, MissingExtraError, extra
-
-
-def _python(code: str, *arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code, *arguments], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
 
 _LOADED = "print(*sorted(set(sys.modules) - before))"
 
@@ -35,7 +28,7 @@ except SystemExit as stop:
 print()
 {_LOADED}
 """
-        loaded = {name.partition(".")[0] for name in _python(code).splitlines()[-1].split()}
+        loaded = {name.partition(".")[0] for name in run_python("-W", "error", "-c", code).stdout.splitlines()[-1].split()}
         heavy = loaded & {"torch", "transformers", "numpy", "hf_posswap", "huggingface_hub", "yaml", "tokenizers"}
         assert "typer" in loaded and not heavy, (option, heavy)
 
@@ -50,7 +43,11 @@ before = set(sys.modules)
 import hf_posswap
 {_LOADED}
 """
-    assert _python(code).split() == ["hf_posswap", "hf_posswap.sharing", "hf_posswap.sharing.load_reports"]
+    assert run_python("-W", "error", "-c", code).stdout.split() == [
+        "hf_posswap",
+        "hf_posswap.sharing",
+        "hf_posswap.sharing.load_reports",
+    ]
 
 
 def test_extras_are_not_needed(tmp_path):
@@ -91,10 +88,7 @@ for arguments, status in (
     except SystemExit as stop:
         assert stop.code == status, (arguments, stop.code)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), " ".join(RECIPES)], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", code, tmp_path, " ".join(RECIPES))
     assert done.stderr.count('pip install "hf_posswap[recipes]"') == 2 and "Traceback" not in done.stderr
 
 

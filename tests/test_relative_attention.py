@@ -5,7 +5,7 @@ Blocks are a few queries long here, so that short sequences have many of them, w
 
 import dataclasses
 import itertools
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -96,51 +96,39 @@ def cut(monkeypatch):
 GRID = list(itertools.product((False, True), ("none", "left", "right", "all"), ((False, True), (True, True), (False, False))))
 
 
-@pytest.mark.parametrize(("shape", "way"), list(itertools.product(SHAPES, WAYS)))
+def assert_equals_the_loop(tensors, *, kept=None, dropout=0.0, implementation="auto", **options) -> torch.Tensor:
+    """Output and all gradients to 1e-12; without a value table there are four tensors. Return the output."""
+    output = relative_attention(*tensors, dropout=dropout, implementation=implementation, **options)
+    expected = written_out(*tensors, *([None] if len(tensors) == 4 else []), kept=kept, **options)
+    grad = torch.randn_like(output)
+    ours, theirs = ([one, *torch.autograd.grad(one, tensors, grad)] for one in (output, expected))
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one, other, rtol=0, atol=1e-12)
+    return output
+
+
+ONE_QUERY = [name for name, shape in SHAPES.items() if shape[2] == 1]
+
+
+@pytest.mark.parametrize(("shape", "way"), [*itertools.product(SHAPES, WAYS), *itertools.product(ONE_QUERY, ["slices"])])
 def test_equals_the_loop(cut, shape, way):
-    """Output and all gradients to 1e-12: here 12 cases, each kind of padding and tables once, causal or not in turn."""
+    """Every shape in every way: 12 cases each, with each kind of padding and of tables once, causal or not in turn."""
     torch.manual_seed(0)
-    cut(*WAYS[way])
     batch, heads, queries, keys, clip = SHAPES[shape]
-    # "window" and "fused" take single queries to the blocks; "auto" would slice.
-    implementation = WAYS[way][0]
-    turn = list(SHAPES).index(shape) + list(WAYS).index(way)
+    if way != "slices":  # which is what "auto" does with single queries, as in generation
+        cut(*WAYS[way])
+    implementation = "auto" if way == "slices" else WAYS[way][0]
+    turn = list(SHAPES).index(shape) + [*WAYS, "slices"].index(way)
     cases = [case for number, case in enumerate(GRID, turn) if (number + case[0]) % 2]
     assert len(cases) == 12 == len({case[1:] for case in cases})
     for causal, kind, (shared, values) in cases:
-        tensors = inputs(SHAPES[shape], shared, values)
         options = {"clip": clip, "causal": causal, "key_mask": padding(kind, batch, keys), "scale": 0.7}
-        output = relative_attention(*tensors, implementation=implementation, **options)
-        expected = written_out(*tensors, *([] if values else [None]), **options)
-        grad = torch.randn_like(output)
-        assert_close(output, expected, rtol=0, atol=1e-12)
-        for ours, theirs in zip(
-            torch.autograd.grad(output, tensors, grad), torch.autograd.grad(expected, tensors, grad), strict=True
-        ):
-            assert_close(ours, theirs, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("shape", [name for name, shape in SHAPES.items() if shape[2] == 1])
-def test_single_query_equals_the_loop(shape):
-    """As in generation: slices instead of blocks."""
-    torch.manual_seed(0)
-    batch, heads, queries, keys, clip = SHAPES[shape]
-    for causal, kind, shared, values in itertools.product((False, True), ("none", "left", "all"), (False, True), (False, True)):
-        tensors = inputs(SHAPES[shape], shared, values)
-        options = {"clip": clip, "causal": causal, "key_mask": padding(kind, batch, keys), "scale": 0.7}
-        output = relative_attention(*tensors, **options)
-        expected = written_out(*tensors, *([] if values else [None]), **options)
-        grad = torch.randn_like(output)
-        assert_close(output, expected, rtol=0, atol=1e-12)
-        for ours, theirs in zip(
-            torch.autograd.grad(output, tensors, grad), torch.autograd.grad(expected, tensors, grad), strict=True
-        ):
-            assert_close(ours, theirs, rtol=0, atol=1e-12)
+        assert_equals_the_loop(inputs(SHAPES[shape], shared, values), implementation=implementation, **options)
 
 
 @pytest.mark.parametrize(("causal", "kind", "values"), list(itertools.product((False, True), ("none", "left"), (False, True))))
 def test_dropout_equals_the_loop_with_the_same_mask(cut, causal, kind, values):
-    """What is dropped is read from a call whose values are the unit vectors; then everything must agree."""
+    """With dropout, output and gradients are those of the loop with the same entries dropped."""
     torch.manual_seed(0)
     keys = 12
     cut("window", 5, 2)
@@ -153,14 +141,7 @@ def test_dropout_equals_the_loop_with_the_same_mask(cut, causal, kind, values):
     kept = torch.where(whole > 0, dropped / whole, 0.0).detach()
     assert_close(kept[whole > 0].unique().round(decimals=9).unique(), torch.tensor([0.0, 1 / 0.6], dtype=torch.float64))
     torch.manual_seed(7)
-    output = relative_attention(*tensors, dropout=0.4, **options)
-    expected = written_out(*tensors, *([] if values else [None]), kept=kept, **options)
-    grad = torch.randn_like(output)
-    assert_close(output, expected, rtol=0, atol=1e-12)
-    for ours, theirs in zip(
-        torch.autograd.grad(output, tensors, grad), torch.autograd.grad(expected, tensors, grad), strict=True
-    ):
-        assert_close(ours, theirs, rtol=0, atol=1e-12)
+    output = assert_equals_the_loop(tensors, kept=kept, dropout=0.4, **options)
     torch.manual_seed(8)
     assert not torch.equal(relative_attention(*tensors, dropout=0.4, **options), output)
 
@@ -240,16 +221,9 @@ def test_threads_do_not_share_anything():
         output = relative_attention(*tensors, clip=8, implementation="fused")
         return output, *torch.autograd.grad(output.sum(), tensors)
 
-    alone, together = [work(job) for job in jobs], [None] * 4
-
-    def run(index):
-        together[index] = work(jobs[index])
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    alone = [work(job) for job in jobs]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(work, jobs))
     for one, other in zip(alone, together, strict=True):
         for ours, theirs in zip(one, other, strict=True):
             assert_close(ours, theirs)
@@ -281,7 +255,7 @@ def test_gradients_by_torch_func():
 
 
 def test_second_derivatives_are_refused():
-    """Differentiable once; asking for more is an error, not a wrong number."""
+    """Second derivatives are an error, not a wrong number."""
     tensors = inputs((1, 1, 5, 5, 2))
     (grad,) = torch.autograd.grad(relative_attention(*tensors, clip=2).square().sum(), tensors[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -312,12 +286,16 @@ SQUARE = (2, 2, 5, 5, 3)
         ({"value": torch.zeros(2, 2, 5, 4, device="meta")}, "value torch.float32 on meta"),
         ({"dropout": 1.0}, "dropout=1.0 must lie in [0, 1)"),
         ({"dropout": 0.1, "implementation": "fused"}, "has no dropout"),
+        ({"dropout": "0.1"}, "dropout='0.1' must"),
+        ({"scale": float("nan")}, "must"),
+        ({"scale": torch.tensor(0.5)}, "must"),
+        ({"key_mask": [[1]]}, "must"),
         ({"implementation": "flash"}, "'auto', 'fused', 'window', 'triton'"),
     ],
     ids=str,
 )
 def test_bad_input(change, says):
-    """What was given, what is accepted, and what to do."""
+    """Bad input is refused with what was given and what is accepted."""
     names = ("query", "key", "value", "key_table", "value_table")
     arguments = dict(zip(names, inputs(SQUARE, dtype=torch.float32), strict=True), clip=3) | change
     with pytest.raises(posswap.PosswapError) as error:
@@ -326,7 +304,7 @@ def test_bad_input(change, says):
 
 
 def test_implementation_of_a_model(make_model, make_swapped, tokens):
-    """It is set for all layers at once, changes no number, is not saved, and a wrong name changes nothing."""
+    """The implementation is set for all layers, changes no number and is not saved; a wrong name is refused."""
     with pytest.raises(posswap.PosswapError, match="no relative positions"):
         posswap.set_relative_implementation(make_model("bert"), "window")
     model = make_swapped("bert", posswap.Relative(clip=3), "sdpa")
@@ -346,12 +324,12 @@ def test_implementation_of_a_model(make_model, make_swapped, tokens):
         posswap.set_relative_implementation(model, "flash")
 
 
-# -- what a hostile tester found -----------------------------------------------------------------------------------
+# -- tensors and numbers of all kinds ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("implementation", ["fused", "window"])
 def test_strides_of_all_kinds(implementation):
-    """Transposed, every second number, expanded: the fused kernel would read them as if they were dense."""
+    """Transposed, sliced and expanded tensors give what dense ones give."""
     torch.manual_seed(0)
     dense = [torch.randn(1, 2, 30, 4, dtype=torch.float64) for _ in range(3)]
     tables = [torch.randn(11, 4, dtype=torch.float64) for _ in range(2)]
@@ -389,7 +367,7 @@ def test_dropout_does_not_depend_on_threads():
 
 @pytest.mark.parametrize("implementation", ["fused", "window"])
 def test_float16_scores_are_scaled_first(implementation):
-    """A product of 64 numbers of size 40 is beyond float16, an eighth of it is not."""
+    """Float16 scores are scaled before they are summed, so large ones stay finite."""
     torch.manual_seed(0)
     tensors = [(40 + torch.randn(1, 1, 40, 64)).half().requires_grad_() for _ in range(2)]
     value, table = torch.randn(1, 1, 40, 64).half(), torch.zeros(7, 64).half()
@@ -406,12 +384,3 @@ def test_long_clips_cost_nothing():
     assert_close(output, relative_attention(*short, clip=10), rtol=0, atol=1e-12)
     grads = torch.autograd.grad(output.sum(), tensors[3:])
     assert all(not grad[:, :4990].any() and not grad[:, 5011:].any() for grad in grads)
-
-
-@pytest.mark.parametrize(
-    "change", [{"scale": float("nan")}, {"scale": torch.tensor(0.5)}, {"dropout": "0.1"}, {"key_mask": [[1]]}]
-)
-def test_bad_kinds_of_input(change):
-    """Numbers that are none, and masks that are no tensors."""
-    with pytest.raises(posswap.PosswapError, match="must"):
-        relative_attention(*inputs(SQUARE, dtype=torch.float32), clip=3, **change)

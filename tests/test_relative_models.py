@@ -64,7 +64,7 @@ def test_positions_in_order_take_the_window(make_swapped, taken, tokens, family)
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_everything_else_goes_by_index(make_swapped, taken, tokens, family):
-    """Gaps, packed documents, a mask for each pair, eager attention."""
+    """Gaps, packed documents, a mask for each pair and eager attention go by index."""
     model, eager = make_swapped(family, SCHEME, "sdpa"), make_swapped(family, SCHEME, "eager")
     packed = torch.cat([torch.arange(12), torch.arange(8)])[None]
     pairs = torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
@@ -271,14 +271,14 @@ def test_a_gpt2_that_looks_both_ways(make_swapped, tokens):
 
 
 def test_masks_that_are_no_tensors(make_swapped, tokens):
-    """Anything else would be taken for no mask at all."""
+    """Masks that are no tensors are an error: they would be taken for no mask at all."""
     with pytest.raises(posswap.PosswapError, match="masks as tensors of 2 or 4 dimensions, not dict"):
         make_swapped("bert", SCHEME, "sdpa")(tokens, attention_mask={"full_attention": torch.ones(2, 20)})
 
 
 @torch.no_grad()
 def test_sliding_cache(make_swapped, tokens):
-    """Token by token past the window of a cache that forgets: both ways agree."""
+    """Past the window of a sliding cache, sdpa and eager agree token by token."""
     logits = []
     for backend in ("sdpa", "eager"):
         model = make_swapped("gpt2", SCHEME, backend)

@@ -1,12 +1,9 @@
 """Retrieval sets and the recipe that looks in them, with sentence-transformers' own evaluator."""
 
-import importlib
 import json
-from pathlib import Path
 
 import pytest
 from conftest import WORDS
-from transformers import BertModel
 
 from hf_posswap.errors import DataError
 from hf_posswap.measure.retrieval import recall
@@ -14,7 +11,6 @@ from hf_posswap.measure.retrieval_sets import needles, passkeys, read_beir
 
 library = pytest.importorskip("sentence_transformers")
 
-ROOT = Path(__file__).parents[1]
 TEXT = [". ".join(" ".join(WORDS[i % 7 :][:6]) for i in range(50))]
 
 
@@ -48,7 +44,7 @@ def beir(tmp_path):
 
 
 def test_beir(beir):
-    """Queries with an answer, and what is no such folder."""
+    """A folder of BEIR gives the queries with an answer; a broken one is an error."""
     one = read_beir(beir)
     assert one.relevant == {"q0": {"0"}, "q1": {"1"}} and one.queries.keys() == one.relevant.keys() and len(one.corpus) == 8
     (beir / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq0\t99\t1\n")
@@ -59,15 +55,12 @@ def test_beir(beir):
         read_beir(beir)
 
 
-def test_recipe(make_model, bert_tokenizer, beir, tmp_path, monkeypatch):
+def test_recipe(recipe, save, bert_tokenizer, beir, tmp_path):
     """Figures of a swapped model and of the original read in chunks; the evaluator's first place is our recall."""
-    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-    module = importlib.import_module("retrieval")
-    make_model("bert", head=BertModel).save_pretrained(tmp_path / "bert")
-    bert_tokenizer.save_pretrained(tmp_path / "bert")
+    module = recipe("retrieval")
     (tmp_path / "text.txt").write_text(TEXT[0])
     texts = {"train_file": str(tmp_path / "text.txt")}
-    given = {"model": str(tmp_path / "bert"), "lengths": (96,), "beir": (str(beir),), "start": "swap", **texts}
+    given = {"model": str(save("bert")), "lengths": (96,), "beir": (str(beir),), "start": "swap", **texts}
     for options in ({"scheme": "rotary", "span": 8}, {"read": "chunks", "chunk": 16}):
         found = module.run(module.Config(**given, **options), tmp_path, False)
         assert set(found["figures"]) == {"passkey_96", "needle_96", "beir_tiny-beir"}

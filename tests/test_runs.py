@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import stdev
 
 import pytest
+from conftest import write_run
 from scipy import stats
 
 import hf_posswap as posswap
-from hf_posswap import cli
 from hf_posswap.commands import compare as commands_compare
 from hf_posswap.commands.compare import _begin, _jobs, run_all
 from hf_posswap.errors import Interrupted
@@ -33,29 +33,18 @@ from hf_posswap.experiments.swap_cost import SwapCostConfig
 ROOT = Path(__file__).parent.parent
 
 
-def _run(folder, figures, *, recipe="passkey", **changes):
-    folder.mkdir(parents=True)
-    result = {
-        "recipe": recipe, "command": f"python recipes/{recipe}.py", "commit": "abc", "versions": {"torch": "2"},
-        "hardware": {"cpu": "a <cpu>", "threads": 1, "accelerator": None}, "config": asdict(RecipeConfig(**changes)),
-        "figures": figures, "cost": {"tokens_per_second": 1000.0, "peak_memory_bytes": 2**30, "processes": 1},
-    }  # fmt: skip
-    (folder / "result.json").write_text(json.dumps(result))
-    return folder
-
-
 def _matrix(root):
     """Three rows of two seeds."""
     for seed in (0, 1):
-        _run(root / f"z{seed}", {"accuracy": 0.9 + seed / 100}, seed=seed)
+        write_run(root / f"z{seed}", {"accuracy": 0.9 + seed / 100}, seed=seed)
         for start in ("cold", "fit"):
             value = {"cold": 0.5, "fit": 0.8}[start] + seed / 10
-            _run(root / f"r-{start}-{seed}", {"accuracy": value}, scheme="rotary", start=start, seed=seed)
+            write_run(root / f"r-{start}-{seed}", {"accuracy": value}, scheme="rotary", start=start, seed=seed)
     return load_runs([root])
 
 
 def test_table(tmp_path):
-    """A line a row, the mean and the deviation over seeds, and the cost; what stands behind it is named."""
+    """The table has a line for each row, with mean and deviation over seeds and the cost."""
     runs = _matrix(tmp_path)
     lines = markdown(runs).splitlines()
     assert lines[0] == "| positions | accuracy | tokens/s | peak MiB |"
@@ -65,12 +54,12 @@ def test_table(tmp_path):
 
 
 def test_differences_are_taken_seed_by_seed(tmp_path):
-    """What all runs of a seed share falls out; bold is what a paired t-test says; one seed says less."""
+    """Differences are means over seeds of paired runs, bold where a paired t-test is sure; one seed has no spread."""
     values = {"original": [0.5, 0.7, 0.9], "rotary": [0.512, 0.714, 0.913], "none": [0.6, 0.5, 0.95]}
     values["learned"] = [0.25, 0.45, 0.65]
     for scheme, found in values.items():
         for seed, value in enumerate(found):
-            _run(tmp_path / f"{scheme}-{seed}", {"accuracy": value, "loss": 100 * value}, scheme=scheme, seed=seed)
+            write_run(tmp_path / f"{scheme}-{seed}", {"accuracy": value, "loss": 100 * value}, scheme=scheme, seed=seed)
     table = paired_table(load_runs([tmp_path])).splitlines()
     assert table[0] == "| less the original | accuracy | loss |" and len(table) == 5
     for scheme in ("rotary", "none"):
@@ -89,10 +78,10 @@ def test_differences_are_taken_seed_by_seed(tmp_path):
 
 
 def test_what_was_born_with_a_scheme(tmp_path):
-    """It is compared with the original that was born without, whichever original was read first."""
+    """Runs from scratch are compared with the original from scratch, in whatever order they were read."""
     rows = (("original", "swap", 0.9), ("original", "scratch", 0.5), ("rotary", "scratch", 0.6), ("rotary", "fit", 0.8))
     for scheme, start, value in rows:
-        _run(tmp_path / f"{start}-{scheme}", {"accuracy": value}, scheme=scheme, start=start)
+        write_run(tmp_path / f"{start}-{scheme}", {"accuracy": value}, scheme=scheme, start=start)
     runs = load_runs([tmp_path])
     for some in (runs, runs[::-1]):
         table = paired_table(some)
@@ -122,15 +111,15 @@ def test_every_budget_field_counts(tmp_path):
 
 
 def test_what_cannot_be_compared(tmp_path):
-    """Other recipes, seeds that only some rows have, a run twice, figures and options that are not there, empty folders."""
+    """Runs of several recipes, of unequal seeds, given twice, or without the figure asked for cannot be compared."""
     _matrix(tmp_path / "a")
-    _run(tmp_path / "b", {"accuracy": 1}, recipe="listops")
+    write_run(tmp_path / "b", {"accuracy": 1}, recipe="listops")
     with pytest.raises(posswap.PosswapError, match="one recipe at a time"):
         check_budgets(load_runs([tmp_path / "a", tmp_path / "b"]))
-    _run(tmp_path / "c", {"accuracy": 1}, scheme="none")
+    write_run(tmp_path / "c", {"accuracy": 1}, scheme="none")
     with pytest.raises(posswap.PosswapError, match=r"none, swap has seeds \[0\] and original \[0, 1\]"):
         check_budgets(load_runs([tmp_path / "a", tmp_path / "c"]))
-    _run(tmp_path / "d", {"accuracy": 1})
+    write_run(tmp_path / "d", {"accuracy": 1})
     with pytest.raises(posswap.PosswapError, match="original has a seed twice"):
         check_budgets(load_runs([tmp_path / "a", tmp_path / "d"]))
     with pytest.raises(posswap.PosswapError, match="'speed'; there are accuracy"):
@@ -146,7 +135,7 @@ def test_a_comparison_is_runs_too(tmp_path):
     """What was compared can be compared with more: the same rows as from the runs themselves; anything else is an error."""
     write_comparison(_matrix(tmp_path / "a"), tmp_path / "written")
     for seed in (0, 1):
-        _run(tmp_path / "more" / str(seed), {"accuracy": 0.1}, scheme="none", seed=seed)
+        write_run(tmp_path / "more" / str(seed), {"accuracy": 0.1}, scheme="none", seed=seed)
     for place in (tmp_path / "written", tmp_path / "written" / "comparison.json"):
         whole = load_runs([place, tmp_path / "more"])
         assert markdown(whole) == markdown(load_runs([tmp_path / "a", tmp_path / "more"]))
@@ -163,7 +152,7 @@ def test_runs_of_one_name_are_not_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for steps in (10, 20):
         for scheme in ("original", "rotary"):
-            _run(Path(f"s{steps}") / scheme, {"accuracy": steps / 100}, scheme=scheme, max_steps=steps)
+            write_run(Path(f"s{steps}") / scheme, {"accuracy": steps / 100}, scheme=scheme, max_steps=steps)
     runs = load_runs([Path("s10"), Path("s20")])
     write_comparison(runs, Path("both"), vary=["max_steps"])
     again = load_runs([Path("both")])
@@ -173,7 +162,7 @@ def test_runs_of_one_name_are_not_one(tmp_path, monkeypatch):
 def test_asked_differences_are_rows(tmp_path):
     """What `vary` names may differ, and stands in the label."""
     for steps in (10, 20):
-        _run(tmp_path / str(steps), {"accuracy": steps / 100}, max_steps=steps)
+        write_run(tmp_path / str(steps), {"accuracy": steps / 100}, max_steps=steps)
     runs = load_runs([tmp_path])
     with pytest.raises(posswap.PosswapError, match="--vary max_steps"):
         check_budgets(runs)
@@ -185,7 +174,7 @@ def test_page(tmp_path):
     """Figures over lengths become one picture; the page holds it, escapes what it is given, and needs no other file."""
     for seed in (0, 1):
         figures = {"accuracy": 0.5, **{f"accuracy_{n}": 1 / (n + seed) for n in (128, 256, 512)}}
-        _run(tmp_path / f"runs/{seed}", figures, seed=seed)
+        write_run(tmp_path / f"runs/{seed}", figures, seed=seed, cpu="a <cpu>")
     written = write_comparison(load_runs([tmp_path / "runs"]), tmp_path / "out")
     assert [path.name for path in written] == ["comparison.json", "comparison.md", "comparison.html", "accuracy.png"]
     page = written[2].read_text()
@@ -216,28 +205,16 @@ with (output / "count").open("a") as times:
 
 
 @pytest.fixture
-def compare(tmp_path, monkeypatch, capsys):
+def compare(program, tmp_path):
     """The function that starts recipes/compare.py next to a recipe that only counts, and needs no time to import."""
     (tmp_path / "count.py").write_text(RECIPE.replace("CONFIG", repr(json.dumps(asdict(RecipeConfig())))))
     (tmp_path / "compare.py").write_text((ROOT / "recipes" / "compare.py").read_text())
 
     def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["compare.py", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            runpy.run_path(str(tmp_path / "compare.py"), run_name="__main__")
-        return stopped.value.code or 0, " ".join(capsys.readouterr().err.split())
+        code, _, err = program(*arguments, main=lambda: runpy.run_path(str(tmp_path / "compare.py"), run_name="__main__"))
+        return code, err
 
     return run
-
-
-def test_a_row_far_off_does_not_hide_the_others(tmp_path):
-    """Figures of one size are drawn on a plain axis; where one is twenty times another, it is logarithmic."""
-    for worst, scale in ((30.0, "linear"), (3000.0, "log")):
-        for seed, (scheme, value) in enumerate((("rotary", 20.0), ("none", worst))):
-            figures = {"perplexity_128": value, "perplexity_256": value + 1}
-            _run(tmp_path / f"{scale}{seed}", figures, scheme=scheme)
-        runs = load_runs([tmp_path / f"{scale}{seed}" for seed in (0, 1)])
-        assert plot(runs, "perplexity").axes[0].get_yscale() == scale
 
 
 def test_running_a_recipe(compare, tmp_path):
@@ -331,33 +308,27 @@ def test_the_order_of_runs():
         (["recipes/passkey.py", "--quick"], "leave out the recipe, or --quick"),
     ],
 )
-def test_bad_comparisons(arguments, says, tmp_path, monkeypatch, capsys):
-    """Found before the first run."""
-    monkeypatch.setattr(sys, "argv", ["hf-posswap", "compare", "--output", str(tmp_path / "out"), *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main()
-    assert stopped.value.code == 2 and says in " ".join(capsys.readouterr().err.split())
-    assert not (tmp_path / "out").exists()
+def test_bad_comparisons(arguments, says, program, tmp_path):
+    """What cannot be compared is refused before the first run."""
+    code, _, err = program("compare", "--output", tmp_path / "out", *arguments)
+    assert code == 2 and says in err and not (tmp_path / "out").exists()
 
 
-def test_the_default_recipe(tmp_path, monkeypatch, capsys):
+def test_the_default_recipe(program, tmp_path, monkeypatch):
     """Without a recipe `hf-posswap compare` runs what a swap costs, as a module; options after -- go to it; quick is small."""
     asked = []
 
     def run(command):
         asked.append(command)
         options = dict(zip(command[3::2], command[4::2], strict=False))
-        _run(Path(options["--output"]), {"kl": 0.5}, scheme=options["--scheme"], start=options["--start"])
+        write_run(Path(options["--output"]), {"kl": 0.5}, scheme=options["--scheme"], start=options["--start"])
         return 0
 
     monkeypatch.setattr(commands_compare, "_run", run)
     chosen = ["--scheme", "original", "--scheme", "none", "--seed", "0"]
     for name, arguments in (("all", chosen), ("quick", ["--quick"])):
-        arguments = ["compare", *arguments, "--output", str(tmp_path / name), "--", "--model", "gpt2"]
-        monkeypatch.setattr(sys, "argv", ["hf-posswap", *arguments])
-        with pytest.raises(SystemExit) as stopped:
-            cli.main()
-        assert not stopped.value.code, capsys.readouterr().err
+        code, _, err = program("compare", *arguments, "--output", tmp_path / name, "--", "--model", "gpt2")
+        assert code == 0, err
     assert all(command[:3] == [sys.executable, "-m", "hf_posswap.experiments.swap_cost"] for command in asked)
     assert [command[3:5] for command in asked[:2]] == [["--model", "gpt2"]] * 2
     quick = [dict(zip(command[3::2], command[4::2], strict=False)) for command in asked[2:]]
@@ -372,7 +343,9 @@ def test_verdict(tmp_path):
     values = {"original": [0.5, 0.7, 0.9], "rotary": [0.512, 0.714, 0.913], "none": [0.6, 0.5, 0.95]}
     for scheme, found in values.items():
         for seed, value in enumerate(found):
-            _run(tmp_path / f"{scheme}-{seed}", {"accuracy": value, "loss": value, "spread": value}, scheme=scheme, seed=seed)
+            write_run(
+                tmp_path / f"{scheme}-{seed}", {"accuracy": value, "loss": value, "spread": value}, scheme=scheme, seed=seed
+            )
     runs = load_runs([tmp_path])
     said = verdict(runs)
     assert said.startswith("**Best: the highest accuracy is 0.713, rotary, swap.** Surely different")
@@ -388,9 +361,12 @@ def test_verdict(tmp_path):
     assert page.index("<strong>Best: the highest accuracy") < page.index("<table>")
 
 
-def test_curves_from_nothing(tmp_path):
-    """Figures after 0, 10, 100 tokens are drawn on an axis that has the 0."""
-    for seed in (0, 1):
-        _run(tmp_path / str(seed), {f"damage_{n}": 1 / (n + 1 + seed) for n in (0, 10, 100)}, seed=seed)
-    axes = plot(load_runs([tmp_path]), "damage").axes[0]
+def test_axes(tmp_path):
+    """A row twenty times as far off makes the axis logarithmic; lengths from 0 on are drawn on an axis that has the 0."""
+    for place, worst, scale in (("near", 30.0, "linear"), ("far", 3000.0, "log")):
+        for scheme, value in (("rotary", 20.0), ("none", worst)):
+            write_run(tmp_path / place / scheme, {"perplexity_128": value, "perplexity_256": value + 1}, scheme=scheme)
+        assert plot(load_runs([tmp_path / place]), "perplexity").axes[0].get_yscale() == scale
+    write_run(tmp_path / "curve", {f"damage_{n}": 1 / (n + 1) for n in (0, 10, 100)})
+    axes = plot(load_runs([tmp_path / "curve"]), "damage").axes[0]
     assert axes.get_xscale() == "symlog" and axes.get_xlim()[0] <= 0

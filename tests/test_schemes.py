@@ -7,8 +7,6 @@ import re
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_posswap as posswap
 from hf_posswap.schemes import Geometry, parse_scheme, scheme_from_dict
@@ -251,38 +249,6 @@ def test_suggested_fractions_work():
                     assert suggested.rotary_dim(head_dim) == int(promised), (head_dim, fraction)
                     followed += 1
     assert followed > 1000
-
-
-SCALINGS = [
-    {"rope_type": "linear", "factor": 4.0},
-    {"rope_type": "dynamic", "factor": 2.0},
-    {"rope_type": "yarn", "factor": 4.0},
-    {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8, "beta_slow": 2, "truncate": False, "attention_factor": 1.3},
-    {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.5, 3.0, 4.0]},
-    {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-]
-
-
-@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda s: f"{s['rope_type']}-{len(s)}")
-@pytest.mark.parametrize("length", [20, 500])
-def test_rotary_scalings_equal_transformers(scaling, length):
-    """Frequencies and attention factor are those of transformers' own functions with a Llama's config."""
-    kind = scaling["rope_type"]
-    original = {} if kind in ("linear", "dynamic") else {"original_max_position_embeddings": 64}
-    config = LlamaConfig(
-        hidden_size=16,
-        num_attention_heads=2,
-        max_position_embeddings=64 if kind == "dynamic" else 512,
-        rope_parameters={**scaling, **original, "rope_theta": 500.0},
-    )
-    expected, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
-    scheme = posswap.Rotary(theta=500.0, scaling=scaling)
-    module = scheme.attention_module(geometry(max_positions=512, trained_positions=64))
-    actual, actual_factor = module.frequencies(torch.device("cpu"), length)
-    assert_close(actual.float(), expected)
-    assert actual_factor == factor
-    plain, _ = posswap.Rotary(theta=500.0).attention_module(geometry()).frequencies(torch.device("cpu"), length)
-    assert (kind == "dynamic" and length == 20) == torch.allclose(actual, plain, rtol=1e-3)
 
 
 # -- strings and dicts ---------------------------------------------------------------------------------------------

@@ -3,11 +3,10 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import run_python
 from hub import Hub
 from share_job import SCENARIOS
 
@@ -21,10 +20,7 @@ def outcome(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         hub = Hub(None, f"http://127.0.0.1:{free.getsockname()[1]}")  # where the job is to run one
-    command = [sys.executable, str(JOB), str(root)]
-    environment = os.environ | hub.environment(root / "home") | {"TQDM_DISABLE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_python(JOB, root, env=os.environ | hub.environment(root / "home") | {"TQDM_DISABLE": "1"})
     return json.loads(done.stdout.splitlines()[-1])
 
 

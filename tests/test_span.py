@@ -54,7 +54,7 @@ def dense(span, first, length, causal, padding=None):
 @pytest.mark.parametrize("first", [0, 3])
 @torch.no_grad()
 def test_blocks_are_what_the_mask_says(make, family, scheme, first, text):
-    """On sdpa block by block, on eager by a mask, both as a 4D mask of ours says; padded on the right, too."""
+    """A span gives what its mask written out gives, on sdpa (block by block) and on eager, with and without padding."""
     span, causal = 6, family != "bert"
     plain = make(family, scheme, "eager")
     padding = torch.ones_like(text)
@@ -71,7 +71,7 @@ def test_blocks_are_what_the_mask_says(make, family, scheme, first, text):
 @pytest.mark.parametrize("left", [False, True])
 @torch.no_grad()
 def test_a_cache_that_forgets(make, scheme, text, left):
-    """Token by token, in parts, after a prefill: as without a cache, in one that does not grow; padded on the left, too."""
+    """Decoding with a cache that keeps only the span gives what no cache gives, in parts of any size, padded or not."""
     model = make("gpt2", scheme, span=6, first=3)
     mask = torch.ones_like(text)
     if left:
@@ -113,7 +113,7 @@ def test_static_caches_and_moved_ones(make, text):
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @torch.no_grad()
 def test_packed_texts_stay_apart(make, text, backend):
-    """Without a mask, texts are told by their positions; nothing of one is near the other, nor are its first tokens."""
+    """Texts packed in one row without a mask do not see each other, nor each other's first tokens."""
     model = make("gpt2", "rotary", backend, span=6, first=2)
     positions = torch.cat([torch.arange(25), torch.arange(15)]).expand(2, -1)
     alone = torch.cat([model(part, use_cache=False).logits for part in text.split([25, 15], dim=1)], dim=1)
@@ -122,7 +122,7 @@ def test_packed_texts_stay_apart(make, text, backend):
 
 @torch.no_grad()
 def test_generating(make, text):
-    """Greedily and with beams, a padded batch: what a forward without a cache would choose."""
+    """Generation with a cache writes what it writes without, greedily and with beams, for a padded batch."""
     model = make("gpt2", "relative:clip=3", span=6, first=3)
     mask = torch.ones_like(text[:, :12])
     mask[1, :4] = 0
@@ -190,7 +190,7 @@ def test_no_tensor_is_quadratic():
     ],
 )
 def test_refused(make_model, options, message):
-    """Before anything is changed."""
+    """A span that cannot be is refused before anything is changed."""
     model = make_model("gpt2")
     with pytest.raises(posswap.PosswapError, match=message):
         posswap.swap(model, "rotary", max_positions=64, **options)

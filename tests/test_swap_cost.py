@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import BertModel
 
 import hf_posswap as posswap
 from hf_posswap.experiments.swap_cost import SwapCostConfig, run
@@ -16,15 +14,9 @@ SENTENCES = "the cat sat on the mat. a dog ran under the log and sat. then it wa
 
 
 @pytest.fixture
-def options(make_model, bert_tokenizer, gpt2_tokenizer, tmp_path):
-    """Two tiny models, a tiny text, and a small budget."""
-    torch.manual_seed(0)
-    for name, model, tokenizer in (
-        ("bert", make_model("bert", head=BertModel), bert_tokenizer),
-        ("gpt2", make_model("gpt2", vocab_size=99, bos_token_id=1, eos_token_id=1), gpt2_tokenizer),
-    ):
-        model.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
+def options(save, tmp_path):
+    """Both models as small files, a text, and a budget of moments."""
+    save("bert"), save("gpt2")
     words = "Alpha beta gamma delta the cat dog sat ran on under mat log and then".split()
     lines = [" ".join(words[i % 5 :] + words[: i % 5]) + f" w{i} the end." for i in range(400)]
     (tmp_path / "text.txt").write_text("\n".join(lines))
@@ -75,7 +67,7 @@ def test_seeds_matter(options, tmp_path):
     ],
 )
 def test_bad_options(changes, says):
-    """Found before anything is loaded."""
+    """Bad options are refused before anything is loaded."""
     with pytest.raises(posswap.PosswapError, match=says):
         SwapCostConfig(**changes)
 
@@ -90,7 +82,7 @@ def test_perplexity_and_kl_against_the_model(make_model, make_swapped, tokens):
 
 
 def test_cosine_of_pooled_states(make_model, make_swapped, tokens):
-    """One for the model itself, less for a swapped one."""
+    """The cosine is 1 for the model itself and less for a swapped one."""
     model = make_model("bert")
     states = pooled_states(model, tokens)
     assert pooled_cosine(model, tokens, states) == pytest.approx(1, abs=1e-5)

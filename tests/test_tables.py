@@ -14,7 +14,7 @@ from hf_posswap.data.tables import TableConfig, hold_out, read_hub, read_task
 ROWS = [{"text": f"text number {n}", "label": n % 3} for n in range(30)]
 
 
-def _write(path, rows):
+def write_rows(path, rows):
     """Write rows in the format that the name asks for."""
     path = path.parent / path.name
     name = path.name.lower().removesuffix(".gz")
@@ -39,7 +39,7 @@ def _write(path, rows):
 )
 def test_formats_read_alike(tmp_path, name):
     """The same rows come out of every format; a tenth is held out and nothing is lost."""
-    task = read_task(TableConfig(train_file=_write(tmp_path / name, ROWS)))
+    task = read_task(TableConfig(train_file=write_rows(tmp_path / name, ROWS)))
     assert task.label_names == ("0", "1", "2") and not task.is_regression and task.test is None
     assert (len(task.train), len(task.validation)) == (27, 3) and task.train.pairs is None
     read = dict(zip(task.train.texts + task.validation.texts, task.train.labels + task.validation.labels, strict=True))
@@ -60,7 +60,7 @@ def test_formats_read_alike(tmp_path, name):
 def test_columns_by_their_names(tmp_path, columns, text, pair, label):
     """Names that data sets use are found, pairs before single texts."""
     rows = [{name: n % 2 if name == label else f"{name} {n}" for name in columns} for n in range(20)]
-    task = read_task(TableConfig(train_file=_write(tmp_path / "t.csv", rows)))
+    task = read_task(TableConfig(train_file=write_rows(tmp_path / "t.csv", rows)))
     assert task.train.texts[0].startswith(f"{text} ")
     assert (task.train.pairs is None) if pair is None else task.train.pairs[0].startswith(f"{pair} ")
 
@@ -68,7 +68,7 @@ def test_columns_by_their_names(tmp_path, columns, text, pair, label):
 def test_columns_that_are_given(tmp_path):
     """Options win over what would be found; one text column makes single texts of what could be pairs."""
     rows = [{"sentence1": f"one {n}", "sentence2": f"two {n}", "kind": "ab"[n % 2], "label": n % 3} for n in range(20)]
-    file = _write(tmp_path / "t.csv", rows)
+    file = write_rows(tmp_path / "t.csv", rows)
     task = read_task(TableConfig(train_file=file, text_column="sentence2", label_column="kind"))
     assert task.train.pairs is None and task.train.texts[0].startswith("two") and task.label_names == ("a", "b")
     task = read_task(TableConfig(train_file=file, text_column="sentence2", text_pair_column="sentence1"))
@@ -76,16 +76,16 @@ def test_columns_that_are_given(tmp_path):
 
 
 def test_labels_have_one_numbering(tmp_path):
-    """Sorted labels of the training rows, whatever comes first in a split and whatever type a file gives them."""
-    train = _write(tmp_path / "train.csv", [{"text": "a", "label": label} for label in (10, 9, 10, 2)])
-    validation = _write(tmp_path / "dev.json", [{"text": "b", "label": label} for label in ("9", "2")])
-    test = _write(tmp_path / "test.csv", [{"text": "c", "label": label} for label in (2, 2, 10)])
+    """All splits number labels alike: by the sorted labels of the training rows, whatever type a file gives them."""
+    train = write_rows(tmp_path / "train.csv", [{"text": "a", "label": label} for label in (10, 9, 10, 2)])
+    validation = write_rows(tmp_path / "dev.json", [{"text": "b", "label": label} for label in ("9", "2")])
+    test = write_rows(tmp_path / "test.csv", [{"text": "c", "label": label} for label in (2, 2, 10)])
     task = read_task(TableConfig(train_file=train, validation_file=validation, test_file=test))
     assert task.label_names == ("2", "9", "10")  # as numbers, not as text
     assert (task.train.labels, task.validation.labels, task.test.labels) == ([2, 1, 2, 0], [1, 0], [0, 0, 2])
     words = [{"text": "a", "label": label} for label in ("yes", "no", "maybe", "no")]
     task = read_task(
-        TableConfig(train_file=_write(tmp_path / "w.csv", words), validation_file=_write(tmp_path / "v.csv", words))
+        TableConfig(train_file=write_rows(tmp_path / "w.csv", words), validation_file=write_rows(tmp_path / "v.csv", words))
     )
     assert task.label_names == ("maybe", "no", "yes") and task.validation.labels == [2, 1, 0, 1]
 
@@ -93,9 +93,9 @@ def test_labels_have_one_numbering(tmp_path):
 def test_numbers_are_a_regression(tmp_path):
     """Numbers with a fraction are predicted as they are; whole ones on request; an all-whole column of floats counts too."""
     rows = [{"text": f"t {n}", "score": n / 4} for n in range(20)]
-    task = read_task(TableConfig(train_file=_write(tmp_path / "t.csv", rows)))
+    task = read_task(TableConfig(train_file=write_rows(tmp_path / "t.csv", rows)))
     assert task.is_regression and set(task.train.labels) | set(task.validation.labels) == {n / 4 for n in range(20)}
-    stars = _write(tmp_path / "s.csv", [{"text": f"t {n}", "label": n % 5} for n in range(20)])
+    stars = write_rows(tmp_path / "s.csv", [{"text": f"t {n}", "label": n % 5} for n in range(20)])
     assert read_task(TableConfig(train_file=stars)).label_names == ("0", "1", "2", "3", "4")
     task = read_task(TableConfig(train_file=stars, task="regression", max_train_samples=None, data_seed=1))
     assert task.is_regression and all(isinstance(label, float) for label in task.train.labels)
@@ -104,13 +104,13 @@ def test_numbers_are_a_regression(tmp_path):
 def test_words_that_mean_nothing_elsewhere(tmp_path):
     """In a csv, "null" and "NA" are text and labels like others."""
     rows = [{"text": text, "label": label} for text in ("null", "NA", "nan", "x") for label in ("None", "NA", "no")]
-    task = read_task(TableConfig(train_file=_write(tmp_path / "t.csv", rows)))
+    task = read_task(TableConfig(train_file=write_rows(tmp_path / "t.csv", rows)))
     assert task.label_names == ("NA", "None", "no") and {"null", "NA", "nan"} <= {*task.train.texts, *task.validation.texts}
 
 
 def test_what_is_drawn(tmp_path):
     """Drawn rows depend on data_seed alone, keep their order and do not overlap with those held out."""
-    file = _write(tmp_path / "t.csv", [{"text": str(n) + " x", "label": n % 2} for n in range(100)])
+    file = write_rows(tmp_path / "t.csv", [{"text": str(n) + " x", "label": n % 2} for n in range(100)])
 
     def read(**options):
         return read_task(TableConfig(train_file=file, max_train_samples=20, max_eval_samples=5, **options))
@@ -165,7 +165,7 @@ GOOD = "text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(20))
     ],
 )
 def test_bad_tables(tmp_path, content, options, says):
-    """What is wrong is said, with what is there."""
+    """An error says what is wrong with a table, and what is there."""
     (tmp_path / "t.csv").write_text(content)
     with pytest.raises(PosswapError, match=says):
         read_task(TableConfig(train_file=str(tmp_path / "t.csv"), **options))
@@ -189,7 +189,7 @@ def test_bad_validation(tmp_path, content, says):
 
 
 def test_bad_files(tmp_path):
-    """Formats that nobody reads, files that are not what their name says, nothing at all."""
+    """Files in unknown formats, and files that are not what their name says, are refused."""
     for name, content, says in (
         ("t.xlsx", b"x", "no table that can be read: give .csv"),
         ("t.parquet.gz", b"x", "no table that can be read"),

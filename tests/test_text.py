@@ -1,10 +1,8 @@
 """Embedded and user text: splits that do not overlap, formats that read alike, errors that say what is there."""
 
-import csv
-import json
-
 import pytest
 import torch
+from test_tables import write_rows
 
 from hf_posswap import PosswapError, text_batches
 from hf_posswap.data.text import read_documents, split_of, stdlib_documents, stdlib_prose, token_blocks
@@ -20,7 +18,7 @@ def test_splits_are_disjoint_and_stable():
 
 
 def test_prose_is_prose():
-    """Paragraphs of docstrings and topics: no code, no duplicates."""
+    """The prose holds paragraphs of docstrings and topics, no code and no duplicates."""
     prose = stdlib_prose("validation")
     assert len(prose) > 200 and len(set(prose)) == len(prose)
     assert not any(">>>" in paragraph or "def " in paragraph[:4] for paragraph in prose)
@@ -29,16 +27,9 @@ def test_prose_is_prose():
 def test_formats_read_alike(tmp_path):
     """The same rows come out of csv, tsv, jsonl and parquet, split the same way."""
     rows = [f"document number {n} has some text" for n in range(40)]
-    with open(tmp_path / "t.csv", "w", newline="") as file:
-        csv.writer(file).writerows([["text"], *([row] for row in rows)])
-    with open(tmp_path / "t.tsv", "w", newline="") as file:
-        csv.writer(file, delimiter="\t").writerows([["text"], *([row] for row in rows)])
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    import datasets
-
-    datasets.Dataset.from_dict({"text": rows}).to_parquet(tmp_path / "t.parquet")
+    files = [write_rows(tmp_path / f"t.{kind}", [{"text": row} for row in rows]) for kind in ("csv", "tsv", "jsonl", "parquet")]
     for split in ("train", "validation"):
-        read = [read_documents(tmp_path / f"t.{kind}", split=split) for kind in ("csv", "tsv", "jsonl", "parquet")]
+        read = [read_documents(file, split=split) for file in files]
         assert read[0] == [row for row in rows if split_of(row) == split] and read[0]
         assert all(other == read[0] for other in read)
 
@@ -61,7 +52,7 @@ def test_text_file_and_folder(tmp_path):
     ],
 )
 def test_bad_text(tmp_path, name, content, says):
-    """What is wrong with a file is said."""
+    """An error says what is wrong with a file of text."""
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(PosswapError, match=says):

@@ -38,7 +38,7 @@ def naive(mask: torch.Tensor, causal: bool) -> dict[tuple[int, int], list[int]]:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_each_token_from_its_window(causal):
-    """Once each, from the window that a loop finds; nothing is taken from padding."""
+    """Each token is taken once, from the window that a loop finds, and padding never."""
     mask = masks()
     windows, wanted = lay_windows(mask, WINDOW, STRIDE, causal=causal), naive(mask, causal)
     taken = {}
@@ -55,7 +55,7 @@ def test_each_token_from_its_window(causal):
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_what_a_teacher_says(make_model, family, tmp_path):
-    """Layer by layer what the original makes of each token in its window; of an encoder without the traces of places."""
+    """A teacher's states are those of the original in each token's window; an encoder's are less their mean at each place."""
     model, window = make_model(family), 8
     mask = masks()
     ids = torch.randint(2, 98, mask.shape, generator=torch.Generator().manual_seed(0)) * mask
