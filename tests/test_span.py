@@ -68,6 +68,23 @@ def test_blocks_are_what_the_mask_says(make, family, scheme, first, text):
     assert (plain(text).logits - expected).abs().max() > 0.01
 
 
+OTHERS = [("roberta", "rotary"), ("esm", "rotary"), ("distilbert", "relative:clip=3"), ("opt", "alibi"), ("biogpt", "none")]
+
+
+@pytest.mark.parametrize(("other", "scheme"), OTHERS)
+@torch.no_grad()
+def test_spans_in_other_families(make, other, scheme, text):
+    """Block by block as with the whole mask, with padding; and not as without a span."""
+    mask = torch.ones_like(text)
+    mask[1, 29:] = 0
+    blocks, whole = (
+        make(other, scheme, backend, span=6, first=3)(text, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        for backend in ("sdpa", "eager")
+    )
+    assert_close(blocks, whole, rtol=1e-4, atol=1e-4)
+    assert (make(other, scheme)(text, attention_mask=mask, use_cache=False).logits[mask.bool()] - whole).abs().max() > 0.01
+
+
 @pytest.mark.parametrize("left", [False, True])
 @torch.no_grad()
 def test_a_cache_that_forgets(make, scheme, text, left):
