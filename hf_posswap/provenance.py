@@ -109,3 +109,14 @@ def write_json(path: Path, content: dict) -> None:
     aside = path.with_name(path.name + ".writing")  # a killed run leaves no half-written file under the real name
     aside.write_text(json.dumps(content, indent=2) + "\n")
     aside.replace(path)
+
+
+def read_json(path: Path) -> dict:
+    """Return the object in a JSON file; raise CheckpointError if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no JSON ({error}): write it again, or give another") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} must hold an object, not {type(found).__name__}: write it again, or give another")
+    return found

@@ -1,6 +1,5 @@
 """Open the models that a command names: check the config first, then load the weights with their head."""
 
-import json
 from pathlib import Path
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -13,6 +12,7 @@ from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.extras import extra
 from hf_posswap.pipelines import is_pipeline, kind_of
+from hf_posswap.provenance import read_json
 from hf_posswap.target import unsupported
 from hf_posswap.terminal import say
 
@@ -103,8 +103,7 @@ def _check_place(source: str) -> None:
     if folder.exists():
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{source} is no model: there is no config.json in it")
-        if not isinstance(_json(folder / "config.json"), dict):
-            raise CheckpointError(f"config.json of {source} holds no options: give the config that was saved with the weights")
+        read_json(folder / "config.json")
         return
     instead = f"take one that is built in, {' or '.join(EMBEDDED_MODELS)}"
     try:
@@ -121,13 +120,6 @@ def _check_place(source: str) -> None:
         raise CheckpointError(
             f"there is no folder {source}, and the Hub cannot be reached ({_reason(error)}): {instead}"
         ) from None
-
-
-def _json(path: Path):
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON ({error}): give the config that was saved with the weights") from None
 
 
 class _one_line:

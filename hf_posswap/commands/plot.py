@@ -8,7 +8,6 @@
 Schemes are drawn by their formula, at sizes of your choice; models with their own weights.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments.comparison import check_budgets, load_runs, row_label
 from hf_posswap.measure.attention_distance import attention_by_distance
 from hf_posswap.measure.positions import frequencies, one_head, position_table, scheme_of, translation
+from hf_posswap.provenance import read_json
 from hf_posswap.schemes import SCHEMES, Scheme, parse_scheme
 from hf_posswap.swapping import swap
 from hf_posswap.target import find_target
@@ -115,11 +115,8 @@ def open_source(source: str) -> Scheme | PreTrainedModel | dict:
 
 
 def _read_results(path: Path) -> dict:
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise PosswapError(f"{path} is no JSON ({error}): give a comparison.json, or results.json of recipes/heal.py") from None
-    if not isinstance(found, dict) or not (found.get("runs") or found.get("rows")):
+    found = read_json(path)
+    if not (found.get("runs") or found.get("rows")):
         raise PosswapError(f"{path} holds no runs: give a comparison.json, or results.json of recipes/heal.py")
     return found
 

@@ -24,10 +24,11 @@ from safetensors import SafetensorError, safe_open
 from hf_posswap.checkpoint import CONFIG_CLASSES, STUB, SWAPPED_CLASSES, is_stub
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.fitting.fit import FIT_FILE
+from hf_posswap.provenance import read_json
 from hf_posswap.sharing.card import CARD_FILE, EVAL_RESULTS, PICTURES, check_repo_id, own_text, write_card
 from hf_posswap.sharing.delta import ABOUT
 from hf_posswap.sharing.parity import PARITY_FILE
-from hf_posswap.sharing.record import RESULTS_FILE, read_json
+from hf_posswap.sharing.record import RESULTS_FILE
 
 # Files of a shared model, at the top of its folder. Others are refused, not skipped: pickles can run code when they are loaded,
 # and notes, access tokens and remains of training do not belong to a model.

@@ -29,7 +29,7 @@ from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.experiments.comparison import check_budgets, load_runs
 from hf_posswap.fitting.fit import FIT_FILE
 from hf_posswap.pipelines import kind_of
-from hf_posswap.provenance import weight_hashes, without_home
+from hf_posswap.provenance import read_json, weight_hashes, without_home
 from hf_posswap.schemes import Scheme, parse_scheme
 from hf_posswap.sharing.delta import ABOUT
 from hf_posswap.sharing.parity import PARITY_FILE
@@ -40,7 +40,8 @@ SCHEMA = Path(__file__).parents[1] / "assets" / "posswap_results.schema.json"
 LOCAL = "local:"
 
 # Only these entries of a run's result file are shared; curves and matrices are not.
-_OF_A_RUN = ("format", "recipe", "command", "commit", "note", "versions", "hardware", "config", "figures", "cost", "weights")
+_OF_A_RUN = ("format", "recipe", "question", "meaning", "command", "commit", "note")
+_OF_A_RUN += ("versions", "hardware", "config", "figures", "cost", "weights")
 
 
 def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str | None = None) -> dict:
@@ -137,17 +138,6 @@ def scheme_of(entry: dict, folder: Path) -> Scheme:
         raise CheckpointError(f"{folder} holds a position scheme that cannot be used: {error}") from None
 
 
-def read_json(path: Path) -> dict:
-    """Return the object in a JSON file; raise CheckpointError if there is none."""
-    try:
-        found = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): write it again") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} must hold an object, not {type(found).__name__}")
-    return found
-
-
 def _report(path: Path, name: str, scheme: Scheme | None = None) -> dict | None:
     if not path.is_file():
         return None
@@ -163,12 +153,12 @@ def _report(path: Path, name: str, scheme: Scheme | None = None) -> dict | None:
 def _base_model(known: dict | None, given: str | None, before: dict | None, folder: Path) -> dict:
     """Return the base model: from the folder, from the user, or from the card that was there before."""
     known = known if isinstance(known, dict) and known.get("id") else None
-    if known is not None and not _is_repo_id(known["id"]):
+    if known is not None and not is_repo_id(known["id"]):
         raise CheckpointError(
             f"{folder} names {known['id']!r:.100} as its base, which is no name on the Hub: save the model again"
         )
     if given is None:
-        if known is None and isinstance(before, dict) and (not before.get("on_hub") or _is_repo_id(before.get("id"))):
+        if known is None and isinstance(before, dict) and (not before.get("on_hub") or is_repo_id(before.get("id"))):
             return before
         if known is None:
             raise PosswapError(
@@ -183,14 +173,15 @@ def _base_model(known: dict | None, given: str | None, before: dict | None, fold
     else:
         name, _, revision = given.partition("@")
         on_hub = True
-        if not _is_repo_id(name):
+        if not is_repo_id(name):
             raise PosswapError(f"base_model={given!r} is no name on the Hub: owner/name, or {LOCAL}NAME")
     if known is not None and name != known["id"]:
         raise PosswapError(f"{folder} was swapped from {known['id']}, not from {name}: leave out base_model")
     return {"id": name, "revision": revision or (known or {}).get("revision"), "on_hub": on_hub}
 
 
-def _is_repo_id(name) -> bool:
+def is_repo_id(name) -> bool:
+    """Whether the Hub would take this as the name of a repository."""
     try:
         validate_repo_id(name)
     except HFValidationError:
