@@ -49,7 +49,7 @@ SHOWN_IN = {
 }
 
 # Files of the package that are not of its spine.
-BESIDE = ("cli.py", "errors.py", "evaluating.py", "extras.py", "plots.py", "provenance.py", "terminal.py")
+BESIDE = ("cli.py", "drawing.py", "errors.py", "evaluating.py", "extras.py", "plots.py", "provenance.py", "terminal.py")
 
 
 def schemes() -> str:

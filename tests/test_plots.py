@@ -375,7 +375,7 @@ def call(*arguments):
 
 def drawn(kind: str, *sources, **options):
     """The figure that `plot` saves."""
-    return pictures.KINDS[kind][0](pictures.Wish(kind=kind, sources=tuple(map(str, sources)), **options), plots)
+    return pictures.draw(pictures.Wish(kind=kind, sources=tuple(map(str, sources)), **options))
 
 
 @pytest.fixture

@@ -42,6 +42,8 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel
         model, info = (known or auto_class).from_pretrained(
             source, output_loading_info=True, trust_remote_code=trust_remote_code
         )
+    if lost := [key for key in info["missing_keys"] if "position" in key or key.endswith("wpe.weight")]:
+        raise CheckpointError(f"{name} has no weights for {lost[0]}, which would be random: give a checkpoint that has them")
     left, made = (", ".join(sorted(info[keys])[:3]) for keys in ("unexpected_keys", "missing_keys"))
     if left and known is None:
         raise CheckpointError(
