@@ -29,10 +29,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedModel
-from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
+from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.evaluating import evaluating
 from hf_posswap.pipelines import around, is_pipeline, tokenizer_of
-from hf_posswap.provenance import weight_hashes, write_json
+from hf_posswap.provenance import check_new, weight_hashes, write_json
 from hf_posswap.schemes.rotary import Rotary
 from hf_posswap.sharing.native import Converted, with_table
 from hf_posswap.sharing.native_decoders import GPT_NEOX, gpt_neox
@@ -68,8 +68,7 @@ class NativeExport:
             CheckpointError: The folder is not empty.
         """
         folder = Path(folder)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise CheckpointError(f"{folder} exists already: choose another folder")
+        check_new(folder)
         (self.model if self.pipeline is None else self.pipeline).save_pretrained(str(folder))
         if self.tokenizer is not None and self.pipeline is None:
             self.tokenizer.save_pretrained(folder)

@@ -27,11 +27,12 @@ from hf_posswap.sharing.native import (
     build,
     common,
     constant,
+    family_config,
     halves_first,
-    in_order,
     mark_cls,
     pairs_first,
     pairs_of_heads,
+    reorder,
     rope_parameters,
     without,
 )
@@ -44,6 +45,9 @@ JINA = {
     for family in ("Roberta", "XLMRoberta", "Camembert")
     for ours, theirs in pairs_of_heads(family, "JinaEmbeddingsV3", (*_HEADS, "ForQuestionAnswering")).items()
 }
+# Fields of a config that BERT and its kin share.
+_SAME = ("intermediate_size", "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size")
+_SAME += ("layer_norm_eps",)
 ESM = pairs_of_heads("Esm", "Esm", _HEADS)
 
 
@@ -67,9 +71,7 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
     types, words = (f"{embeddings}{name}.weight" for name in ("token_type_embeddings", "word_embeddings"))
     weights[types] = (weights[types].double() + mean).to(model.dtype)
     holds_for = mark_cls(model, words, weights, tokenizer, "RoFormer")
-    order = pairs_first(positions)
-    for name in [name for name in weights if ".attention.self.query." in name or ".attention.self.key." in name]:
-        weights[name] = in_order(weights[name], order, config.num_attention_heads)
+    reorder(weights, pairs_first(positions), config.num_attention_heads)
     pooler = {name: weights.pop(name) for name in list(weights) if ".pooler." in f".{name}"}
     head = {BertForMultipleChoice: "sequence_summary.summary", BertForSequenceClassification: "classifier.dense"}.get(stock)
     if head is not None:
@@ -84,17 +86,8 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
     exported = build(
         ROFORMER[stock],
         RoFormerConfig(
-            **common(config),
+            **common(config, *_SAME, "max_position_embeddings", "is_decoder", "add_cross_attention"),
             **(summary if stock is BertForMultipleChoice else {}),
-            intermediate_size=config.intermediate_size,
-            hidden_act=config.hidden_act,
-            hidden_dropout_prob=config.hidden_dropout_prob,
-            attention_probs_dropout_prob=config.attention_probs_dropout_prob,
-            max_position_embeddings=config.max_position_embeddings,
-            type_vocab_size=config.type_vocab_size,
-            layer_norm_eps=config.layer_norm_eps,
-            is_decoder=config.is_decoder,
-            add_cross_attention=config.add_cross_attention,
             tie_word_embeddings=tied and not marked,
         ),
         weights,
@@ -124,26 +117,22 @@ def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
         )
     mean, _, _ = constant(model)
     own, prefix = without(model, model.base_model.embeddings.position_embeddings)
-    embeddings, order = prefix.removesuffix("position_embeddings"), halves_first(positions)
+    embeddings = prefix.removesuffix("position_embeddings")
     tied = config.tie_word_embeddings and model.get_output_embeddings() is not None
     types = f"{embeddings}token_type_embeddings.weight"
     own[types] = (own[types].double() + mean).to(model.dtype)
     holds_for = mark_cls(model, f"{embeddings}word_embeddings.weight", own, tokenizer, "JinaEmbeddingsV3")
+    reorder(own, halves_first(positions), config.num_attention_heads)
     weights = {}
     for name, value in own.items():
-        if ".attention.self.query." in name or ".attention.self.key." in name:
-            value = in_order(value, order, config.num_attention_heads)
         for ours, theirs in _JINA_NAMES.items() if "encoder.layer." in name else ():
             name = name.replace(ours, theirs)
         weights[name] = value
     parameters, longest = rope_parameters(positions)
-    names = ("intermediate_size", "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size")
-    names += ("layer_norm_eps", "classifier_dropout")
     exported = build(
         JINA[stock],
         JinaEmbeddingsV3Config(
-            **common(config),
-            **{name: getattr(config, name) for name in names},
+            **common(config, *_SAME, "classifier_dropout"),
             max_position_embeddings=longest,
             rope_parameters=parameters,
             tie_word_embeddings=tied and not holds_for,
@@ -186,15 +175,11 @@ def esm(model: SwappedModel, stock: type, tokenizer) -> Converted:
     weights[words] = (weights[words].double() + mean).to(model.dtype)  # a tied head keeps the old ones
     holds_for = mark_cls(model, words, weights, tokenizer, "ESM")
     pairs = pairs_first(positions)
-    order = torch.cat([pairs[0::2], pairs[1::2]])
-    for name in [name for name in weights if ".attention.self.query." in name or ".attention.self.key." in name]:
-        weights[name] = in_order(weights[name], order, config.num_attention_heads)
+    reorder(weights, torch.cat([pairs[0::2], pairs[1::2]]), config.num_attention_heads)
     base = "" if stock is EsmModel else "esm."
     frequencies = nn.functional.pad(frequencies, (0, head_dim // 2 - len(frequencies)))
     weights[f"{base}rotary_embeddings.inv_freq"] = frequencies.float()
-    own = ("position_scheme", "architectures", "auto_map", "model_type")
-    fields = {key: value for key, value in config.to_dict().items() if key not in own}
-    fields |= {"position_embedding_type": "rotary", "rope_theta": float(positions.scheme.theta)}
-    fields["tie_word_embeddings"] = bool(config.tie_word_embeddings and not (mean.any() or difference.any()))
-    native = model.architecture.config_class(**fields)
+    tied = bool(config.tie_word_embeddings and not (mean.any() or difference.any()))
+    turns = {"position_embedding_type": "rotary", "rope_theta": float(positions.scheme.theta)}
+    native = family_config(model, **turns, tie_word_embeddings=tied)
     return build(ESM[stock], native, weights, model), (), holds_for

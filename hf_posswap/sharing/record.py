@@ -142,12 +142,13 @@ def _report(path: Path, name: str, scheme: Scheme | None = None) -> dict | None:
     if not path.is_file():
         return None
     found = read_json(path)
-    entry = found[name].get("position_scheme") if isinstance(found.get(name), dict) else None
+    report = found.get(name)
+    if not isinstance(report, dict) or found.get("weights") != weight_hashes(path.parent):
+        raise CheckpointError(f"{path} is of other weights than the folder's, or broken: write it again, or remove it")
+    entry = report.get("position_scheme")
     if scheme is not None and (not isinstance(entry, dict) or scheme_of(entry, path) != scheme):
         raise CheckpointError(f"{path} is of another scheme than the folder's: write it again, or remove it")
-    if not isinstance(found.get(name), dict) or found.get("weights") != weight_hashes(path.parent):
-        raise CheckpointError(f"{path} is of other weights than the folder's, or broken: write it again, or remove it")
-    return found[name]
+    return report
 
 
 def _base_model(known: dict | None, given: str | None, before: dict | None, folder: Path) -> dict:
@@ -157,24 +158,21 @@ def _base_model(known: dict | None, given: str | None, before: dict | None, fold
         raise CheckpointError(
             f"{folder} names {known['id']!r:.100} as its base, which is no name on the Hub: save the model again"
         )
-    if given is None:
-        if known is None and isinstance(before, dict) and (not before.get("on_hub") or is_repo_id(before.get("id"))):
-            return before
-        if known is None:
-            raise PosswapError(
-                f"{folder} does not say which model it was swapped from: give base_model (--base-model), owner/name or "
-                f"owner/name@revision on the Hub, or {LOCAL}NAME for one that is not there"
-            )
+    if given is None and known is not None:
         return {"id": known["id"], "revision": known.get("revision"), "on_hub": True}
-    if given.startswith(LOCAL):
-        name, revision, on_hub = given.removeprefix(LOCAL), None, False
-        if not name or "/" in name or "\\" in name:
-            raise PosswapError(f"base_model={given!r}: give a name after {LOCAL}, not a path")
-    else:
-        name, _, revision = given.partition("@")
-        on_hub = True
-        if not is_repo_id(name):
-            raise PosswapError(f"base_model={given!r} is no name on the Hub: owner/name, or {LOCAL}NAME")
+    if given is None:
+        if isinstance(before, dict) and (not before.get("on_hub") or is_repo_id(before.get("id"))):
+            return before
+        raise PosswapError(
+            f"{folder} does not say which model it was swapped from: give base_model (--base-model), owner/name or "
+            f"owner/name@revision on the Hub, or {LOCAL}NAME for one that is not there"
+        )
+    on_hub = not given.startswith(LOCAL)
+    name, _, revision = given.partition("@") if on_hub else (given.removeprefix(LOCAL), "", None)
+    if on_hub and not is_repo_id(name):
+        raise PosswapError(f"base_model={given!r} is no name on the Hub: owner/name, or {LOCAL}NAME")
+    if not on_hub and (not name or "/" in name or "\\" in name):
+        raise PosswapError(f"base_model={given!r}: give a name after {LOCAL}, not a path")
     if known is not None and name != known["id"]:
         raise PosswapError(f"{folder} was swapped from {known['id']}, not from {name}: leave out base_model")
     return {"id": name, "revision": revision or (known or {}).get("revision"), "on_hub": on_hub}
@@ -191,12 +189,12 @@ def is_repo_id(name) -> bool:
 
 def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:
     """Read a comparison.json, or the runs below a folder."""
-    file = place / "comparison.json" if place.is_dir() else place
+    file, give = place / "comparison.json" if place.is_dir() else place, "give what `hf-posswap compare` or a recipe wrote"
     if not place.exists():
-        raise DataError(f"there are no results in {place}: give a folder that `hf-posswap compare` or a recipe wrote")
+        raise DataError(f"there are no results in {place}: {give}")
     found = read_json(file) if file.is_file() else {"vary": [], "runs": load_runs([place])}
     if not isinstance(found.get("runs"), list) or not isinstance(found.get("vary"), list):
-        raise DataError(f"{file} is no comparison: give a folder that `hf-posswap compare` or a recipe wrote")
+        raise DataError(f"{file} is no comparison: {give}")
     runs = [{name: run[name] for name in _OF_A_RUN if name in run} for run in found["runs"] if isinstance(run, dict)]
     for run in runs:  # paths on the user's machine are not published
         if isinstance(run.get("command"), str) and isinstance(run.get("config"), dict):
