@@ -56,9 +56,9 @@ def swap_command(
     full precision, and pipelines of sentence-transformers around them. It does not take quantized models, other families (OPT,
     ELECTRA, ...), and models that have rotary or relative positions already.
     """
-    for name, value in (("--fit-tokens", fit_tokens), ("--reconstruct", reconstruct), ("--text-column", text_column)):
-        if fit is None and value is not None:
-            raise PosswapError(f"{name} is about a fit: pass --fit FILE or --fit auto, too")
+    given = {"--fit-tokens": fit_tokens, "--reconstruct": reconstruct, "--text-column": text_column}
+    if fit is None and (idle := [name for name, value in given.items() if value is not None]):
+        raise PosswapError(f"{idle[0]} is about a fit: pass --fit FILE or --fit auto, too")
     chosen = parse_scheme(scheme)
     with new_folder(output) as folder:
         whole = open_whole(model, trust_remote_code=trust_remote_code)

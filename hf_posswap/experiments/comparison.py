@@ -113,8 +113,8 @@ def is_length(figure: str, name: str) -> bool:
     return figure.startswith(f"{name}_") and figure.removeprefix(f"{name}_").isdigit()
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; all columns but the first hold numbers.
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], align: str = "---:") -> str:
+    """Return a Markdown table; all columns but the first are aligned to the right, as numbers are.
 
     >>> print(table(["positions", "loss"], [("rotary", "1.5")]))
     | positions | loss |
@@ -122,7 +122,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     | rotary | 1.5 |
     """
     head, *lines = (f"| {' | '.join(cells)} |" for cells in (heads, *rows))
-    return "\n".join([head, f"|---|{'---:|' * (len(heads) - 1)}", *lines])
+    return "\n".join([head, f"|---|{f'{align}|' * (len(heads) - 1)}", *lines])
 
 
 def markdown(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
@@ -182,10 +182,10 @@ def _difference(values: list[float]) -> str:
     if len(values) == 1:
         return form.format(fmean(values))
     cell = f"{form.format(mean(values))} ± {form.format(stdev(values))[1:]}"
-    return f"**{cell}**" if _surely(values) and float(form.format(mean(values))) else cell
+    return f"**{cell}**" if surely(values) and float(form.format(mean(values))) else cell
 
 
-def _surely(values: list[float]) -> bool:
+def surely(values: list[float]) -> bool:
     """Whether the mean differs from zero in Student's t-test, p < 0.05; False for one value or equal values."""
     if len(values) < 2:
         return False
@@ -215,7 +215,7 @@ def _judged(rows: dict[tuple, list[dict]], name: str) -> str:
     differences = _differences(rows, name)
     if not differences:
         return f"{said} No original was run to compare with."
-    sure = [f"{label_of(row)} ({mean(values):+.3g})" for row, values in differences.items() if _surely(values)]
+    sure = [f"{label_of(row)} ({mean(values):+.3g})" for row, values in differences.items() if surely(values)]
     if len(next(iter(differences.values()))) < 2:
         return f"{said} One seed: no difference from the original is sure."
     return f"{said} Surely different from the original (paired t-test, p < 0.05): {', '.join(sure) or 'none'}."

@@ -29,10 +29,7 @@ def word_order_examples(paragraphs: list[str], count: int, *, seed: int = 0) -> 
     sentences = {s.strip() for p in paragraphs for s in re.split(r"(?<=[.!?])\s+(?=[A-Z])", p)}
     usable = sorted(s for s in sentences if 6 <= len(words := s.split()) <= 24 and len({w.lower() for w in words}) > 4)
     if len(usable) * 2 < count:
-        raise DataError(
-            f"the text has {len(usable)} sentences of 6 to 24 words, {count} word-order examples need {count // 2}: "
-            "give more prose, or ask for fewer examples"
-        )
+        raise DataError(f"{count // 2} sentences of 6 to 24 words are needed, and the text has {len(usable)}: give more prose")
     chance = random.Random(seed)
     texts = []
     for sentence in chance.sample(usable, count // 2):

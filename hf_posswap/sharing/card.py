@@ -15,7 +15,7 @@ from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardDat
 
 from hf_posswap.assets import EMBEDDED_MODELS
 from hf_posswap.errors import CheckpointError, PosswapError
-from hf_posswap.experiments.comparison import background, markdown, row_label, table
+from hf_posswap.experiments.comparison import background, markdown, row_label
 from hf_posswap.experiments.page import plots
 from hf_posswap.pipelines import KINDS
 from hf_posswap.provenance import write_json
@@ -56,11 +56,6 @@ _PIPELINES = {
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForQuestionAnswering": "question-answering",
     "AutoModelForMultipleChoice": "multiple-choice",
-}
-_KINDS = {
-    "swapped": "a swapped model, with a model type of its own: it cannot be loaded as a plain one by mistake",
-    "native": "a native export: a stock class of transformers that computes what the swapped model does",
-    "delta": "a delta: the positions alone, for weights that everybody has",
 }
 
 
@@ -162,7 +157,6 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
         title=name.rpartition("/")[2],
         base=f"[{base['id']}](https://huggingface.co/{base['id']})" if base["on_hub"] else f"`{base['id']}` (not on the Hub)",
         model=model,
-        kind=_KINDS[model["kind"]],
         scheme=scheme,
         scheme_name=scheme.name,
         options=options,
@@ -173,12 +167,13 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
         tokenizer=model["tokenizer"] and not model.get("pipeline"),
         exportable=_exportable(model, scheme),
         fit=fit,
-        damage=_damage(fit) if fit else "",
         part=_PARTS[_part(fit)] if fit else "",
         parity=parity,
-        differences=_differences(parity) if parity else "",
         comparisons=comparisons,
-        limits=_limits(content, scheme),
+        worse=[n for n, value in fit["after"]["by_length"].items() if value > fit["before"]["by_length"][n]] if fit else [],
+        few=[n for n, count in fit["after"]["sequences"].items() if count < 5] if fit else [],
+        measured=fit or any(_of_these_weights(one["runs"], model) for one in content["comparisons"]),
+        one_seed=any(len({run["config"]["seed"] for run in one["runs"]}) == 1 for one in content["comparisons"]),
         results_file=RESULTS_FILE,
         schema_file=SCHEMA.name,
     )
@@ -215,24 +210,6 @@ def _fit_entry(fit: dict) -> EvalResult:
         metric_name=f"{fit['after']['measure']}, to the original, mean over sequences",
         metric_value=fit["after"]["total"],
     )
-
-
-def _damage(fit: dict) -> str:
-    before, after = fit["before"], fit["after"]
-    few = after["sequences"] if len(before["by_length"]) <= 8 else {}
-    rows = {f"sequences of {n} tokens ({few[n]} of them)": (before["by_length"][n], after["by_length"][n]) for n in few}
-    rows["mean over all"] = (before["total"], after["total"])
-    rows |= {f"tokens at position {n}": (before["by_position"][n], after["by_position"][n]) for n in after["by_position"]}
-    layers = zip(before["by_layer"], after["by_layer"], strict=True)
-    rows |= {f"states after layer {layer}": values for layer, values in enumerate(layers)}
-    cells = [(title, *(f"{value:.4f}" for value in values)) for title, values in rows.items()]
-    return table(["", "after the swap", "after the fit"], cells)
-
-
-def _differences(parity: dict) -> str:
-    texts = {length: f"{value:.2g}" for length, value in parity["text"].items()}
-    rows = [(length, f"{value:.2g}", texts.get(length, "")) for length, value in parity["random"].items()]
-    return table(["tokens", "random", "text"], rows)
 
 
 def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: dict) -> tuple[dict, list[EvalResult]]:
@@ -300,40 +277,6 @@ def _on_unseen_text(run: dict) -> bool:
     """Whether a run was measured on another file than it was trained on."""
     trained, *others = (run["config"].get(f"{part}_file") for part in ("train", "validation", "test"))
     return trained is None or trained not in others
-
-
-def _limits(content: dict, scheme) -> list[str]:
-    model, fit = content["model"], content["fit"]
-    longest, trained = model["max_positions"], model["trained_positions"]
-    limits = ["It inherits the biases and limits of its base model: read that one's card first."]
-    if model["kind"] == "native":
-        limits.append(f"It is made for {longest:,} tokens: transformers may not refuse longer inputs.")
-    else:
-        limits.append(f"Inputs of more than {longest:,} tokens are an error.")
-    if longest > trained and model["kind"] != "delta":
-        limits.append(
-            f"It takes more than the {trained:,} tokens that its base model has positions for; what it makes of them is known "
-            "only as far as a table above has such lengths."
-        )
-    if fit and fit["after"]["measure"] != "KL" and fit["after"]["total"] > 0.001:
-        limits.append("Its embeddings are near its base model's, not equal: do not mix both in one index.")
-    if fit and fit["longest"] < trained:
-        limits.append(f"No sequence of the fit was longer than {fit['longest']:,} tokens.")
-    if fit and (worse := [n for n, value in fit["after"]["by_length"].items() if value > fit["before"]["by_length"][n]]):
-        limits.append(f"The fit made sequences of {', '.join(worse)} tokens worse.")
-    if fit and len(few := [n for n, count in fit["after"]["sequences"].items() if count < 5]):
-        limits.append(f"Fewer than five sequences of {', '.join(few)} tokens were measured after the fit.")
-    if fit and fit["text"] == "random tokens":
-        limits.append("It was fitted on random tokens, which is worse than fitting on text.")
-    if not fit and not any(_of_these_weights(one["runs"], model) for one in content["comparisons"]):
-        limits.append("These weights were not compared with the base model's: what they still can do has to be measured.")
-    if scheme.name == "relative" and model["kind"] != "native":
-        limits.append("No stock class of transformers computes its attention, and it takes eager or sdpa attention only.")
-    if any(len({run["config"]["seed"] for run in one["runs"]}) == 1 for one in content["comparisons"]):
-        limits.append("A comparison has one seed, hence no spread: small differences in it mean nothing.")
-    if content["comparisons"]:
-        limits.append("Tokens a second are those of the machine as it was, which may have been busy: they are no benchmark.")
-    return limits
 
 
 def _metadata(content: dict, index: list[EvalResult], license: str | None, name: str) -> dict:

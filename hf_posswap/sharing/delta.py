@@ -113,9 +113,7 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
     if isinstance(target, SwappedModel):
         raise PosswapError("this model is swapped already: load the delta onto the unswapped checkpoint")
     if not isinstance(folder_or_id, (str, Path)):
-        raise CheckpointError(
-            f"folder_or_id={folder_or_id!r:.100} must be a folder with a position delta, or owner/name on the Hub"
-        )
+        raise CheckpointError(f"folder_or_id={folder_or_id!r:.100} must be a folder of save_delta, or owner/name on the Hub")
     folder = Path(folder_or_id)
     if not folder.is_dir():
         folder = Path(snapshot_download(str(folder_or_id), revision=revision, allow_patterns=[ABOUT, WEIGHTS]))
@@ -131,17 +129,12 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"{folder_or_id} cannot be read ({error!r}): the delta is broken, download it again") from None
     if version != FORMAT:
-        raise CheckpointError(
-            f"{folder_or_id} has delta format {version!r}, this hf_posswap reads format {FORMAT}: upgrade with "
-            "pip install -U hf_posswap"
-        )
+        raise CheckpointError(f"{folder_or_id} has delta format {version!r}, not {FORMAT}: pip install -U hf_posswap")
     if kind != architecture.model_type:
         raise CheckpointError(f"{folder_or_id} is for a {kind} model ({known}), not {architecture.model_type}: load that one")
     heads = target.config.num_attention_heads
     if weights_hash(target) != digest or about.get("num_heads", heads) != heads:
-        raise CheckpointError(
-            f"{folder_or_id} was made from other weights or heads ({known}): load that model, in the dtype that it had then"
-        )
+        raise CheckpointError(f"{folder_or_id} was made from other weights or heads ({known}): load those, in the same dtype")
     try:
         near, asked = span_in(entry), None if longest == longest_input(target.config) else longest
         swap(base_model, scheme_in(entry), max_positions=asked, warm_start=False, **near._asdict() if near else {})

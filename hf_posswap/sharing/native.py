@@ -99,8 +99,7 @@ def mark_cls(model: SwappedModel, name: str, weights: dict[str, torch.Tensor], t
         raise UnsupportedModelError(NO_PLACE.format(f"{native} as a decoder"))
     if cls is None:
         raise UnsupportedModelError(
-            f"the first token has a vector of its own, which belongs to [CLS] in {native}: pass the tokenizer (which must have "
-            "a cls_token), or swap with posswap.Rotary(mark_first=False)"
+            f"the first token has a vector of its own, of [CLS] in {native}: pass the tokenizer, or swap with mark_first=False"
         )
     weights[name] = weights[name].clone()  # a tied head keeps the old ones
     weights[name][cls] = (weights[name][cls].double() + difference).to(model.dtype)

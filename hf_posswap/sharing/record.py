@@ -290,8 +290,7 @@ def read_results(folder_or_id: str | Path) -> dict:
     content = read_json(path)
     if content.get("format") != FORMAT:
         raise CheckpointError(
-            f"{folder_or_id} has results of format {content.get('format')!r}, this hf_posswap reads format {FORMAT}: upgrade "
-            "with pip install -U hf_posswap"
+            f"{folder_or_id} has format {content.get('format')!r}, not {FORMAT}: upgrade with pip install -U hf_posswap"
         )
     check(content, str(folder_or_id))
     return content
