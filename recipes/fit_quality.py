@@ -27,6 +27,7 @@ from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextOptions
 from hf_posswap.measure import kl_divergence, perplexity, pooled_cosine, pooled_states
+from hf_posswap.measure.word_order import sentence_vectors
 from hf_posswap.training.run_log import announce
 
 
@@ -108,18 +109,10 @@ def _read_pairs(path: str) -> tuple[list[str], list[str], list[float]]:
     return tuple(table[name][:] for name in columns)
 
 
-@torch.no_grad()
 def _spearman(model, tokenizer, left: list[str], right: list[str], scores: list[float]) -> float:
-    vectors = []
-    for texts in (left, right):
-        parts = []
-        for first in range(0, len(texts), 64):
-            batch = tokenizer(texts[first : first + 64], padding=True, truncation=True, return_tensors="pt").to(model.device)
-            mask = batch["attention_mask"][..., None]
-            states = (model(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
-            parts.append(torch.nn.functional.normalize(states, dim=-1).cpu())
-        vectors.append(torch.cat(parts))
-    return float(spearmanr((vectors[0] * vectors[1]).sum(-1).numpy(), scores).statistic)
+    size = model.config.hidden_size  # of the last states, which are those of the last layer
+    vectors = [torch.from_numpy(sentence_vectors(model, tokenizer, texts)[:, -size:]) for texts in (left, right)]
+    return float(spearmanr(torch.cosine_similarity(*vectors), scores).statistic)
 
 
 if __name__ == "__main__":

@@ -385,7 +385,7 @@ def _which_comes_first(scheme: str, seed: int) -> float:
         return tokens.scatter(1, places, torch.tensor([[1, 2]]).expand(count, -1)), (places[:, 0] < places[:, 1]).long()
 
     torch.manual_seed(seed)
-    config = tiny_config("bert", vocab_size=23, max_position_embeddings=16, initializer_range=0.02)
+    config = tiny_config("bert", vocab_size=23, eos_token_id=2, max_position_embeddings=16, initializer_range=0.02)
     model = swap(BertForSequenceClassification(config), scheme, warm_start=False)
     inputs, labels = examples(96)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

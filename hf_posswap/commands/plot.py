@@ -192,7 +192,7 @@ def _loss(wish: Wish) -> Figure:
     found = wish.open_one(dict)
     runs = found.get("runs", [])
     families = page.families(figure_names(runs), least=1)
-    families.sort(key=lambda name: name not in ("loss", "perplexity"))  # these first
+    families.sort(key=lambda name: {"loss": 0, "perplexity": 1}.get(name, 2))
     family = wish.choose(families, "runs with a figure at several lengths")
     trained = runs[0].get("details", {}).get("trained_length")
     return page.plot(runs, family, found.get("vary", []), trained=trained, **wish.look)
@@ -224,6 +224,11 @@ def _heat_map(wish: Wish) -> Figure:
 def _recovery(wish: Wish) -> Figure:
     found = wish.open_one(dict)
     rows = [row for row in found.get("rows", []) if row.get("curve")]
+    for run in found.get("runs", []):
+        details = run.get("details", {})
+        if "damage" in (details.get("curve") or [{}])[0]:
+            rows.append(run["config"] | details)
+            found |= {"config": run["config"], "original": details["original"]}
     names = [name for name in ("damage", "perplexity") if rows and name in rows[0]["curve"][0]]
     if found.get("config", {}).get("text_weight"):  # the model also learned from the text, so low damage is not the aim
         names.reverse()
@@ -237,7 +242,7 @@ def _recovery(wish: Wish) -> Figure:
         lines,
         original=(found.get("original") or {}).get(name),
         steps="tokens of distillation",
-        label=f"{name} on held-out text" + (f" ({found['measure']})" if name == "damage" else ""),
+        label=f"{name} on held-out text" + (f" ({found['measure']})" if name == "damage" and "measure" in found else ""),
         **wish.look,
     )
 

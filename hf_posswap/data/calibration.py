@@ -143,7 +143,9 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
     checked = []
     given = [batches] if isinstance(batches, torch.Tensor) or hasattr(batches, "keys") else batches
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise DataError(f"batches must be texts, token ids (N, L), or several of these or of dicts, not {type(given).__name__}")
+        raise DataError(
+            f"batches must be texts, token ids (N, L), or an iterable of these or of dicts, not {type(given).__name__}"
+        )
     for batch in given:
         batch = dict(batch) if hasattr(batch, "keys") else {"input_ids": batch}
         unknown = sorted(set(batch) - set(_KEYS))

@@ -126,7 +126,7 @@ class RunText:
 def check_enough(blocks: torch.Tensor, config: TrainingConfig) -> None:
     """Raise DataError if blocks (N, L) do not fill a batch."""
     if len(blocks) < config.batch_size:
-        raise DataError(f"the training text fills {len(blocks)} blocks, no batch of {config.batch_size}: give more text")
+        raise DataError(f"the training text fills {len(blocks)} blocks, fewer than one batch of {config.batch_size}: give more")
 
 
 def mask_tokens(

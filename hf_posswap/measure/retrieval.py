@@ -59,7 +59,9 @@ def draw_passages(
         ends = _word_ends(document, tokenizer)
         room = (len(ends) - tokens) / each
         if room < 1:
-            raise DataError(f"document {number} has {len(ends)} tokens, too few for {each} x {tokens}: give longer documents")
+            raise DataError(
+                f"document {number} has {len(ends)} tokens, too few for {each} passages of {tokens}: give longer documents"
+            )
         for part in range(each):
             start = int(room * (part + float(torch.rand(1, generator=generator))))
             text = document[ends[start - 1] if start else 0 : ends[start + tokens - 1]].strip()

@@ -49,7 +49,7 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
         raise UnsupportedModelError(f"RoFormer rotates pairs of dimensions, and head_dim {positions.geometry.head_dim} is odd")
     if stock is BertForSequenceClassification and config.hidden_act != "tanh":
         raise UnsupportedModelError(
-            f"RoFormer's classifier applies {config.hidden_act}, not tanh: share the swapped model, or export its encoder"
+            f"RoFormer's head applies {config.hidden_act} where BERT's pooler applies tanh: share the swapped model as it is"
         )
     mean, _, marked = native.constant(model)
     tied = config.tie_word_embeddings and model.get_output_embeddings() is not None
