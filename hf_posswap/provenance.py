@@ -20,14 +20,12 @@ from hf_posswap.errors import CheckpointError
 LOCK = ".lock"
 
 
-def prepare_output(config: dict, output: Path, resume: bool) -> Path:
-    """Make the folder, or check that a resumed one was begun with the same configuration; return the folder of rows."""
+def prepare_output(config: dict, output: Path, resume: bool) -> None:
+    """Begin a run in a folder, or check that a resumed one was begun with the same configuration."""
     wanted = json.loads(json.dumps(config))  # lists, not tuples, come back from JSON
     file, rows = output / "config.json", output / "rows"
-    if output.exists() and not output.is_dir():
-        raise CheckpointError(f"{output} is a file: give a folder")
     # A run that stopped before its first row left nothing worth keeping.
-    started = rows.exists() and any(rows.glob("*.json"))
+    started = any(rows.glob("*.json"))
     foreign = output.exists() and {path.name for path in output.iterdir()} - {file.name, rows.name, LOCK}
     if started or foreign:
         if not resume:
@@ -35,7 +33,12 @@ def prepare_output(config: dict, output: Path, resume: bool) -> Path:
         if not file.exists() or json.loads(file.read_text()) != wanted:
             raise CheckpointError(f"{output} was begun with another configuration, see {file}: resume with the same options")
     write_json(file, wanted)
-    return rows
+
+
+def check_new(folder: Path, remedy: str = "choose another folder") -> None:
+    """Raise CheckpointError for a folder that has something in it, or a file of that name."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists already: {remedy}")
 
 
 def lock(output: Path) -> FileLock:
@@ -109,3 +112,14 @@ def write_json(path: Path, content: dict) -> None:
     aside = path.with_name(path.name + ".writing")  # a killed run leaves no half-written file under the real name
     aside.write_text(json.dumps(content, indent=2) + "\n")
     aside.replace(path)
+
+
+def read_json(path: Path) -> dict:
+    """Return the object in a JSON file; raise CheckpointError if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is no JSON ({error}): write it again, or give another") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} must hold an object, not {type(found).__name__}: write it again, or give another")
+    return found

@@ -113,14 +113,12 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
 def build_model(config: Config, positions: int) -> PreTrainedModel:
     """Return a randomly initialised model of the configured sizes, swapped unless the scheme is `original`."""
     torch.manual_seed(config.seed)
-    sizes = {"vocab_size": config.vocab, "attn_implementation": config.attention}
+    sizes = {"vocab_size": config.vocab, "attn_implementation": config.attention, "max_position_embeddings": positions}
+    sizes |= {"hidden_size": config.hidden, "num_hidden_layers": config.layers, "num_attention_heads": config.heads}
     if config.family == "bert":
-        sizes |= {"hidden_size": config.hidden, "num_hidden_layers": config.layers, "num_attention_heads": config.heads}
-        sizes |= {"intermediate_size": 4 * config.hidden, "max_position_embeddings": positions}
-        dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 4 * config.hidden}
         model = BertModel(BertConfig(**sizes, **dropouts), add_pooling_layer=False)
     else:
-        sizes |= {"n_embd": config.hidden, "n_layer": config.layers, "n_head": config.heads, "n_positions": positions}
         dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         model = GPT2Model(GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0))
     if config.scheme != ORIGINAL:

@@ -16,19 +16,18 @@ from typing import Annotated, Literal
 
 import torch
 from scipy.stats import spearmanr
-from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_posswap as posswap
-from hf_posswap.data.calibration import random_tokens, text_batches, written_text
+from hf_posswap.data.calibration import random_tokens, written_text
 from hf_posswap.data.tables import read_table
-from hf_posswap.data.text import embedded_documents, spread, token_blocks
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.models import cost, load_model, load_original, load_tokenizer
+from hf_posswap.experiments.models import cost, load_model, load_original
 from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.experiments.recipe import main
-from hf_posswap.experiments.text_tasks import TextOptions, documents, trained_length
+from hf_posswap.experiments.text_tasks import RunText, TextOptions
 from hf_posswap.measure import kl_divergence, perplexity, pooled_cosine, pooled_states
+from hf_posswap.measure.word_order import sentence_vectors
 from hf_posswap.training.run_log import announce
 
 
@@ -54,23 +53,21 @@ class Config(TextOptions, SwapOptions):
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
     """Swap, fit, measure."""
-    longest, causal = trained_length(config)
+    text = RunText(config)
+    longest, causal = text.trained, text.causal
     if config.pairs and causal:
         raise PosswapError(f"pairs are for encoders, and {config.model} is a causal model")
     if config.text == "written" and not causal:
         raise PosswapError(f"text=written needs a causal model, and {config.model} is an encoder")
     pairs = config.pairs and _read_pairs(config.pairs)
-    tokenizer = load_tokenizer(config.model)
-    training, held_out = (documents(config, split, causal=causal) for split in ("train", "validation"))
     lengths = [longest] if causal else sorted({longest // 4, longest})
-    held = {n: spread(token_blocks(held_out, tokenizer, n), config.evaluation_tokens) for n in lengths}
+    held = {n: text.held(n)[n] for n in lengths}
     fitted = replace(config, start="swap") if config.start == "fit" else config  # the fit follows below, for its report
-    model = load_model(fitted, AutoModelForCausalLM if causal else AutoModel, tokenizer=tokenizer)
+    model = load_model(fitted, text.auto_class, tokenizer=text.tokenizer)
     original, report = load_original(config.model).to(model.device), None
     if config.start == "fit" and config.scheme != ORIGINAL:
         announce("fitting")
-        batches = _batches(config, original, training, tokenizer, longest, causal)
-        report = posswap.fit(model, batches, reconstruct=config.fit_steps, seed=config.seed)
+        report = posswap.fit(model, _batches(text, original), reconstruct=config.fit_steps, seed=config.seed)
     announce("measuring")
     if causal:
         found = perplexity(model, held[longest])
@@ -80,23 +77,24 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         states = {n: pooled_states(original, blocks) for n, blocks in held.items()}
         figures = {f"cosine_{n}": pooled_cosine(model, blocks, states[n]) for n, blocks in held.items()}
     if pairs:
-        figures["spearman"] = _spearman(model, tokenizer, *pairs)
+        figures["spearman"] = _spearman(model, text.tokenizer, *pairs)
     spent = {} if report is None else {"seconds": report.seconds, "tokens": report.tokens}
     layers = [] if report is None else [asdict(layer) for layer in report.layers]
     return {"figures": figures, "cost": {**cost(model), **spent}, "model": model, "details": {"layers": layers}}
 
 
-def _batches(config: Config, original, training: list[str], tokenizer, longest: int, causal: bool) -> list[torch.Tensor]:
+def _batches(text: RunText, original) -> list[torch.Tensor]:
     """Return batches of token ids of the text that --text names."""
-    tokens, seed = config.fit_tokens, config.seed
+    config = text.config
     if config.text == "written":
-        return [written_text(original, tokens=tokens, seed=seed)]
+        return [written_text(original, tokens=config.fit_tokens, seed=config.seed)]
     if config.text == "random":
-        return random_tokens(original, tokens=tokens, seed=seed)
-    texts = embedded_documents("train", causal=causal) if config.text == "embedded" else training
-    batches = text_batches(texts, tokenizer, longest, tokens=tokens, causal=causal, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    edge = 0 if causal else 1  # [CLS] and [SEP] stay where they are
+        return random_tokens(original, tokens=config.fit_tokens, seed=config.seed)
+    if config.text == "embedded":
+        text = RunText(replace(config, dataset=None, dataset_config=None, train_file=None, validation_file=None))
+    batches = text.fit_batches(seed=config.seed)
+    generator = torch.Generator().manual_seed(config.seed)
+    edge = 0 if text.causal else 1  # [CLS] and [SEP] stay where they are
     for blocks in batches if config.text == "shuffled" else ():
         inner = blocks[:, edge : blocks.shape[1] - edge]
         inner.copy_(inner.flatten()[torch.randperm(inner.numel(), generator=generator)].view_as(inner))
@@ -111,18 +109,10 @@ def _read_pairs(path: str) -> tuple[list[str], list[str], list[float]]:
     return tuple(table[name][:] for name in columns)
 
 
-@torch.no_grad()
 def _spearman(model, tokenizer, left: list[str], right: list[str], scores: list[float]) -> float:
-    vectors = []
-    for texts in (left, right):
-        parts = []
-        for first in range(0, len(texts), 64):
-            batch = tokenizer(texts[first : first + 64], padding=True, truncation=True, return_tensors="pt").to(model.device)
-            mask = batch["attention_mask"][..., None]
-            states = (model(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
-            parts.append(torch.nn.functional.normalize(states, dim=-1).cpu())
-        vectors.append(torch.cat(parts))
-    return float(spearmanr((vectors[0] * vectors[1]).sum(-1).numpy(), scores).statistic)
+    size = model.config.hidden_size  # of the last states, which are those of the last layer
+    vectors = [torch.from_numpy(sentence_vectors(model, tokenizer, texts)[:, -size:]) for texts in (left, right)]
+    return float(spearmanr(torch.cosine_similarity(*vectors), scores).statistic)
 
 
 if __name__ == "__main__":

@@ -19,17 +19,16 @@ from pathlib import Path
 from typing import Annotated
 
 from accelerate import PartialState
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hf_posswap as posswap
 from hf_posswap.data.calibration import text_batches
-from hf_posswap.data.text import token_blocks
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.curve import Curve
-from hf_posswap.experiments.models import cost, load_model, load_original, load_tokenizer
+from hf_posswap.experiments.models import cost, load_model, load_original
 from hf_posswap.experiments.recipe import main
-from hf_posswap.experiments.text_tasks import TextConfig, check_enough, documents, trained_length
+from hf_posswap.experiments.text_tasks import RunText, TextConfig
 from hf_posswap.fitting.distillation import distillation_loss
 from hf_posswap.measure.damage import damage, perplexity
 from hf_posswap.training import TrainingRun, train
@@ -66,27 +65,20 @@ class Config(TextConfig):
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
     """Swap, distil, and measure on the way. All processes measure, since all must call a sharded model together."""
-    longest, causal = trained_length(config)
-    tokenizer = load_tokenizer(config.model)
+    text = RunText(config)
+    longest, causal = text.trained, text.causal
     block_size = config.block_size or (longest if causal else min(128, longest))
     if not 2 < block_size <= longest:
         raise PosswapError(f"block_size={block_size} must be from 3 to {longest}, the length {config.model} was trained at")
-    training, held_out = (documents(config, split, causal=causal) for split in ("train", "validation"))
-    blocks = token_blocks(training, tokenizer, block_size)
-    check_enough(blocks, config)
-    held = text_batches(held_out, tokenizer, longest, tokens=config.evaluation_tokens, causal=causal)
+    blocks = text.blocks(block_size)
+    held = text_batches(text.held_out, text.tokenizer, longest, tokens=config.evaluation_tokens, causal=causal)
 
     def measure(model: PreTrainedModel) -> dict[str, float]:
         figures = {"damage": damage(model, original, [{"input_ids": blocks} for blocks in held]).total}
         return figures | ({"perplexity": perplexity(model, held[0])} if causal else {})
 
-    model = load_model(
-        config,
-        AutoModelForCausalLM if causal else AutoModel,
-        fit_batches=lambda: text_batches(training, tokenizer, longest, tokens=config.fit_tokens, causal=causal),
-        fit_learning_rate=config.fit_learning_rate,
-        tokenizer=tokenizer,
-    )
+    options = {"fit_batches": text.fit_batches, "fit_learning_rate": config.fit_learning_rate, "tokenizer": text.tokenizer}
+    model = load_model(config, text.auto_class, **options)
     # The loss on layers' states gives a pooler no gradient, and DDP waits for every gradient.
     if getattr(model, "pooler", None) is not None:
         model.pooler.requires_grad_(False)

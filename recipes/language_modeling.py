@@ -25,22 +25,19 @@ from accelerate import PartialState
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
 
-from hf_posswap.data.calibration import text_batches
-from hf_posswap.data.text import shorter_blocks, spread, token_blocks
+from hf_posswap.data.text import shorter_blocks
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments.models import cost, load_model, load_tokenizer
+from hf_posswap.experiments.models import cost, load_model
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import (
     FIXED_SEED,
     MaskedBlocks,
+    RunText,
     TextConfig,
-    check_enough,
-    documents,
     mask_tokens,
     masked_lm_loss,
     train_head,
-    trained_length,
-)  # fmt: skip
+)
 from hf_posswap.measure.losses import loss_by_position, mean_loss, token_losses
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.run_log import announce
@@ -78,19 +75,16 @@ class Config(TextConfig):
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
     """Train and measure one scheme with one seed."""
-    trained, causal = trained_length(config)
+    text = RunText(config)
+    trained, causal, tokenizer = text.trained, text.causal, text.tokenizer
     block_size = config.block_size or (trained if causal else min(128, trained))
     lengths = sorted({*(config.lengths or (max(4, block_size // 4), max(4, block_size // 2))), block_size})
     if (config.max_positions or lengths[-1]) < lengths[-1]:
         raise PosswapError(f"max_positions={config.max_positions} is less than the {lengths[-1]} tokens that are asked for")
-    tokenizer = load_tokenizer(config.model)
     if not causal and tokenizer.mask_token is None:
         raise PosswapError(f"the tokenizer of {config.model} has no mask token, which masked language modelling needs")
-    training, held_out = (documents(config, split, causal=causal) for split in ("train", "validation"))
-    blocks = token_blocks(training, tokenizer, block_size)
-    check_enough(blocks, config)
-    longest = spread(token_blocks(held_out, tokenizer, lengths[-1]), config.evaluation_tokens)
-    held = {n: (shorter_blocks(longest, tokenizer, n),) for n in lengths}
+    blocks, cuts = text.blocks(block_size), text.held(*lengths)
+    held = {n: (cut,) for n, cut in cuts.items()}
     if causal:
         rows = [{"input_ids": row, "labels": row} for row in blocks]
     else:
@@ -103,7 +97,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     def prepare(model: PreTrainedModel, missing: set[str]) -> None:
         if not causal and missing:
             length = min(block_size, trained)
-            short, asked = (shorter_blocks(long, tokenizer, length) for long in (blocks, longest))
+            short, asked = (shorter_blocks(long, tokenizer, length) for long in (blocks, cuts[lengths[-1]]))
             examples = config.head_steps * config.batch_size
             new = MaskedBlocks(short, tokenizer, config.mlm_probability, seed=FIXED_SEED, examples=examples)
             head.update(_new_head(model, missing, new, mask_tokens(asked, tokenizer, config.mlm_probability), config, folder))
@@ -114,9 +108,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         config,
         AutoModelForCausalLM if causal else AutoModelForMaskedLM,
         max_positions=lengths[-1] if lengths[-1] > trained else None,
-        fit_batches=lambda: text_batches(
-            training, tokenizer, trained, tokens=config.fit_tokens, causal=causal, seed=config.seed
-        ),
+        fit_batches=lambda: text.fit_batches(seed=config.seed),
         tokenizer=tokenizer,
         prepare=prepare,
     )

@@ -27,13 +27,12 @@ from accelerate import PartialState
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_posswap.assets import model_source
-from hf_posswap.data.calibration import text_batches
-from hf_posswap.data.text import shorter_blocks, spread, token_blocks
+from hf_posswap.data.text import shorter_blocks
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.models import cost, load_model, load_tokenizer
+from hf_posswap.experiments.models import cost, load_model
 from hf_posswap.experiments.recipe import main
-from hf_posswap.experiments.text_tasks import TextConfig, check_enough, documents, trained_length
+from hf_posswap.experiments.text_tasks import RunText, TextConfig
 from hf_posswap.measure.losses import loss_by_position, mean_loss, sliding_window_losses, token_losses
 from hf_posswap.plots import plot_loss_by_length
 from hf_posswap.training import train
@@ -67,36 +66,29 @@ class Config(TextConfig):
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
     """Swap, measure at all lengths, fine-tune, and measure again."""
-    trained, causal = trained_length(config)
-    if not causal:
-        raise UnsupportedModelError(
-            f"{config.model} is an encoder: this recipe takes causal models, GPT-2 or BERT as a decoder"
-        )
+    text = RunText(config)
+    trained = text.trained
+    if not text.causal:
+        raise UnsupportedModelError(f"{config.model} is an encoder: this recipe takes causal models, such as GPT-2")
     swapped, stride = config.scheme != ORIGINAL, config.stride or max(1, trained // 4)
     if not 1 <= stride < trained:
         raise PosswapError(f"stride={stride} must be from 1 to {trained - 1}, less than the trained length")
     needed = trained * max(*config.factors, config.finetune_factor)
     if (config.max_positions or needed) < needed:
         raise PosswapError(f"max_positions={config.max_positions} is less than the {needed} tokens that are asked for")
-    tokenizer = load_tokenizer(config.model)
-    training, held_out = (documents(config, split, causal=True) for split in ("train", "validation"))
-    longest = spread(token_blocks(held_out, tokenizer, trained * config.factors[-1]), config.evaluation_tokens)
-    cuts = {trained * factor: shorter_blocks(longest, tokenizer, trained * factor) for factor in config.factors}
+    cuts = text.held(*(trained * factor for factor in config.factors))
     if config.finetune_factor:
-        length = trained * config.finetune_factor
-        rows = token_blocks(training, tokenizer, length)
-        check_enough(rows, config)
-        budget = config
+        rows, budget = text.blocks(trained * config.finetune_factor), config
         if not swapped:  # shorter blocks, but as many tokens per step
-            rows = shorter_blocks(rows, tokenizer, trained)
+            rows = shorter_blocks(rows, text.tokenizer, trained)
             budget = replace(config, batch_size=config.batch_size * config.finetune_factor)
 
     model = load_model(
         config,
         AutoModelForCausalLM,
         max_positions=needed if swapped and needed > trained else None,
-        fit_batches=lambda: text_batches(training, tokenizer, trained, tokens=config.fit_tokens, causal=True, seed=config.seed),
-        tokenizer=tokenizer,
+        fit_batches=lambda: text.fit_batches(seed=config.seed),
+        tokenizer=text.tokenizer,
     )
     bar = AutoModelForCausalLM.from_pretrained(model_source(config.model)).to(model.device) if swapped else model
     end = max(cuts)
@@ -136,7 +128,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         "details": {
             "trained_length": trained,
             "stride": stride,
-            "evaluation_tokens": longest.numel(),
+            "evaluation_tokens": cuts[end].numel(),
             "loss": means,
             "loss_by_position": {
                 stage: {kind: loss_by_position(by_length[end], starts) for kind, by_length in kinds.items()}

@@ -20,11 +20,11 @@ from statistics import mean
 from typing import Annotated
 
 import torch
-from accelerate import PartialState
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification
 
 from hf_posswap.architectures import longest_input
 from hf_posswap.errors import PosswapError, SequenceTooLongError
+from hf_posswap.experiments.classification import predict
 from hf_posswap.experiments.models import cost, load_model
 from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.experiments.recipe import main
@@ -77,8 +77,9 @@ def run(config: ListOpsConfig, folder: Path, resume: bool) -> dict:
     trained, tested = expressions[config.examples :], expressions[: config.examples]
     model, done = train(model, ListOpsExamples(trained), config, collate=pad, output=folder, resume=resume)
     answers = list(ListOpsExamples(tested))
-    right = predict(model, answers, config.batch_size).eq(torch.stack([example["labels"] for example in answers])).tolist()
-    labels = Counter(int(example["labels"]) for example in answers)
+    wanted = torch.stack([example["labels"] for example in answers])
+    right = predict(model, answers, TOKEN_IDS["[PAD]"], config.batch_size).argmax(-1).eq(wanted).tolist()
+    labels = Counter(wanted.tolist())
     return {
         "figures": {"accuracy": mean(right), "majority": max(labels.values()) / len(tested)},
         "details": {
@@ -101,19 +102,6 @@ def _options(config: ListOpsConfig, positions: int) -> dict:
         if config.hidden_size is not None:
             options["intermediate_size"] = 4 * config.hidden_size  # GPT-2 computes its own, and ignores this
     return options
-
-
-@torch.no_grad()
-def predict(model: PreTrainedModel, examples: list[dict], batch_size: int) -> torch.Tensor:
-    """Return the likeliest label of each example, (N,); examples of similar length share a batch."""
-    model.eval()
-    order = sorted(range(len(examples)), key=lambda number: len(examples[number]["input_ids"]))
-    found = torch.zeros(len(examples), dtype=torch.long)
-    for first in range(0, len(order), batch_size):
-        chosen = order[first : first + batch_size]
-        batch = {name: rows.to(PartialState().device) for name, rows in pad([examples[n] for n in chosen]).items()}
-        found[chosen] = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.argmax(-1).cpu()
-    return found
 
 
 def _by_length(lengths: list[int], right: list[bool]) -> dict[str, dict]:

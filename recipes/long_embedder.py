@@ -29,11 +29,10 @@ from torch.nn import functional
 import hf_posswap as posswap
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.embedders import load_embedder, sts, swap_embedder
+from hf_posswap.experiments.embedders import EmbedderOptions, load_embedder, sts, swap_embedder
 from hf_posswap.experiments.models import cost
-from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.experiments.recipe import main
-from hf_posswap.experiments.text_tasks import TextOptions, documents
+from hf_posswap.experiments.text_tasks import documents
 from hf_posswap.extras import extra
 from hf_posswap.measure.retrieval import Way, cut_documents, draw_passages, read_as, recall
 from hf_posswap.pipelines import unwrap
@@ -52,7 +51,7 @@ TEMPERATURE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextOptions, SwapOptions):
+class Config(EmbedderOptions):
     """How long documents are, how to read them, and how to tune the embedder to find them."""
 
     QUESTION = "Does it find a long document by a passage of it, wherever that stands?"
@@ -64,16 +63,13 @@ class Config(TextOptions, SwapOptions):
         "kept": "cosine of short texts' vectors with the original's",
         "sts": "Spearman's rho on pairs of sentences",
     }
-    FORBIDDEN_STARTS = {"scratch": "an embedder from scratch finds nothing"}
 
     start: str = "fit"
     span: int | None = 128
-    first: int = 1
     tokens: Annotated[int, "Tokens of a document, and the longest input of the swapped model."] = 1024
     passage: Annotated[int, "Tokens of a passage."] = 48
-    window: Annotated[int, "Window of the original in the fit, in tokens: the length that it was tuned at."] = 128
-    read: Annotated[Way, "How the original reads a document; a swapped model reads it whole."] = "chunks"
-    chunk: Annotated[int, "Tokens of a chunk, for the original."] = 128
+    read: Way = "chunks"
+    chunk: int = 128
     max_steps: Annotated[int, "Tuning steps on pairs; 0: measure without tuning."] = 60
     batch_size: Annotated[int, "Pairs per step, over all processes."] = 12
     learning_rate: Annotated[float, "Peak rate, after warm-up over a tenth of the steps; then a cosine to 0."] = 5e-5
@@ -82,13 +78,10 @@ class Config(TextOptions, SwapOptions):
     bf16: Annotated[bool, "Tune with autocast to bfloat16."] = False
     checkpoint_every: Annotated[int, "Steps between checkpoints, for --resume; 0: none."] = 0
     documents: Annotated[int, "The largest number of documents to search."] = 120
-    sts: Annotated[str | None, "A table of sentence1, sentence2 and label."] = None
 
     def __post_init__(self):
         super().__post_init__()
-        if self.save_model and self.scheme == ORIGINAL and self.read != "whole":
-            raise PosswapError(f"save_model: a saved model would not read as read={self.read} says: leave one of them out")
-        self.at_least_one("tokens", "passage", "window", "chunk", "documents")
+        self.at_least_one("tokens", "passage", "documents")
         if self.batch_size < 2:
             raise PosswapError(f"batch_size={self.batch_size}: other pairs of the batch are the negatives, so give 2 or more")
         if min(self.max_steps, self.cached, self.checkpoint_every) < 0 or self.brake < 0 or not self.learning_rate > 0:
@@ -103,10 +96,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     cut = [cut_documents(documents(config, split, causal=False), tokenizer, body) for split in ("train", "validation")]
     training, select, test = cut[0][: -max(1, len(cut[0]) // 10)], cut[0][-max(1, len(cut[0]) // 10) :], cut[1]
     if config.max_steps and len(training) < config.batch_size:
-        raise DataError(
-            f"{len(training)} different documents of {config.tokens} tokens do not fill a batch of {config.batch_size}: give "
-            "more text, or a smaller batch_size"
-        )
+        raise DataError(f"{len(training)} different documents do not fill a batch of {config.batch_size}: give more text")
     asked = {
         name: (texts, draw_passages(texts, tokenizer, config.passage, EACH, seed=0))
         for name, texts in (("recall", spread(test, config.documents)), ("select", spread(select, config.documents // 3)))

@@ -26,14 +26,13 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from hf_posswap.architectures import longest_input
-from hf_posswap.data.calibration import text_batches
-from hf_posswap.data.text import cut_blocks, split_tokens, spread, token_blocks, token_lists
+from hf_posswap.data.text import cut_blocks, split_tokens, spread, token_lists
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.models import cost, load_model, load_tokenizer
+from hf_posswap.experiments.models import cost, load_model
 from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.experiments.recipe import main
-from hf_posswap.experiments.text_tasks import TextOptions, check_enough, documents, trained_length
+from hf_posswap.experiments.text_tasks import RunText, TextOptions, check_enough
 from hf_posswap.measure.losses import mean_loss, sliding_window_losses, token_losses
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.run_log import announce
@@ -70,16 +69,15 @@ class Config(TextOptions, SwapOptions):
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
     """Swap, fit on long text, read on."""
-    trained, causal = trained_length(config)
-    if not causal:
+    text = RunText(config)
+    trained = text.trained
+    if not text.causal:
         raise UnsupportedModelError(f"{config.model} is an encoder: this recipe takes causal models")
     swapped, longest = config.scheme != ORIGINAL, trained * max(config.factor, config.fit_factor)
-    tokenizer = load_tokenizer(config.model)
-    training, held_out = (documents(config, split, causal=True) for split in ("train", "validation"))
-    fit_length, read_length = trained * config.fit_factor, trained * config.factor
-    blocks = spread(token_blocks(held_out, tokenizer, read_length), config.evaluation_tokens)
+    fit_length, read_length, tokenizer = trained * config.fit_factor, trained * config.factor, text.tokenizer
+    blocks = text.held(read_length)[read_length]
     if config.tune_steps:
-        to_train, to_select, _ = split_tokens(token_lists(training, tokenizer), read_length)
+        to_train, to_select, _ = split_tokens(token_lists(text.training, tokenizer), read_length)
         rows = cut_blocks(to_train, tokenizer, fit_length if swapped else trained)
         budget = TrainingConfig(
             max_steps=config.tune_steps, batch_size=max(1, config.tune_tokens // rows.shape[1]), dropout=False,
@@ -91,9 +89,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         config,
         AutoModelForCausalLM,
         max_positions=max(longest, config.generate) if swapped else None,
-        fit_batches=lambda: text_batches(
-            training, tokenizer, fit_length, tokens=config.fit_tokens, causal=True, window=trained, seed=config.seed
-        ),
+        fit_batches=lambda: text.fit_batches(fit_length, window=trained, seed=config.seed),
         tokenizer=tokenizer,
     )
     ends = [trained * 2**power for power in range(config.factor.bit_length())]

@@ -18,13 +18,12 @@ from typing import Annotated
 
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.embedders import load_embedder, sts, swap_embedder
+from hf_posswap.experiments.embedders import EmbedderOptions, load_embedder, sts, swap_embedder
 from hf_posswap.experiments.models import cost
-from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.experiments.recipe import main
-from hf_posswap.experiments.text_tasks import TextOptions, documents
+from hf_posswap.experiments.text_tasks import documents
 from hf_posswap.extras import extra
-from hf_posswap.measure.retrieval import Way, read_as
+from hf_posswap.measure.retrieval import read_as
 from hf_posswap.measure.retrieval_sets import RetrievalSet, needles, passkeys, read_beir
 from hf_posswap.pipelines import unwrap
 from hf_posswap.training.run_log import announce
@@ -34,7 +33,7 @@ with extra():
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TextOptions, SwapOptions):
+class Config(EmbedderOptions):
     """What to search, and how to read it."""
 
     QUESTION = "What does it find in long documents?"
@@ -44,22 +43,14 @@ class Config(TextOptions, SwapOptions):
         "beir": "nDCG@10",
         "sts": "Spearman's rho on pairs of sentences",
     }
-    FORBIDDEN_STARTS = {"scratch": "an embedder from scratch finds nothing"}
 
-    first: int = 1
     lengths: Annotated[tuple[int, ...], "Tokens of pass key and needle documents; repeatable."] = (256, 512, 1024, 2048, 4096)
-    window: Annotated[int, "Window of the original in the fit, in tokens: the length that it was tuned at."] = 128
     fit_length: Annotated[int, "Tokens of the longest texts of --start fit."] = 1024
-    read: Annotated[Way, "How the original reads a document; a swapped model reads it whole."] = "truncated"
-    chunk: Annotated[int | None, "Tokens that the original reads at once. Default: its longest input."] = None
     beir: Annotated[tuple[str, ...], "Folders with corpus.jsonl, queries.jsonl and qrels/test.tsv; repeatable."] = ()
-    sts: Annotated[str | None, "A table of sentence1, sentence2 and label."] = None
 
     def __post_init__(self):
         super().__post_init__()
-        if self.save_model and self.scheme == ORIGINAL and self.read != "whole":
-            raise PosswapError(f"save_model: a saved model would not read as read={self.read} says: leave one of them out")
-        self.at_least_one("window", "fit_length", "chunk")
+        self.at_least_one("fit_length")
         if any(length < 64 for length in self.lengths):
             raise PosswapError(f"lengths={self.lengths}: a document needs 64 tokens or more")
 

@@ -10,15 +10,12 @@ model.safetensors (float16 on disk, float32 in memory), tokenizer.json and train
 """
 
 import json
-import math
-import platform
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import torch
-import transformers
 import typer
 from huggingface_hub import ModelCard, ModelCardData
 from safetensors.torch import load_file, save_file
@@ -26,6 +23,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from hf_posswap.data.text import stdlib_documents, token_blocks
+from hf_posswap.measure.damage import perplexity
+from hf_posswap.provenance import provenance, write_json
 from hf_posswap.training import TrainingConfig, train
 
 CONTEXT = 256
@@ -58,12 +57,6 @@ def shifted_blocks(documents: list[str], tokenizer: PreTrainedTokenizerFast, pas
     stream = token_blocks(documents, tokenizer, length=1).flatten()
     offsets = [CONTEXT * i // passes for i in range(passes)]
     return torch.cat([stream[o : o + (len(stream) - o) // CONTEXT * CONTEXT].view(-1, CONTEXT) for o in offsets])
-
-
-@torch.no_grad()
-def held_out_perplexity(model: GPT2LMHeadModel, blocks: torch.Tensor) -> float:
-    losses = [model(input_ids=rows, labels=rows).loss.item() * len(rows) for rows in blocks.split(16)]
-    return math.exp(sum(losses) / len(blocks))
 
 
 def card(report: dict) -> ModelCard:
@@ -109,30 +102,11 @@ def main(
     blocks = shifted_blocks(train_documents, tokenizer, passes=8)
     held_out = token_blocks(list(stdlib_documents("validation").values()), tokenizer, CONTEXT)
     torch.manual_seed(seed)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=len(tokenizer),
-            n_positions=CONTEXT,
-            n_embd=256,
-            n_layer=4,
-            n_head=4,
-            resid_pdrop=0.1,
-            embd_pdrop=0.1,
-            attn_pdrop=0.0,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=None,
-        )
-    )
-    config = TrainingConfig(
-        max_steps=max_steps,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        warmup_ratio=0.03,
-        weight_decay=0.1,
-        seed=seed,
-        checkpoint_every=250,
-    )
+    sizes = {"vocab_size": len(tokenizer), "n_positions": CONTEXT, "n_embd": 256, "n_layer": 4, "n_head": 4, "attn_pdrop": 0.0}
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **ends))
+    budget = {"max_steps": max_steps, "batch_size": batch_size, "learning_rate": learning_rate, "seed": seed}
+    config = TrainingConfig(**budget, warmup_ratio=0.03, weight_decay=0.1, checkpoint_every=250)
     dataset = [{"input_ids": row, "labels": row} for row in blocks]
     model, run = train(model, dataset, config, output=output, resume=resume, description="stdlib-gpt2")
 
@@ -143,9 +117,9 @@ def main(
     save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
     stored = GPT2LMHeadModel.from_pretrained(output).eval()
     report = {
-        "command": "python " + " ".join(sys.argv),
+        **provenance(f"python {sys.argv[0]}"),
         "parameters": stored.num_parameters(),
-        "held_out_perplexity": held_out_perplexity(stored, held_out),
+        "held_out_perplexity": perplexity(stored, held_out),
         "held_out_tokens": held_out.numel(),
         "train_tokens_distinct": blocks.numel() // 8,
         "train_tokens_seen": run.tokens,
@@ -153,13 +127,8 @@ def main(
         "processes": run.processes,
         "final_train_loss": sum(run.losses[-50:]) / len(run.losses[-50:]),
         "config": asdict(config),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
     }
-    (output / "training.json").write_text(json.dumps(report, indent=2) + "\n")
+    write_json(output / "training.json", report)
     card(report).save(output / "README.md")
     print(json.dumps(report, indent=2))
 

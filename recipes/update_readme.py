@@ -24,17 +24,15 @@ from hf_posswap import ARCHITECTURES, SCHEMES
 from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.commands.claims import check_claims
 from hf_posswap.commands.claims import markdown as claims_table
-from hf_posswap.experiments.comparison import background, markdown, row_label
+from hf_posswap.experiments.comparison import background, markdown, row_label, surely, table
 from hf_posswap.experiments.fit_table import fit_table, provenance_line, stage_table
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "recipes" / "results"
 PICTURES = {
-    RESULTS / "read_on" / "reading-on.png": "Past the 256 tokens that a GPT-2 was trained on: a long fit, without labels,\n"
+    "read_on/reading-on.png": "Past the 256 tokens that a GPT-2 was trained on: a long fit, without labels,\n"
     "reads on near the original's sliding window; trained on 2 million tokens alike, below it",
-    RESULTS
-    / "length_extrapolation"
-    / "reading-past-the-trained-length.png": "Past the 256 tokens that a GPT-2 was trained on, "
+    "length_extrapolation/reading-past-the-trained-length.png": "Past the 256 tokens that a GPT-2 was trained on, "
     "its own table breaks at once;\nrelative and rotary positions fitted to 256 tokens fade slowly; a sliding window holds",
 }
 
@@ -49,19 +47,25 @@ SHOWN_IN = {
 }
 
 # Files of the package that are not of its spine.
-BESIDE = ("cli.py", "errors.py", "evaluating.py", "extras.py", "plots.py", "provenance.py", "terminal.py")
+BESIDE = ("cli.py", "drawing.py", "errors.py", "evaluating.py", "extras.py", "plots.py", "provenance.py", "terminal.py")
+
+
+def read(place: str) -> dict:
+    """Return the content of a result file."""
+    return json.loads((RESULTS / place).read_text())
 
 
 def schemes() -> str:
     """Return a table of schemes (class, options, attention), and how many classes of each family can be swapped."""
-    lines = ["| in Python | as a string | options | what it is | attention |", "|---|---|---|---|---|"]
+    rows = []
     for name, scheme in SCHEMES.items():
         options = ", ".join(f"`{field.name}`" for field in fields(scheme)) or "none"
         where = ", ".join(scheme.implementations or ("any",))
-        lines.append(f"| `{scheme.__name__}` | `{name}` | {options} | {scheme.summary} | {where} |")
+        rows.append([f"`{scheme.__name__}`", f"`{name}`", options, scheme.summary, where])
+    found = table(["in Python", "as a string", "options", "what it is", "attention"], rows, align="---")
     kinds = [kind.config_class.model_type for kind in SWAPPED_CLASSES]
     heads = " and ".join(f"{kinds.count(family)} of `{family}`" for family in sorted(ARCHITECTURES))
-    return "\n".join([*lines, "", f"Each works in every class that transformers' Auto classes list: {heads}."])
+    return f"{found}\n\nEach works in every class that transformers' Auto classes list: {heads}."
 
 
 def tree() -> str:
@@ -81,7 +85,7 @@ def tree() -> str:
 
 def rows(file: Path) -> dict[str, dict[str, list[float]]]:
     """Return the figures in a result file as {row: {figure: [value for each seed]}}; rows are named as in its tables."""
-    content, found = json.loads(file.read_text()), {}
+    content, found = read(file), {}
 
     def add(label: str, figures: dict) -> None:
         for name, value in figures.items():
@@ -108,38 +112,33 @@ def rows(file: Path) -> dict[str, dict[str, list[float]]]:
 
 def environment() -> Environment:
     """Return the jinja environment, with the functions that templates may call: tables, figures, `holds`."""
-    read = {file.parent.relative_to(RESULTS).as_posix(): rows(file) for file in sorted(RESULTS.rglob("comparison.json"))}
+    files = list(RESULTS.rglob("comparison.json"))
     for kind in ("fit", "fit-seconds", "heal", "heal-rates", "ladder"):
-        read |= {f.parent.relative_to(RESULTS).as_posix(): rows(f) for f in sorted(RESULTS.glob(f"{kind}/*/results.json"))}
+        files += RESULTS.glob(f"{kind}/*/results.json")
+    figures = {file.parent.relative_to(RESULTS).as_posix(): rows(file) for file in files}
 
     def of(folder: str):
         """Return a function of row and figure: the mean over seeds, or with `spread=True` the standard deviation."""
-        return lambda row, name, spread=False: (stdev if spread else mean)(read[folder][row][name])
+        return lambda row, name, spread=False: (stdev if spread else mean)(figures[folder][row][name])
 
-    def sure(folder: str, row: str, figure: str, level: float = 4.303) -> bool:
-        """Whether a row of three seeds differs from the original by a paired t-test: 4.303 is its bound at p = 0.05."""
-        pairs = zip(read[folder][row][figure], read[folder]["original"][figure], strict=True)
-        found = [ours - theirs for ours, theirs in pairs]
-        return len(found) == 3 and abs(mean(found)) > level * stdev(found) / sqrt(3)
+    def sure(folder: str, row: str, figure: str) -> bool:
+        """Whether a row differs from the original by a paired t-test."""
+        pairs = zip(figures[folder][row][figure], figures[folder]["original"][figure], strict=True)
+        return surely([ours - theirs for ours, theirs in pairs])
 
     def holds(*conditions: bool) -> str:
         if not all(conditions):
             raise ValueError(f"the result files do not say what this sentence says: {conditions}")
         return ""
 
-    def table(folder: str, *figures: str) -> str:
-        return comparison_table(RESULTS / folder, figures)
-
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["d"] = lambda value, digits: f"{value:.{digits}f}"
-    environment.globals |= {"of": of, "m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": read}
+    environment.globals |= {"of": of, "m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": figures}
     environment.globals |= {"sure": sure, "holds": holds, "exp": exp, "sqrt": sqrt, "abs": abs}
-    environment.globals |= {"table": table, "fit": fit_result, "heal": heal_result, "ladder": ladder_result, "index": index}
-    environment.globals["verbs"] = json.loads((RESULTS / "verbs" / "result.json").read_text())["figures"]
-    generated = {file.stem: json.loads(file.read_text()) for file in RESULTS.glob("read_on/generation/*.json")}
-    environment.globals["generated"] = {name: run["details"] for name, run in generated.items()}
-    environment.globals["speed"] = lambda: speed_tables(RESULTS / "attention")
-    environment.globals["training_loop"] = json.loads((RESULTS / "loop" / "results.json").read_text())
+    environment.globals |= {"table": comparison_table, "fit": fit_result, "heal": heal_result, "ladder": ladder_result}
+    environment.globals |= {"index": index, "speed": lambda: speed_tables(RESULTS / "attention")}
+    environment.globals |= {"verbs": read("verbs/result.json")["figures"], "training_loop": read("loop/results.json")}
+    environment.globals["generated"] = {f.stem: read(f)["details"] for f in RESULTS.glob("read_on/generation/*.json")}
     return environment
 
 
@@ -156,17 +155,16 @@ def tidy(text: str) -> str:
     return re.sub(r" ± 0(\.0+)?(?= )", "", "\n".join(lines))
 
 
-def comparison_table(folder: Path, figures: tuple[str, ...] = ()) -> str:
+def comparison_table(place: str, *figures: str) -> str:
     """Return the table of one comparison, and the line with its provenance."""
-    runs = json.loads((folder / "comparison.json").read_text())["runs"]
-    place = folder.relative_to(RESULTS)
+    runs = read(f"{place}/comparison.json")["runs"]
     files = f"[All figures, and differences seed by seed]({place}/comparison.md), [runs]({place}/comparison.json)"
     return f"{tidy(markdown(runs, figures=figures))}\n\n{background(runs)} {files}."
 
 
 def fit_result(name: str) -> str:
     """What a fit alone reaches, from a result file of fit_quality.py."""
-    run = json.loads((RESULTS / name / "results.json").read_text())
+    run = read(f"{name}/results.json")
     return f"{tidy(fit_table(run))}\n\n{provenance_line(run)} [Runs]({name}/results.json)."
 
 
@@ -177,33 +175,32 @@ def heal_result(name: str) -> str:
 
 def ladder_result(name: str) -> str:
     """What each rung of the ladder of absolute codes costs, in one figure; the rest is in results.md."""
-    run = json.loads((RESULTS / name / "results.json").read_text())
+    run = read(f"{name}/results.json")
     figure = "ratio" if "ratio" in run["original"] else next(iter(run["original"]))
     return f"{tidy(stage_table(run, figure))}\n\n{provenance_line(run)} [All]({name}/results.md), [runs]({name}/results.json)."
 
 
 def index(kinds: dict[str, str]) -> str:
     """Every result file: what is in it and where on this page, the commit that measured it, and other pages that show it."""
-    lines = ["| result file | what is in it | measured at | also in |", "|---|---|---|---|"]
+    rows = []
     for file in sorted(RESULTS.rglob("*.json")):
         place = file.relative_to(RESULTS)
-        content = json.loads(file.read_text())
+        content = read(file)
         runs = content.get("runs") or [content]
         commits = sorted({str(run["commit"]) for run in runs if "commit" in run})
         kind = next(words for prefix, words in kinds.items() if place.as_posix().startswith(prefix))
-        pages = [
-            f"[{Path(page).stem}](../../{page})" for page, starts in SHOWN_IN.items() if place.as_posix().startswith(starts)
-        ]
-        lines.append(f"| [{place}]({place}) | {kind} | {', '.join(commits)} | {', '.join(pages)} |")
-    return "\n".join(lines)
+        pages = [page for page, starts in SHOWN_IN.items() if place.as_posix().startswith(starts)]
+        links = ", ".join(f"[{Path(page).stem}](../../{page})" for page in pages)
+        rows.append([f"[{place}]({place})", kind, ", ".join(commits), links])
+    return table(["result file", "what is in it", "measured at", "also in"], rows, align="---")
 
 
 def speed_tables(folder: Path) -> str:
     """What swapped models cost to run, from the result files of benchmark_attention.py: one-thread, two-threads, ..."""
-    runs = {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("*/results.json"))}
+    runs = {path.parent.name: read(path) for path in sorted(folder.glob("*/results.json"))}
     records = {name: [record for record in run["cases"] if "error" not in record] for name, run in runs.items()}
 
-    def table(title: str, names: list[str], cell) -> str:
+    def compared(title: str, names: list[str], cell) -> str:
         rows, columns = {}, {}
         for run, record in [(name, record) for name in names for record in records[name]]:
             case, text = record["case"], cell(record)
@@ -216,9 +213,7 @@ def speed_tables(folder: Path) -> str:
             taken = ", one core taken by another process" if runs[run]["config"]["busy"] else ""
             rows.setdefault(f"{who}{threads}{taken}", {})[column] = text
         found = [columns[place] for place in sorted(columns)]
-        lines = [f"| {title} | {' | '.join(found)} |", f"|---|{'---|' * len(found)}"]
-        lines += [f"| {row} | {' | '.join(cells.get(name, '') for name in found)} |" for row, cells in rows.items()]
-        return "\n".join(lines)
+        return table([title, *found], ([row, *(cells.get(name, "") for name in found)] for row, cells in rows.items()))
 
     def ratio(record: dict) -> str:
         return "{median:.2f} ({low:.2f}–{high:.2f})".format(**record["ratio"])
@@ -231,29 +226,29 @@ def speed_tables(folder: Path) -> str:
         return None if case["subject"] == "sdpa" else f"{record['peak_mib'] / original:.2f}"
 
     old = {(f"{r['case']['family']}/{r['case']['subject']}", r["case"]["measure"]): r for r in records["old"]}
-    lines = ["| a training step, 1x2048 | ms | peak MiB |", "|---|---|---|"]
+    steps = []
     for name in dict.fromkeys(name for name, _ in old):
         least, peak = old[name, "time"]["ms"]["least"], old[name, "memory"]["peak_mib"]
         whose = "transformers 4.57.6, " if name.startswith("old") else ""
-        lines.append(f"| {whose}{name.partition('/')[2].replace('_', chr(92) + '_')} | {least:.0f} | {peak:.0f} |")
+        steps.append([whose + name.partition("/")[2].replace("_", r"\_"), f"{least:.0f}", f"{peak:.0f}"])
     first = next(iter(runs.values()))
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
     commits = ", ".join(sorted({run["commit"] for run in runs.values()}))
     commands = "\n".join(f"- `{run['command']}`" for run in runs.values())
     return "\n\n".join(
         [
-            table("time", ["one-thread", "two-threads", "busy"], ratio),
-            table("peak memory", ["memory"], peak_ratio),
-            table("time of a new token, GPT-2 of 12 layers", ["decode"], ratio),
-            "\n".join(lines),
+            compared("time", ["one-thread", "two-threads", "busy"], ratio),
+            compared("peak memory", ["memory"], peak_ratio),
+            compared("time of a new token, GPT-2 of 12 layers", ["decode"], ratio),
+            table(["a training step, 1x2048", "ms", "peak MiB"], steps),
             f"Commit {commits}; {versions}; {first['hardware']['cpu']}, {first['hardware']['cores']} cores:\n\n{commands}",
         ]
     )
 
 
-def results_page() -> str:
-    """Return recipes/results/README.md as its template and the result files have it."""
-    return wrap(environment().from_string((RESULTS / "README.md.jinja").read_text()).render())
+def results_page(name: str = "README") -> str:
+    """Return a page, by default recipes/results/README.md, as its template and the result files have it."""
+    return wrap(environment().from_string((RESULTS / f"{name}.md.jinja").read_text()).render())
 
 
 def wrap(page: str) -> str:
@@ -272,8 +267,7 @@ def wrap(page: str) -> str:
 
 def render(readme: str) -> str:
     """Return the README with the generated blocks replaced."""
-    cost = wrap(environment().from_string((RESULTS / "cost.md.jinja").read_text()).render()).strip()
-    far = wrap(environment().from_string((RESULTS / "read_on.md.jinja").read_text()).render()).strip()
+    cost, far = results_page("cost").strip(), results_page("read_on").strip()
     for name, block in (("schemes", schemes()), ("cost", cost), ("read-on", far), ("tree", tree())):
         readme = replace_block(readme, name, block)
     return readme
@@ -304,11 +298,13 @@ def draw() -> None:
         },
     }  # fmt: skip
     for (picture, title), (folder, chosen) in zip(PICTURES.items(), shown.items(), strict=True):
-        read, lengths = rows(RESULTS / folder / "comparison.json"), (256, 512, 1024, 2048)
-        lines = {name: {n: [exp(x) for x in read[row][f"{kind}_{n}"]] for n in lengths} for name, (row, kind) in chosen.items()}
+        figures, lengths = rows(RESULTS / folder / "comparison.json"), (256, 512, 1024, 2048)
+        lines = {
+            name: {n: [exp(x) for x in figures[row][f"{kind}_{n}"]] for n in lengths} for name, (row, kind) in chosen.items()
+        }
         figure = plot_loss_by_length(lines, 256, "", label="perplexity")
         figure.suptitle(title, fontsize=10)
-        figure.savefig(picture, dpi=120)
+        figure.savefig(RESULTS / picture, dpi=120)
 
 
 if __name__ == "__main__":

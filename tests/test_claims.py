@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 import hf_posswap.commands.claims as claims
 from hf_posswap.cli import app
-from hf_posswap.commands.claims import CLAIMS, Claim, Finding, check_claims, markdown, translation_matrix
+from hf_posswap.commands.claims import CLAIMS, Claim, check_claims, markdown
+from hf_posswap.measure.positions import pair_rotation
 from hf_posswap.schemes.sinusoidal import sinusoids
 
 # Whether each finding holds, in order; and text that must stand in one of them.
@@ -56,7 +57,6 @@ def test_claims(computed, name):
     assert [finding.holds for finding in found.findings] == holds, found
     for text in texts:
         assert any(text in finding.found for finding in found.findings), (text, found)
-    assert found.verdict == ("depends" if len(set(holds)) > 1 else "holds" if holds[0] else "fails")
     assert found.statement and not found.statement.endswith(".")
 
 
@@ -87,16 +87,17 @@ def test_a_broken_scheme_changes_verdicts(monkeypatch, claim):
 
 
 @pytest.mark.parametrize("distance", [0, 1, -3, 100])
-def test_translation_matrix_turns_complex_numbers(distance):
+def test_pair_rotation_turns_complex_numbers(distance):
     """T(k) is e^(-i k w) on each pair (sin, cos) read as a complex number, orthogonal, and T(a) T(b) = T(a + b)."""
-    matrix = translation_matrix(distance, size=8, base=100.0)
+    speeds = 100.0 ** -(torch.arange(4, dtype=torch.float64) / 4)
+    matrix = pair_rotation(distance * speeds)
     for pair in range(4):
         turn = cmath.exp(-1j * distance * 100.0 ** (-pair / 4))
         expected = torch.tensor([[turn.real, -turn.imag], [turn.imag, turn.real]], dtype=torch.float64)
         assert_close(matrix[2 * pair : 2 * pair + 2, 2 * pair : 2 * pair + 2], expected)
     assert matrix.count_nonzero() <= 16
     assert_close(matrix @ matrix.T, torch.eye(8, dtype=torch.float64))
-    assert_close(matrix @ translation_matrix(5, 8, 100.0), translation_matrix(distance + 5, 8, 100.0))
+    assert_close(matrix @ pair_rotation(5 * speeds), pair_rotation((distance + 5) * speeds))
 
 
 def test_the_command_and_its_tables(monkeypatch):
@@ -108,11 +109,3 @@ def test_the_command_and_its_tables(monkeypatch):
     assert len(table) == 2 + 3 and table[2].startswith("| 1 | Wavelengths run from 2 pi to 10,000 times 2 pi | as printed")
     assert table[3].startswith("| | | tensor2tensor") and table[4].startswith("| 2 | A shift is a linear map")
     assert " fails " in table[2] and " holds " in table[3]
-
-
-def test_verdicts():
-    """A claim holds, fails, or, where its findings differ, depends."""
-    held, failed = Finding("here", True, "1"), Finding("there", False, "2")
-    verdicts = [Claim("c", "C", findings).verdict for findings in ((held,), (failed, failed), (held, failed))]
-    assert verdicts == ["holds", "fails", "depends"]
-    assert len(markdown([Claim("c", "C", (held, failed))]).splitlines()) == 4

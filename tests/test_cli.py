@@ -133,7 +133,7 @@ def test_broken_files(folder, tmp_path, program):
     for damage, says in (
         (lambda: weights.write_bytes(whole[: len(whole) // 2]), "weights of"),
         (lambda: weights.unlink(), "no file named model.safetensors"),
-        (lambda: config.write_text("[]"), "holds no options"),
+        (lambda: config.write_text("[]"), "must hold an object"),
         (lambda: config.write_text(written[:50]), "is no JSON"),
         (lambda: config.unlink(), "there is no config.json in it"),
     ):

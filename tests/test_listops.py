@@ -199,7 +199,7 @@ def test_predictions_are_in_the_order_of_examples(recipe, checkpoint):
     model = load_model(config, AutoModelForSequenceClassification, max_positions=20, num_labels=10, pad_token_id=0)
     examples = list(ListOpsExamples(draw(30, **TINY)))
     alone = torch.cat([model(input_ids=example["input_ids"][None]).logits.argmax(-1) for example in examples])
-    assert torch.equal(recipe.predict(model, examples, 7), alone) and len(set(alone.tolist())) > 1
+    assert torch.equal(recipe.predict(model, examples, 0, 7).argmax(-1), alone) and len(set(alone.tolist())) > 1
 
 
 def test_bad_input(recipe, checkpoint, tmp_path):

@@ -63,7 +63,7 @@ def test_the_probe_keeps_twins_together(monkeypatch):
             return self
 
     monkeypatch.setattr(sklearn.linear_model, "RidgeClassifierCV", Watched)
-    monkeypatch.setattr(module, "_sentence_vectors", lambda model, tokenizer, texts: vectors[: len(texts)])
+    monkeypatch.setattr(module, "sentence_vectors", lambda model, tokenizer, texts: vectors[: len(texts)])
     share = word_order_probe(None, None, (["text"] * 120, labels), (["text"] * 40, labels[:40]))
     ((alpha, scaled, folds),) = chosen
     assert len(folds) == 5 and sorted(place for _, test in folds for place in test) == list(range(120))

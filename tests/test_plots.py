@@ -355,7 +355,7 @@ def call(*arguments):
 
 def drawn(kind: str, *sources, **options):
     """The figure that `plot` saves."""
-    return pictures.KINDS[kind][0](pictures.Wish(kind=kind, sources=tuple(map(str, sources)), **options), plots)
+    return pictures.draw(pictures.Wish(kind=kind, sources=tuple(map(str, sources)), **options))
 
 
 @pytest.fixture
@@ -449,7 +449,7 @@ def test_attention_before_and_after(bert):
         posswap.swap(model, "none")
 
 
-def test_results_are_drawn_as_they_are():
+def test_results_are_drawn_as_they_are(tmp_path):
     """Seeds of a row are one line; the figure that was asked for is the one that is drawn."""
     runs = json.loads((RESULTS / "length_extrapolation" / "comparison.json").read_text())["runs"]
     found = lines(drawn("loss", RESULTS / "length_extrapolation", figure="tuned_loss").axes[0])
@@ -464,6 +464,11 @@ def test_results_are_drawn_as_they_are():
     assert math.isclose(lines(axes)["relative, fit"][1][-1], sum(ends) / len(ends)) and "perplexity" in axes.get_ylabel()
     assert lines(axes)["original as it was"][1][0] == results["original"]["perplexity"]
     assert "(KL)" in drawn("recovery", RESULTS / "heal" / "text", figure="damage").axes[0].get_ylabel()
+    details = {"curve": results["rows"][0]["curve"], "original": results["original"]}  # as heal.py writes them now
+    run = {"recipe": "heal", "config": {"scheme": "rotary", "start": "fit", "seed": 0}, "figures": {}, "details": details}
+    (tmp_path / "comparison.json").write_text(json.dumps({"runs": [run], "vary": []}))
+    found = lines(drawn("recovery", tmp_path).axes[0])
+    assert found["rotary, fit"][1][0] == results["rows"][0]["curve"][0]["damage"]
 
     runs = json.loads((RESULTS / "passkey" / "comparison.json").read_text())["runs"]
     maps = [run["details"]["candidates"] for run in runs if run["config"]["scheme"] == "rotary"]

@@ -286,7 +286,7 @@ def test_a_folder_is_of_one_question(tmp_path):
     _begin(tmp_path, {"recipe": ["a.py"], "options": ["--max-steps", "5"]})
     _begin(tmp_path, {"recipe": ["a.py"], "options": ["--max-steps", "5"]})
     for recipe, steps in (("b.py", "5"), ("a.py", "6")):
-        with pytest.raises(posswap.PosswapError, match="choose another --output, or give the same"):
+        with pytest.raises(posswap.PosswapError, match="choose another --output"):
             _begin(tmp_path, {"recipe": [recipe], "options": ["--max-steps", steps]})
 
 

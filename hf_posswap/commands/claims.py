@@ -1,8 +1,5 @@
 """Claims about position schemes, checked: each is a function that computes where the claim holds, and by how much.
 
-    hf-posswap claims              # all of them, as a table
-    hf-posswap claims --markdown
-
 The claims come from papers, lectures and posts that teach positional encodings. A claim that holds in one case and fails in
 another has a finding for each. Codes have E = 128 numbers per position unless a finding says otherwise. Where a trained model
 is needed, it is the embedded GPT-2 (256 positions) on held-out text from the standard library, which differs a little between
@@ -11,27 +8,18 @@ versions of Python. Models that are trained here are tiny.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 from torch.utils.flop_counter import FlopCounterMode
 from tqdm import tqdm
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    BertModel,
-    GPT2Config,
-    GPT2Model,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForSequenceClassification, BertModel
 
 from hf_posswap.assets import embedded_model
+from hf_posswap.contract.subject import tiny_config, tiny_model
 from hf_posswap.data.text import embedded_documents, token_blocks
 from hf_posswap.measure.losses import mean_loss, token_losses
 from hf_posswap.measure.positions import pair_rotation
@@ -43,8 +31,7 @@ from hf_posswap.swapping import swap
 SIZE = 128
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """Whether a claim holds under one condition, and the number that shows it."""
 
     where: str
@@ -52,19 +39,12 @@ class Finding:
     found: str
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """A claim and its findings."""
 
     name: str
     statement: str
     findings: tuple[Finding, ...]
-
-    @property
-    def verdict(self) -> str:
-        """Return "holds", "fails", or "depends" if findings differ."""
-        held = {finding.holds for finding in self.findings}
-        return "depends" if len(held) > 1 else "holds" if True in held else "fails"
 
 
 # -- what the formulas alone say -------------------------------------------------------------------------------------
@@ -74,12 +54,10 @@ def unique() -> Iterator[Finding]:
     """Every position has a code of its own."""
     apart = torch.cdist(signal := _sinusoids(4096), signal).fill_diagonal_(math.inf).min().item()
     yield Finding("sinusoidal, 4,096 positions", apart > 1, f"the nearest two are {apart:.2f} apart")
-    for rung, bits, positions in (("binary", 5, 32), ("dials", 5, 32), ("dials", 4, 32)):
-        code = rung_code(torch.arange(positions), rung, max_positions=2**bits, size=SIZE)
-        codes = _different(code)
-        yield Finding(f"{rung} with {bits} numbers, {positions} positions", codes == positions, f"{codes} codes")
-    code = torch.sin(2 * math.pi * torch.arange(16, dtype=torch.float64)[:, None] / 2 ** torch.arange(4))
-    codes = _different(code)
+    for rung, bits in (("binary", 5), ("dials", 5), ("dials", 4)):
+        codes = _different(rung_code(torch.arange(32), rung, max_positions=2**bits, size=SIZE))
+        yield Finding(f"{rung} with {bits} numbers, 32 positions", codes == 32, f"{codes} codes")
+    codes = _different(torch.sin(2 * math.pi * torch.arange(16, dtype=torch.float64)[:, None] / 2 ** torch.arange(4)))
     yield Finding("dials that begin with a whole turn a step, 4 numbers, 16 positions", codes == 16, f"{codes} codes")
 
 
@@ -100,17 +78,16 @@ def bounded() -> Iterator[Finding]:
 def same_distance_same_relation() -> Iterator[Finding]:
     """The same distance is the same relation, wherever it is and however long the text."""
     gram = _sinusoids(256) @ _sinusoids(256).T
-    error = max((gram.diagonal(k) - gram.diagonal(k).mean()).abs().max().item() for k in range(256))
+    error = max(_apart(gram.diagonal(k), gram.diagonal(k).mean()) for k in range(256))
     yield Finding("sinusoidal: dot products depend on the distance alone", error < 1e-4, f"off by {_below(error)}")
     steps = [rung_code(torch.tensor(1), "normalised", max_positions=n, size=1).item() for n in (10, 100)]
-    yield Finding(
-        "normalised by the length", steps[0] == steps[1], f"a step is {steps[0]:.2f} of 10 positions and {steps[1]:.2f} of 100"
-    )
+    found = f"a step is {steps[0]:.2f} of 10 positions and {steps[1]:.2f} of 100"
+    yield Finding("normalised by the length", steps[0] == steps[1], found)
 
 
 def translation() -> Iterator[Finding]:
     """A shift is a linear map: PE(t + k) = T(k) PE(t), with one T(k) for all t."""
-    error = max((_sinusoids(256) @ translation_matrix(k).T - _sinusoids(256 + k)[k:]).abs().max().item() for k in (1, 7, 100))
+    error = max(_apart(_sinusoids(256) @ translation_matrix(k).T, _sinusoids(256 + k)[k:]) for k in (1, 7, 100))
     yield Finding("sinusoidal, k = 1, 7, 100: T(k) is a rotation of each pair", error < 1e-4, f"off by {_below(error)}")
 
 
@@ -153,11 +130,10 @@ def symmetric() -> Iterator[Finding]:
 
 def layout_does_not_matter() -> Iterator[Finding]:
     """Whether sines and cosines are interleaved or in halves does not matter."""
-    interleaved, halves = _sinusoids(256), _sinusoids(256, layout="halves")
-    permuted = torch.cat([interleaved[:, 0::2], interleaved[:, 1::2]], dim=1)
-    difference = (permuted - halves).abs().max().item()
+    permuted = torch.cat([_sinusoids(256)[:, 0::2], _sinusoids(256)[:, 1::2]], dim=1)
+    difference = _apart(permuted, _sinusoids(256, layout="halves"))
     yield Finding("halves: the same numbers in another order", difference == 0, f"difference {difference:.1f}")
-    difference = (permuted - _sinusoids(256, layout="tensor2tensor")).abs().max().item()
+    difference = _apart(permuted, _sinusoids(256, layout="tensor2tensor"))
     apart = 10_000 ** (63 / 63 - 63 / 64) - 1  # at the slowest pair
     found = f"largest difference {difference:.2f}, frequencies up to {apart:.0%} apart"
     yield Finding("tensor2tensor, which is in halves", difference == 0, found)
@@ -167,9 +143,8 @@ def wavelengths() -> Iterator[Finding]:
     """Wavelengths run from 2 pi to 10,000 times 2 pi."""
     for layout, last in (("as printed, exponents 2i / E", 126 / 128), ("tensor2tensor, E/2 - 1 steps", 1.0)):
         longest = 2 * math.pi * 10_000**last
-        yield Finding(
-            layout, math.isclose(longest, 20_000 * math.pi), f"the longest is {longest:,.0f} of {20_000 * math.pi:,.0f}"
-        )
+        found = f"the longest is {longest:,.0f} of {20_000 * math.pi:,.0f}"
+        yield Finding(layout, math.isclose(longest, 20_000 * math.pi), found)
 
 
 def binary_is_wasteful() -> Iterator[Finding]:
@@ -185,7 +160,7 @@ def binary_is_wasteful() -> Iterator[Finding]:
 def few_dimensions() -> Iterator[Finding]:
     """A few dimensions carry the position, the rest stand still."""
     for size, length in ((768, 512), (768, 1024), (128, 50)):
-        angles = 10_000.0 ** -(2 * torch.arange(size // 2) / size) * (length - 1)
+        angles = _frequencies(size) * (length - 1)
         moving = (angles > math.acos(0.99)).double().mean().item()
         found = f"{moving:.0%} of the pairs turn until the cosine is below 0.99"
         yield Finding(f"sinusoidal, E = {size}, {length} positions", moving < 0.5, found)
@@ -193,16 +168,15 @@ def few_dimensions() -> Iterator[Finding]:
 
 def printed_frequency() -> Iterator[Finding]:
     """10,000^(2i / E) is the frequency, as some print it."""
-    speeds = 10_000.0 ** (2 * torch.arange(SIZE // 2, dtype=torch.float64) / SIZE)
     distances = torch.arange(1, 9, dtype=torch.float64)[:, None]
-    near, right = ((distances * frequency).cos().mean().item() for frequency in (speeds, 1 / speeds))
+    near, right = ((distances * frequency).cos().mean().item() for frequency in (1 / _frequencies(), _frequencies()))
     found = f"the eight nearest neighbours have {near:.2f} of the dot product with itself; with the inverse, {right:.2f}"
     yield Finding("taken at its word", near > 0.5, found)
 
 
 def precision() -> Iterator[Finding]:
     """Angles can be computed in the precision of the model."""
-    frequencies = 10_000.0 ** -(2 * torch.arange(SIZE // 2, dtype=torch.float64) / SIZE)
+    frequencies = _frequencies()
     for dtype, position in ((torch.float32, 512), (torch.float32, 100_000), (torch.bfloat16, 512), (torch.bfloat16, 4096)):
         angles = (torch.tensor(position, dtype=dtype) * frequencies.to(dtype)).double()
         off = (torch.remainder(angles - position * frequencies + math.pi, 2 * math.pi) - math.pi).abs().max().item()
@@ -212,23 +186,18 @@ def precision() -> Iterator[Finding]:
 # -- what models show ------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def generalises_to_longer() -> Iterator[Finding]:
     """It generalises to longer inputs without any effort."""
     model = swap(_gpt2(), "sinusoidal", max_positions=1024)
     ids = _text(1024, 4)
     losses = token_losses(model, ids)
-    found = "a GPT-2 of 256 positions reads 1,024 tokens"
-    yield Finding("sinusoidal: there is a code for every position", bool(losses[:, 1:].isfinite().all()), found)
+    read = bool(losses[:, 1:].isfinite().all())
+    yield Finding("sinusoidal: there is a code for every position", read, "a GPT-2 of 256 positions reads 1,024 tokens")
     near, far = (math.exp(mean_loss(losses[:, low : low + 256])) for low in (0, 768))
-    yield Finding(
-        "sinusoidal, swapped in, trained on 256: and it is understood",
-        far < 1.1 * near,
-        f"perplexity {near:.0f} in the first 256 tokens, {far:.0f} in the last",
-    )
+    found = f"perplexity {near:.0f} in the first 256 tokens, {far:.0f} in the last"
+    yield Finding("sinusoidal, swapped in, trained on 256: and it is understood", far < 1.1 * near, found)
 
 
-@torch.no_grad()
 def deterministic() -> Iterator[Finding]:
     """A position's code is fixed: it depends on neither the words nor the length of the text."""
     same = torch.equal(_sinusoids(512)[:64], _sinusoids(64))
@@ -242,7 +211,6 @@ def deterministic() -> Iterator[Finding]:
         yield Finding(f"rotary, {scaling['rope_type']} scaling", apart == 1, found)
 
 
-@torch.no_grad()
 def learned_and_fixed_alike() -> Iterator[Finding]:
     """Learned and sinusoidal positions work alike."""
     ids = _text(256, 8)
@@ -253,7 +221,6 @@ def learned_and_fixed_alike() -> Iterator[Finding]:
         yield Finding(f"sinusoids {name}, put into a GPT-2 that was not trained on them", ratio < 1.02, found)
 
 
-@torch.no_grad()
 def early_positions_favoured() -> Iterator[Finding]:
     """Models know early positions better than late ones."""
     model, ids = _gpt2(), _text(64, 16)
@@ -268,15 +235,13 @@ def early_positions_favoured() -> Iterator[Finding]:
     yield Finding(where, ratio > 1.05, found)
 
 
-@torch.no_grad()
 def relative_is_slower() -> Iterator[Finding]:
     """Relative positions cost more than absolute ones."""
     for length in (128, 1024):
         flops = []
         for scheme in ("learned", "rotary", "relative"):
-            with torch.random.fork_rng(devices=[]):
-                config = BertConfig(num_hidden_layers=1, vocab_size=99, max_position_embeddings=1024)
-                model = swap(BertModel(config, add_pooling_layer=False).eval(), scheme)
+            config = BertConfig(num_hidden_layers=1, vocab_size=99, max_position_embeddings=1024)
+            model = swap(BertModel(config, add_pooling_layer=False).eval(), scheme)
             with FlopCounterMode(display=False) as counter:
                 model(torch.zeros(1, length, dtype=torch.long))
             flops.append(counter.get_total_flops())
@@ -285,15 +250,14 @@ def relative_is_slower() -> Iterator[Finding]:
         yield Finding(f"relative (Shaw, clip 64), {length} tokens", ratio > 1.01, found)
 
 
-@torch.no_grad()
 def rotary_keeps_distances() -> Iterator[Finding]:
     """RoPE keeps relative angles when words are put in front: only distances count."""
     ids = _text(64, 2)
-    for scheme in ("rotary", "learned"):
-        model = swap(_gpt2(), "rotary:mark_first=false" if scheme == "rotary" else scheme)
+    for scheme in ("rotary:mark_first=false", "learned"):
+        model = swap(_gpt2(), scheme)
         logits = [model(ids, position_ids=torch.arange(64)[None] + shift).logits for shift in (0, 100)]
-        moved = (logits[0] - logits[1]).abs().max().item()
-        yield Finding(f"{scheme}, all positions shifted by 100", moved < 1e-3, f"logits move by {_below(moved)}")
+        moved, name = _apart(*logits), scheme.partition(":")[0]
+        yield Finding(f"{name}, all positions shifted by 100", moved < 1e-3, f"logits move by {_below(moved)}")
 
 
 def absolute_on_little_data() -> Iterator[Finding]:
@@ -307,26 +271,23 @@ def absolute_on_little_data() -> Iterator[Finding]:
         yield Finding(where, scores[scheme] > max(scores["rotary"], scores["relative"]) - 0.02, found)
 
 
-@torch.no_grad()
 def order_matters() -> Iterator[Finding]:
     """Without positions a transformer sees a bag of words."""
     tokens = torch.randint(99, (1, 12), generator=torch.Generator().manual_seed(0))
     order = torch.cat([torch.randperm(11, generator=torch.Generator().manual_seed(1)), torch.tensor([11])])
-    for family, kind, config in (("an encoder (BERT)", BertModel, BertConfig), ("a decoder (GPT-2)", GPT2Model, GPT2Config)):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            sizes = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-            model = kind(config(**sizes, initializer_range=0.3, bos_token_id=None, eos_token_id=None)).eval()
-            swap(model, "none", warm_start=False)
+    for family, name in (("bert", "an encoder (BERT)"), ("gpt2", "a decoder (GPT-2)")):
+        model = swap(tiny_model(family), "none", warm_start=False).base_model
         ends = [model(ids).last_hidden_state[0, -1] for ids in (tokens, tokens[:, order])]
-        moved = (ends[0] - ends[1]).abs().max().item()
-        yield Finding(f"{family}: the last word, others shuffled", moved < 1e-4, f"its state moves by {_below(moved)}")
+        moved = _apart(*ends)
+        yield Finding(f"{name}: the last word, others shuffled", moved < 1e-4, f"its state moves by {_below(moved)}")
 
 
 def clipping_is_small() -> Iterator[Finding]:
     """Clipped distances keep relative tables small, and free of a longest input."""
-    modules = [Relative(clip=64, share_heads=True).attention_module(_bert_base(n)) for n in (512, 65_536)]
-    sizes = [sum(parameter.numel() for parameter in module.parameters()) for module in modules]
+    sizes = []
+    for n in (512, 65_536):
+        base = Geometry(hidden_size=768, num_heads=12, head_dim=64, max_positions=n, trained_positions=512)
+        sizes.append(sum(one.numel() for one in Relative(clip=64, share_heads=True).attention_module(base).parameters()))
     unclipped = 2 * (2 * 511 + 1) * 64
     found = f"{sizes[0]:,} numbers a layer (BERT-base, one set for all heads), for 512 positions and for 65,536; unclipped "
     found += f"{unclipped:,}, for 512 and no more"
@@ -344,14 +305,12 @@ CLAIMS: tuple[Callable[[], Iterator[Finding]], ...] = (
 def check_claims(claims: tuple[Callable[[], Iterator[Finding]], ...] = CLAIMS) -> list[Claim]:
     """Compute the findings of each claim; all of them take a minute or less on one core.
 
-    >>> check_claims((wavelengths,))[0].verdict
-    'depends'
+    >>> [finding.holds for finding in check_claims((wavelengths,))[0].findings]
+    [False, True]
     """
-    found = []
-    for claim in tqdm(claims, desc="claims", leave=False, disable=None):
-        statement = claim.__doc__.partition("\n")[0].removesuffix(".")
-        found.append(Claim(claim.__name__, statement, tuple(claim())))
-    return found
+    bar = tqdm(claims, desc="claims", leave=False, disable=None)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        return [Claim(claim.__name__, claim.__doc__.removesuffix("."), tuple(claim())) for claim in bar]
 
 
 def markdown(claims: list[Claim]) -> str:
@@ -366,32 +325,25 @@ def markdown(claims: list[Claim]) -> str:
 
 def claims(markdown_table: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False):
     """Check common claims about position schemes, and show where each holds, and by how much."""
-    found = check_claims()
-    if markdown_table:
-        typer.echo(markdown(found))
-        return
-    table = Table(title="What is said of position schemes, computed", pad_edge=False, show_lines=False)
-    for column, ratio in (("claim", 3), ("where", 3), ("", None), ("found", 4)):
-        table.add_column(column, ratio=ratio, vertical="top")
-    for claim in found:
-        for index, finding in enumerate(claim.findings):
-            last = index == len(claim.findings) - 1
-            verdict = "holds" if finding.holds else "fails"
-            table.add_row("" if index else claim.statement, finding.where, verdict, finding.found, end_section=last)
-    Console().print(table)
+    table = markdown(check_claims())
+    typer.echo(table) if markdown_table else Console().print(Markdown(table))
 
 
 # -- helpers ---------------------------------------------------------------------------------------------------------
 
 
-def translation_matrix(distance: int, size: int = SIZE, base: float = 10_000.0) -> torch.Tensor:
+def translation_matrix(distance: int, size: int = SIZE) -> torch.Tensor:
     """Return T(k) with PE(t + k) = T(k) PE(t) for interleaved sinusoids: a rotation of each pair (sin, cos), (E, E) float64.
 
     >>> translation_matrix(1, size=2)
     tensor([[ 0.5403,  0.8415],
             [-0.8415,  0.5403]], dtype=torch.float64)
     """
-    return pair_rotation(distance * base ** -(2 * torch.arange(size // 2, dtype=torch.float64) / size))
+    return pair_rotation(distance * _frequencies(size))
+
+
+def _frequencies(size: int = SIZE) -> torch.Tensor:
+    return 10_000.0 ** -(2 * torch.arange(size // 2, dtype=torch.float64) / size)
 
 
 def _sinusoids(positions: int, size: int = SIZE, layout: str = "interleaved") -> torch.Tensor:
@@ -402,17 +354,17 @@ def _different(codes: torch.Tensor) -> int:
     return len(torch.unique((1e5 * codes).round(), dim=0))
 
 
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    return (one - other).abs().max().item()
+
+
 def _below(value: float) -> str:
     """Format a number; a very small one as a bound, "less than 1e-6"."""
     return f"{value:.2g}" if value > 1e-3 else f"less than 1e{math.ceil(math.log10(max(value, 1e-12)))}"
 
 
-def _gpt2() -> PreTrainedModel:
+def _gpt2():
     return AutoModelForCausalLM.from_pretrained(embedded_model("stdlib-gpt2")).eval()
-
-
-def _bert_base(max_positions: int) -> Geometry:
-    return Geometry(hidden_size=768, num_heads=12, head_dim=64, max_positions=max_positions, trained_positions=512)
 
 
 def _text(length: int, count: int) -> torch.Tensor:
@@ -422,6 +374,7 @@ def _text(length: int, count: int) -> torch.Tensor:
     return token_blocks(documents, tokenizer, length)[:count]
 
 
+@torch.enable_grad()
 def _which_comes_first(scheme: str, seed: int) -> float:
     """Train a tiny BERT from scratch to say which of two marks comes first among other tokens; return held-out accuracy."""
     generator = torch.Generator().manual_seed(seed)
@@ -431,12 +384,9 @@ def _which_comes_first(scheme: str, seed: int) -> float:
         places = torch.rand(count, 16, generator=generator).argsort(1)[:, :2]
         return tokens.scatter(1, places, torch.tensor([[1, 2]]).expand(count, -1)), (places[:, 0] < places[:, 1]).long()
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-        drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        model = BertForSequenceClassification(BertConfig(vocab_size=23, max_position_embeddings=16, **sizes, **drop))
-        swap(model, scheme, warm_start=False)
+    torch.manual_seed(seed)
+    config = tiny_config("bert", vocab_size=23, eos_token_id=2, max_position_embeddings=16, initializer_range=0.02)
+    model = swap(BertForSequenceClassification(config), scheme, warm_start=False)
     inputs, labels = examples(96)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(120):
@@ -445,5 +395,4 @@ def _which_comes_first(scheme: str, seed: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
     inputs, labels = examples(512)
-    with torch.no_grad():
-        return (model.eval()(inputs).logits.argmax(-1) == labels).double().mean().item()
+    return (model.eval()(inputs).logits.argmax(-1) == labels).double().mean().item()

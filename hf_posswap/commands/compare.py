@@ -1,13 +1,8 @@
 """Run a recipe for several schemes, starts and seeds under one budget, or collect finished runs, and compare them.
 
-    hf-posswap compare --quick --output runs/quick                     # minutes: two schemes after a short fit, one seed
-    hf-posswap compare --output runs/cost                              # what a swap costs: hf_posswap/experiments/swap_cost.py
-    hf-posswap compare recipes/passkey.py --scheme original --scheme rotary --start cold --start fit --seed 0 \\
-        --output runs/keys -- --config recipes/configs/passkey.yaml
     hf-posswap compare recipes/passkey.py --launcher "accelerate launch --config_file recipes/accelerate/multi_gpu.yaml" \\
         --output runs/keys -- --model gpt2
     hf-posswap compare --schemes-from my_schemes.py --scheme original --scheme mine --output runs/mine
-    hf-posswap compare --collect runs/mine --collect theirs/comparison.json --output runs/both
 
 Options after `--` are passed to every run. Each run is a separate process. Finished runs are kept, so the same command goes on
 after an interruption. Writes comparison.json, .md, .html (self-contained) and pictures.
@@ -148,9 +143,7 @@ def _begin(output: Path, asked: dict) -> None:
     """Note recipe and options in the folder, or raise if it has runs of others: finished runs would be mixed with new ones."""
     file = output / "comparison_of.json"
     if file.exists() and json.loads(file.read_text()) != asked:
-        raise PosswapError(
-            f"{output} holds runs of another recipe or other options, see {file}: choose another --output, or give the same"
-        )
+        raise PosswapError(f"{output} holds runs of another recipe or of other options, see {file}: choose another --output")
     write_json(file, asked)
 
 

@@ -14,7 +14,6 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch.nn import functional
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_posswap.assets import embedded_model, is_installed
@@ -130,13 +129,11 @@ def _encoder(show: Demo) -> None:
     show.console.print("full fit: 65,536 tokens, 100 steps a layer, one thread (hf-posswap demo --help)")
 
     show.step(f"Which sentence is nearest to: {QUERY}", "Number: cosine of the two; the same sentence should win everywhere.")
-    rows = []
+    ids = [tokenizer(sentence, return_tensors="pt")["input_ids"] for sentence in (QUERY, *SENTENCES)]
     for key in (("original", ""), *((scheme, start) for scheme in SCHEMES for start in ("cold", "fit"))):
-        scores = _similar(found[key], tokenizer)
-        best = int(scores.argmax())
-        rows.append((_label(*key), f"{scores[best]:.2f}", SENTENCES[best]))
-    for label, score, sentence in rows:
-        show.console.print(f"{label:<16}{score}  {textwrap.shorten(sentence, 56)}", soft_wrap=True)
+        query, *others = (pooled_states(found[key], one)[0] for one in ids)
+        score, sentence = max((float(query @ other), sentence) for other, sentence in zip(others, SENTENCES, strict=True))
+        show.console.print(f"{_label(*key):<16}{score:.2f}  {textwrap.shorten(sentence, 56)}", soft_wrap=True)
 
 
 def _causal(show: Demo) -> None:
@@ -174,9 +171,8 @@ def _causal(show: Demo) -> None:
     prompt = tokenizer(prose, return_tensors="pt", verbose=False)["input_ids"][:, :200]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        written = model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), max_length=320, min_length=320, do_sample=True, top_p=0.8
-        )
+        options = {"max_length": 320, "min_length": 320, "do_sample": True, "top_p": 0.8}
+        written = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
     show.console.print(textwrap.indent(tokenizer.decode(written[0, 256:]).strip(), "    "), markup=False)
 
     show.step("A picture of this,", "the model, and its card:")
@@ -196,17 +192,6 @@ def _causal(show: Demo) -> None:
     reports["rotary"].save(folder, command=provenance()["command"])
     write_card(folder, base_model="local:stdlib-gpt2", license="apache-2.0")
     show.console.print("stdlib-gpt2-rotary: loads with import hf_posswap and AutoModelForCausalLM; its card is README.md")
-
-
-@torch.no_grad()
-def _similar(model: PreTrainedModel, tokenizer) -> torch.Tensor:
-    """Return the cosine of each sentence's mean-pooled vector with the query's, (number of sentences,)."""
-    vectors = []
-    for sentence in (QUERY, *SENTENCES):
-        states = model(**tokenizer(sentence, return_tensors="pt")).last_hidden_state
-        vectors.append(functional.normalize(states.mean(1)[0], dim=0))
-    query, *others = vectors
-    return torch.stack([query @ other for other in others])
 
 
 def _label(scheme: str, start: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hf_posswap.errors import CheckpointError
+from hf_posswap.provenance import check_new
 
 
 @contextmanager
@@ -18,9 +18,7 @@ def new_folder(output: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: `output` exists and is not empty, at the beginning or at the end.
     """
-    taken = CheckpointError(f"{output} exists already: choose another --output")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise taken
+    check_new(output, "choose another --output")
     aside = output.absolute().with_name(f".{output.name}.{os.getpid()}.writing")
     aside.mkdir(parents=True)
     try:
@@ -28,8 +26,7 @@ def new_folder(output: Path) -> Iterator[Path]:
         try:
             aside.rename(output)  # replaces an empty folder, and raises for one that is not empty
         except OSError:
-            if not output.exists():
-                raise
-            raise taken from None
+            check_new(output, "choose another --output")
+            raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)

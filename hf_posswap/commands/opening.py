@@ -1,6 +1,7 @@
 """Open the models that a command names: check the config first, then load the weights with their head."""
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -13,6 +14,7 @@ from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.extras import extra
 from hf_posswap.pipelines import is_pipeline, kind_of
+from hf_posswap.provenance import read_json
 from hf_posswap.target import unsupported
 from hf_posswap.terminal import say
 
@@ -42,12 +44,11 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel
         model, info = (known or auto_class).from_pretrained(
             source, output_loading_info=True, trust_remote_code=trust_remote_code
         )
+    if lost := [key for key in info["missing_keys"] if "position" in key or key.endswith("wpe.weight")]:
+        raise CheckpointError(f"{name} has no weights for {lost[0]}, which would be random: give a checkpoint that has them")
     left, made = (", ".join(sorted(info[keys])[:3]) for keys in ("unexpected_keys", "missing_keys"))
     if left and known is None:
-        raise CheckpointError(
-            f"{name} was saved as {named}, which is none of the known classes, and weights would be lost ({left} ...): swap "
-            "it in Python, where you choose the class"
-        )
+        raise CheckpointError(f"{name} is a {named}, which is not known here, so {left} ... would be lost: swap it in Python")
     if left:
         say(f"in {name}, and not read: {len(info['unexpected_keys'])} weights, such as {left}")
     if made:
@@ -103,8 +104,7 @@ def _check_place(source: str) -> None:
     if folder.exists():
         if not (folder / "config.json").is_file():
             raise CheckpointError(f"{source} is no model: there is no config.json in it")
-        if not isinstance(_json(folder / "config.json"), dict):
-            raise CheckpointError(f"config.json of {source} holds no options: give the config that was saved with the weights")
+        read_json(folder / "config.json")
         return
     instead = f"take one that is built in, {' or '.join(EMBEDDED_MODELS)}"
     try:
@@ -115,7 +115,7 @@ def _check_place(source: str) -> None:
         raise CheckpointError(f"there is no folder {source}, and no model on the Hub has such a name: {instead}") from None
     except (RepositoryNotFoundError, GatedRepoError):
         raise CheckpointError(
-            f"there is no folder {source}, and on the Hub none that you may read: log in with `hf auth login`, or {instead}"
+            f"there is no folder {source}, and no such model that you may read: `hf auth login`, or {instead}"
         ) from None
     except (HTTPError, OSError) as error:
         raise CheckpointError(
@@ -123,25 +123,15 @@ def _check_place(source: str) -> None:
         ) from None
 
 
-def _json(path: Path):
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no JSON ({error}): give the config that was saved with the weights") from None
-
-
-class _one_line:
+@contextmanager
+def _one_line(fact: str, remedy: str) -> Iterator[None]:
     """Around a call of transformers: turns any error that a broken file causes into a CheckpointError of one line."""
-
-    def __init__(self, fact: str, remedy: str):
-        self.fact, self.remedy = fact, remedy
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, traceback):
-        if isinstance(error, Exception) and not isinstance(error, (PosswapError, MemoryError)):
-            raise CheckpointError(f"{self.fact} ({_reason(error)}): {self.remedy}") from None
+    try:
+        yield
+    except (PosswapError, MemoryError):
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{fact} ({_reason(error)}): {remedy}") from None
 
 
 def _reason(error: Exception) -> str:

@@ -8,31 +8,32 @@
 Schemes are drawn by their formula, at sizes of your choice; models with their own weights.
 """
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 import typer
-from safetensors import SafetensorError
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from transformers import PreTrainedModel
 
-from hf_posswap.assets import model_source
+from hf_posswap import plots
+from hf_posswap.commands.opening import open_model, open_tokenizer
 from hf_posswap.data.text import embedded_documents, spread, token_blocks
 from hf_posswap.describing import describe
 from hf_posswap.errors import DataError, PosswapError
-from hf_posswap.experiments.comparison import check_budgets, load_runs, row_label
+from hf_posswap.experiments import page
+from hf_posswap.experiments.comparison import check_budgets, figure_names, load_runs, row_label
 from hf_posswap.measure.attention_distance import attention_by_distance
 from hf_posswap.measure.positions import frequencies, one_head, position_table, scheme_of, translation
+from hf_posswap.provenance import read_json
 from hf_posswap.schemes import SCHEMES, Scheme, parse_scheme
 from hf_posswap.swapping import swap
 from hf_posswap.target import find_target
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+_WORDS = {Scheme: "a scheme", PreTrainedModel: "a model", dict: "a result file or folder"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,20 +49,19 @@ class Wish:
     dark: bool = False
 
     @property
-    def title(self) -> str:
-        path = Path(self.sources[0]).resolve()
-        return (
-            self.sources[0] if self.sources[0].partition(":")[0] in SCHEMES else (path.parent if path.is_file() else path).name
-        )
+    def look(self) -> dict[str, Any]:
+        """Title and page of a picture of one source."""
+        source, path = self.sources[0], Path(self.sources[0]).resolve()
+        title = source if _is_scheme(source) else (path.parent if path.is_file() else path).name
+        return {"title": title, "dark": self.dark}
 
     def open(self, *kinds: type) -> dict[str, Any]:
         """Return {source: opened source}; raise PosswapError for one that is not of these kinds."""
-        words = {Scheme: "a scheme", PreTrainedModel: "a model", dict: "a result file or folder"}
         found = {source: open_source(source) for source in self.sources}
         for source, one in found.items():
             if not isinstance(one, kinds):
-                given = next(word for kind, word in words.items() if isinstance(one, kind))
-                accepted = " or ".join(words[kind] for kind in kinds)
+                given = next(word for kind, word in _WORDS.items() if isinstance(one, kind))
+                accepted = " or ".join(_WORDS[kind] for kind in kinds)
                 raise PosswapError(f"plot {self.kind} takes {accepted}; {source} is {given}")
         return found
 
@@ -71,13 +71,17 @@ class Wish:
             raise PosswapError(f"plot {self.kind} draws one source at a time; given were {', '.join(self.sources)}")
         return self.open(*kinds)[self.sources[0]]
 
-    def choose(self, usual: str | None, names, wanted: str) -> str:
-        """Return the figure that was asked for, or the usual one; raise PosswapError if `usual` is None or it is unknown."""
-        if usual is None:
+    def choose(self, names: list[str], wanted: str) -> str:
+        """Return the figure that was asked for, or the first; raise PosswapError if there is none, or it is unknown."""
+        if not names:
             raise PosswapError(f"plot {self.kind} takes {wanted}; there are none in {self.sources[0]}")
         if self.figure is not None and self.figure not in names:
             raise PosswapError(f"{self.sources[0]} has no figure {self.figure!r} to draw; there are {', '.join(names)}")
-        return self.figure or usual
+        return self.figure or names[0]
+
+
+def _is_scheme(source: str) -> bool:
+    return source.partition(":")[0] in SCHEMES
 
 
 def open_source(source: str) -> Scheme | PreTrainedModel | dict:
@@ -92,39 +96,27 @@ def open_source(source: str) -> Scheme | PreTrainedModel | dict:
         PosswapError: It is none of these.
     """
     path = Path(source)
-    if source.partition(":")[0] in SCHEMES:
+    if _is_scheme(source):
         return parse_scheme(source)
     for file in (path, path / "comparison.json", path / "results.json"):
         if file.is_file():
-            return _read_results(file)
+            found = read_json(file)
+            if not (found.get("runs") or found.get("rows")):
+                raise PosswapError(f"{file} holds no runs: give a comparison.json, or results.json of recipes/heal.py")
+            return found
     if path.is_dir() and any(path.rglob("result.json")):
         runs = load_runs([path])
         check_budgets(runs)
         return {"runs": runs, "vary": []}
-    name = model_source(source)
     try:
-        model, info = AutoModel.from_pretrained(name, output_loading_info=True, trust_remote_code=False)
-    # The last four come from broken files: a config.json that is a list, a number as text, weights of another shape.
-    except (OSError, ValueError, SafetensorError, AttributeError, KeyError, RuntimeError, TypeError) as error:
+        return find_target(open_model(source))[0].base_model
+    except PosswapError as error:
         raise PosswapError(
             f"{source} is no scheme ({', '.join(SCHEMES)}), no result file or folder, and no model that loads: {error}"
         ) from None
-    if lost := [key for key in info["missing_keys"] if "position" in key or key.endswith("wpe.weight")]:
-        raise PosswapError(f"{source} has no weights for {lost[0]}, so they would be random: give a checkpoint that has them")
-    return find_target(model.eval())[0]
 
 
-def _read_results(path: Path) -> dict:
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise PosswapError(f"{path} is no JSON ({error}): give a comparison.json, or results.json of recipes/heal.py") from None
-    if not isinstance(found, dict) or not (found.get("runs") or found.get("rows")):
-        raise PosswapError(f"{path} holds no runs: give a comparison.json, or results.json of recipes/heal.py")
-    return found
-
-
-def _table(wish: Wish, plots: ModuleType) -> "Figure":
+def _table(wish: Wish) -> Figure:
     one, positions = wish.open_one(Scheme, PreTrainedModel), wish.positions
     if isinstance(one, PreTrainedModel):
         attentions = find_target(one)[1].self_attentions(one.base_model)
@@ -132,21 +124,20 @@ def _table(wish: Wish, plots: ModuleType) -> "Figure":
         if layers and hasattr(layers[0], "key_vectors"):  # relative positions have vectors in each layer, by distance
             norms = torch.stack([torch.atleast_2d(layer.key_vectors().detach().norm(dim=-1)) for layer in layers])
             if not norms.any():
-                raise PosswapError(f"the relative vectors of {wish.title} are all zeros: fit or train the model first")
-            return plots.plot_attention_by_distance(
-                {"keys": norms}, label="norm of the vectors of keys", log=False, title=wish.title, dark=wish.dark
-            )
+                raise PosswapError(f"the relative vectors of {wish.sources[0]} are all zeros: fit or train the model first")
+            label = "norm of the vectors of keys"
+            return plots.plot_attention_by_distance({"keys": norms}, label=label, log=False, **wish.look)
     else:
         positions = positions or 16
-    return plots.plot_table(position_table(one, positions, wish.size or 64), title=wish.title, dark=wish.dark)
+    return plots.plot_table(position_table(one, positions, wish.size or 64), **wish.look)
 
 
-def _similarity(wish: Wish, plots: ModuleType) -> "Figure":
+def _similarity(wish: Wish) -> Figure:
     table = position_table(wish.open_one(Scheme, PreTrainedModel), wish.positions, wish.size or 128)
-    return plots.plot_similarity(table, title=wish.title, dark=wish.dark)
+    return plots.plot_similarity(table, **wish.look)
 
 
-def _dot_products(wish: Wish, plots: ModuleType) -> "Figure":
+def _dot_products(wish: Wish) -> Figure:
     tables = {}
     for source, one in wish.open(Scheme, PreTrainedModel).items():
         positions = wish.positions or (256 if isinstance(one, Scheme) else None)
@@ -154,7 +145,7 @@ def _dot_products(wish: Wish, plots: ModuleType) -> "Figure":
     return plots.plot_dot_products(tables, dark=wish.dark)
 
 
-def _wavelengths(wish: Wish, plots: ModuleType) -> "Figure":
+def _wavelengths(wish: Wish) -> Figure:
     lines, trained = {}, wish.positions  # for schemes without a model there is no trained length, and no line for it
     for source, one in wish.open(Scheme, PreTrainedModel).items():
         alone = (one, one_head(wish.size or 64, wish.positions or 512))
@@ -164,15 +155,15 @@ def _wavelengths(wish: Wish, plots: ModuleType) -> "Figure":
     return plots.plot_wavelengths(lines, trained=trained, dark=wish.dark)
 
 
-def _translation(wish: Wish, plots: ModuleType) -> "Figure":
+def _translation(wish: Wish) -> Figure:
     scheme, panels = wish.open_one(Scheme), {}
     for shift in wish.shifts:
         matrix, missed = translation(scheme, shift, wish.size or 16)
         panels[f"k = {shift}" + (f", misses by {missed:.0%}" if missed > 0.005 else "")] = matrix
-    return plots.plot_translation(panels, title=wish.title, dark=wish.dark)
+    return plots.plot_translation(panels, **wish.look)
 
 
-def _attention(wish: Wish, plots: ModuleType) -> "Figure":
+def _attention(wish: Wish) -> Figure:
     profiles, model = {}, None
     for source, one in wish.open(Scheme, PreTrainedModel).items():
         if isinstance(one, PreTrainedModel):
@@ -187,11 +178,8 @@ def _attention(wish: Wish, plots: ModuleType) -> "Figure":
 
 def _batches(source: str, model: PreTrainedModel, length: int | None) -> list[dict[str, torch.Tensor]]:
     """Return about 4,096 tokens of the embedded text, in rows of `length`, by default 128 or the model's longest input."""
-    tokenizer, longest = (
-        AutoTokenizer.from_pretrained(model_source(source), trust_remote_code=False),
-        describe(model).max_positions,
-    )
-    if len(tokenizer) <= 10:  # transformers makes up a tiny one for a folder without a tokenizer
+    tokenizer, longest = open_tokenizer(source), describe(model).max_positions
+    if tokenizer is None:
         raise DataError(f"{source} has no tokenizer to read text with: save one next to the model")
     if (length or 0) > longest:
         raise PosswapError(f"{length} positions were asked for, and the model holds {longest}: lower --positions")
@@ -200,27 +188,17 @@ def _batches(source: str, model: PreTrainedModel, length: int | None) -> list[di
     return [{"input_ids": some} for some in rows.split(8)]
 
 
-def _loss(wish: Wish, plots: ModuleType) -> "Figure":
+def _loss(wish: Wish) -> Figure:
     found = wish.open_one(dict)
-    runs, lengths = found.get("runs", []), {}
-    for name in dict.fromkeys(name for run in runs for name in run["figures"]):
-        family, _, number = name.rpartition("_")
-        if number.isdigit():
-            lengths.setdefault(family, []).append(int(number))
-    usual = next((name for name in ("loss", "perplexity") if name in lengths), next(iter(lengths), None))
-    family = wish.choose(usual, lengths, "runs with a figure at several lengths")
-    lines = {}
-    for run in runs:
-        line = lines.setdefault(row_label(run, found.get("vary", [])), {})
-        for length in sorted(lengths[family]):
-            if f"{family}_{length}" in run["figures"]:
-                line.setdefault(length, []).append(run["figures"][f"{family}_{length}"])
+    runs = found.get("runs", [])
+    families = page.families(figure_names(runs), least=1)
+    families.sort(key=lambda name: {"loss": 0, "perplexity": 1}.get(name, 2))
+    family = wish.choose(families, "runs with a figure at several lengths")
     trained = runs[0].get("details", {}).get("trained_length")
-    label = family.replace("_", " ") + (", nats a token" if family.endswith("loss") else "")
-    return plots.plot_loss_by_length(lines, trained, wish.title, label=label, dark=wish.dark)
+    return page.plot(runs, family, found.get("vary", []), trained=trained, **wish.look)
 
 
-def _heat_map(wish: Wish, plots: ModuleType) -> "Figure":
+def _heat_map(wish: Wish) -> Figure:
     found = wish.open_one(dict)
     runs = [run for run in found.get("runs", []) if {"depths", "lengths"} <= run.get("details", {}).keys()]
     details = [run["details"] for run in runs]
@@ -228,30 +206,33 @@ def _heat_map(wish: Wish, plots: ModuleType) -> "Figure":
         if (one["depths"], one["lengths"]) != (details[0]["depths"], details[0]["lengths"]):
             raise PosswapError(f"{wish.sources[0]} has runs of different depths or lengths: draw those of one kind")
     names = [name for name in ("accuracy", "candidates") if details and name in details[0]]
-    name = wish.choose(next(iter(names), None), names, "shares by depth and length, as recipes/passkey.py writes them")
+    name = wish.choose(names, "shares by depth and length, as recipes/passkey.py writes them")
     seeds = {}
     for run in runs:
-        seeds.setdefault(row_label(run, found.get("vary", [])), []).append(
-            torch.tensor(run["details"][name], dtype=torch.float64)
-        )
+        seeds.setdefault(row_label(run, found.get("vary", [])), []).append(torch.tensor(run["details"][name]).double())
     return plots.plot_heat_maps(
         {row: torch.stack(maps).mean(0).tolist() for row, maps in seeds.items()},
         rows=details[0]["depths"],
         columns=details[0]["lengths"],
         row_label="depth of the key",
         column_label="length (tokens)",
-        title=f"{wish.title}: {name}" + (", means over seeds" if len(details) > len(seeds) else ""),
+        title=f"{wish.look['title']}: {name}" + (", means over seeds" if len(details) > len(seeds) else ""),
         dark=wish.dark,
     )
 
 
-def _recovery(wish: Wish, plots: ModuleType) -> "Figure":
+def _recovery(wish: Wish) -> Figure:
     found = wish.open_one(dict)
     rows = [row for row in found.get("rows", []) if row.get("curve")]
+    for run in found.get("runs", []):
+        details = run.get("details", {})
+        if "damage" in (details.get("curve") or [{}])[0]:
+            rows.append(run["config"] | details)
+            found |= {"config": run["config"], "original": details["original"]}
     names = [name for name in ("damage", "perplexity") if rows and name in rows[0]["curve"][0]]
-    # With --text-weight the model also learns from the text, so low damage is not the aim.
-    usual = names[-1] if names and found.get("config", {}).get("text_weight") else next(iter(names), None)
-    name = wish.choose(usual, names, "curves over tokens, as recipes/heal.py writes them")
+    if found.get("config", {}).get("text_weight"):  # the model also learned from the text, so low damage is not the aim
+        names.reverse()
+    name = wish.choose(names, "curves over tokens, as recipes/heal.py writes them")
     lines = {}
     for row in rows:
         line = lines.setdefault(", ".join(filter(None, (row["scheme"], row["start"]))), {})
@@ -261,9 +242,8 @@ def _recovery(wish: Wish, plots: ModuleType) -> "Figure":
         lines,
         original=(found.get("original") or {}).get(name),
         steps="tokens of distillation",
-        label=f"{name} on held-out text" + (f" ({found['measure']})" if name == "damage" else ""),
-        title=wish.title,
-        dark=wish.dark,
+        label=f"{name} on held-out text" + (f" ({found['measure']})" if name == "damage" and "measure" in found else ""),
+        **wish.look,
     )
 
 
@@ -281,11 +261,13 @@ KINDS = {
 }
 
 
-def _drawn(wish: Wish, plots: ModuleType) -> "Figure":
+def draw(wish: Wish) -> Figure:
+    """Return the picture that was asked for; DataError for result files of another make."""
+    function, options = KINDS[wish.kind]
     try:
-        return KINDS[wish.kind][0](wish, plots)
+        return function(wish)
     except (KeyError, TypeError, AttributeError) as error:
-        if "figure" not in KINDS[wish.kind][1]:
+        if "figure" not in options:
             raise
         said = f"{type(error).__name__}: {error}"
         raise DataError(f"{wish.sources[0]} is not what compare or a recipe writes ({said}): give their files") from error
@@ -314,13 +296,9 @@ def plot(
         if value and name not in KINDS[kind][1]:
             takes = ", ".join(f"--{option}" for option in KINDS[kind][1])
             raise PosswapError(f"plot {kind} does not look at --{name}; it takes {takes}")
-    from matplotlib import rc_context  # takes a second
-
-    from hf_posswap import plots
-
     shifts = tuple(shift or Wish.shifts)
     wish = Wish(kind=kind, sources=tuple(source), positions=positions, size=size, shifts=shifts, figure=figure, dark=dark)
-    drawn = _drawn(wish, plots)
+    drawn = draw(wish)
     output.parent.mkdir(parents=True, exist_ok=True)
     with rc_context({"svg.hashsalt": "hf_posswap"}):  # the same picture gives the same bytes
         drawn.savefig(output, dpi=150, metadata={"Date": None} if output.suffix == ".svg" else None)

@@ -10,20 +10,28 @@ from hf_posswap.sharing.card import write_card
 from hf_posswap.sharing.hub import share
 from hf_posswap.sharing.leaderboard import leaderboard
 
-_RESULTS_HELP = "A folder that compare or a recipe wrote, with runs of this model's scheme; repeatable."
-_BASE_HELP = (
-    "The model that was swapped, if the folder does not say: owner/name, owner/name@revision, or local:name if not on the Hub."
-)
-_LICENSE_HELP = "Licence of the weights, such as apache-2.0; usually the base model's."
-_EVAL_HELP = "DATASET:TASK:FIGURE to write to .eval_results/, for the Hub's leaderboards of registered benchmarks; repeatable."
+Folder = Annotated[Path, typer.Argument(help="A folder that swap or export wrote, or a delta.")]
+Results = Annotated[
+    list[Path] | None,
+    typer.Option(help="A folder that compare or a recipe wrote, with runs of this model's scheme; repeatable."),
+]
+BaseModel = Annotated[
+    str | None,
+    typer.Option(help="The model that was swapped, if the folder does not say: owner/name[@revision], or local:name."),
+]
+License = Annotated[str | None, typer.Option(help="Licence of the weights, such as apache-2.0; usually the base model's.")]
+EvalResult = Annotated[
+    list[str] | None,
+    typer.Option(help="DATASET:TASK:FIGURE to write to .eval_results/, for the Hub's leaderboards; repeatable."),
+]
 
 
 def card_command(
-    folder: Annotated[Path, typer.Argument(help="A folder that swap or export wrote, or a delta.")],
-    results: Annotated[list[Path] | None, typer.Option(help=_RESULTS_HELP)] = None,
-    base_model: Annotated[str | None, typer.Option(help=_BASE_HELP)] = None,
-    license: Annotated[str | None, typer.Option(help=_LICENSE_HELP)] = None,
-    eval_result: Annotated[list[str] | None, typer.Option(help=_EVAL_HELP)] = None,
+    folder: Folder,
+    results: Results = None,
+    base_model: BaseModel = None,
+    license: License = None,
+    eval_result: EvalResult = None,
 ):
     """Write a model's card, its results as JSON and pictures into its folder; your own text in the card stays."""
     path = write_card(folder, results=results, base_model=base_model, license=license, eval_results=eval_result or ())
@@ -33,32 +41,19 @@ def card_command(
 
 
 def push_command(
-    folder: Annotated[Path, typer.Argument(help="A folder that swap or export wrote, or a delta.")],
+    folder: Folder,
     repo_id: Annotated[str, typer.Argument(help="owner/name on the Hub; created if it does not exist.")],
-    results: Annotated[list[Path] | None, typer.Option(help=_RESULTS_HELP)] = None,
-    base_model: Annotated[str | None, typer.Option(help=_BASE_HELP)] = None,
-    license: Annotated[str | None, typer.Option(help=_LICENSE_HELP)] = None,
+    results: Results = None,
+    base_model: BaseModel = None,
+    license: License = None,
     private: Annotated[bool | None, typer.Option("--private/--public", help="Visibility of a new repository.")] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request.")] = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace another model on the Hub, and text in its card.")
-    ] = False,
-    eval_result: Annotated[list[str] | None, typer.Option(help=_EVAL_HELP)] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace another model there, and text in its card.")] = False,
+    eval_result: EvalResult = None,
 ):
     """Write the card as `card` does, and push the folder to the Hub; files that are there already are not sent again."""
-    typer.echo(
-        share(
-            folder,
-            repo_id,
-            results=results,
-            base_model=base_model,
-            license=license,
-            private=private,
-            create_pr=create_pr,
-            overwrite=overwrite,
-            eval_results=eval_result or (),
-        )
-    )
+    card = {"results": results, "base_model": base_model, "license": license, "eval_results": eval_result or ()}
+    typer.echo(share(folder, repo_id, private=private, create_pr=create_pr, overwrite=overwrite, **card))
 
 
 def leaderboard_command(

@@ -52,13 +52,12 @@ def swap_command(
 ):
     """Swap a checkpoint's positions, fit the new ones if asked to, and save the result.
 
-    It takes BERT, RoBERTa, XLM-RoBERTa, CamemBERT and GPT-2 models with learned positions, with any head of transformers, in
-    full precision, and pipelines of sentence-transformers around them. It does not take quantized models, other families (OPT,
-    ELECTRA, ...), and models that have rotary or relative positions already.
+    It takes BERT, GPT-2 and their kin with learned positions, with any head of transformers, in full precision, and pipelines
+    of sentence-transformers around them. It does not take quantized models, nor other families: the error names those it takes.
     """
-    for name, value in (("--fit-tokens", fit_tokens), ("--reconstruct", reconstruct), ("--text-column", text_column)):
-        if fit is None and value is not None:
-            raise PosswapError(f"{name} is about a fit: pass --fit FILE or --fit auto, too")
+    given = {"--fit-tokens": fit_tokens, "--reconstruct": reconstruct, "--text-column": text_column}
+    if fit is None and (idle := [name for name, value in given.items() if value is not None]):
+        raise PosswapError(f"{idle[0]} is about a fit: pass --fit FILE or --fit auto, too")
     chosen = parse_scheme(scheme)
     with new_folder(output) as folder:
         whole = open_whole(model, trust_remote_code=trust_remote_code)

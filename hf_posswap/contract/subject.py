@@ -10,13 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    Cache,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, Cache, PreTrainedConfig, PreTrainedModel
 
 from hf_posswap.architectures import ARCHITECTURES, Architecture
 from hf_posswap.errors import PosswapError

@@ -83,10 +83,7 @@ def read_texts(batches, tokenizer: PreTrainedTokenizerBase | None, max_length: i
     if not texts:
         return batches
     if tokenizer is None:
-        raise DataError(
-            "these are texts, and there is no tokenizer to read them with: pass tokenizer=, or what "
-            "posswap.text_batches(texts, tokenizer, max_length) returns"
-        )
+        raise DataError("there is no tokenizer to read these texts with: pass tokenizer=, or what posswap.text_batches returns")
     if not all(isinstance(text, str) for text in batches):
         raise DataError("some of the texts are no strings: give texts alone, or batches of token ids alone")
     return text_batches(list(batches), tokenizer, max_length, **options)
@@ -116,14 +113,8 @@ def written_text(model: PreTrainedModel, *, tokens: int = 65_536, seed: int = 0,
     if start is not None:
         first = torch.full_like(first, start)
     # No early end and no padding, so that all rows are full; the checkpoint's own settings (beams, penalties) do not apply.
-    plain = GenerationConfig(
-        do_sample=True,
-        top_k=0,
-        max_length=length,
-        min_length=length,
-        pad_token_id=0,
-        eos_token_id=model.config.eos_token_id,
-    )
+    ends = {"pad_token_id": 0, "eos_token_id": model.config.eos_token_id}
+    plain = GenerationConfig(do_sample=True, top_k=0, max_length=length, min_length=length, **ends)
     own, written = model.generation_config, []
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -153,15 +144,13 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
     given = [batches] if isinstance(batches, torch.Tensor) or hasattr(batches, "keys") else batches
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise DataError(
-            f"batches must be texts in a list, token ids (N, L), or an iterable of such or of dicts, not {type(given).__name__}"
+            f"batches must be texts, token ids (N, L), or an iterable of these or of dicts, not {type(given).__name__}"
         )
     for batch in given:
         batch = dict(batch) if hasattr(batch, "keys") else {"input_ids": batch}
         unknown = sorted(set(batch) - set(_KEYS))
         if unknown or "input_ids" not in batch:
-            raise DataError(
-                f"a batch has the keys {sorted(batch)}: give input_ids, and attention_mask and token_type_ids if any"
-            )
+            raise DataError(f"a batch has the keys {sorted(batch)}: give input_ids, attention_mask and token_type_ids alone")
         shapes = {value.shape if isinstance(value, torch.Tensor) else None for value in batch.values()}
         if len(shapes) > 1 or None in shapes:
             raise DataError("input_ids, attention_mask and token_type_ids must be tensors of one shape (N, L)")
@@ -171,13 +160,11 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= model.config.vocab_size:
             raise DataError(
-                f"token ids reach from {low} to {high} and this model has {model.config.vocab_size} tokens: the text was cut "
-                "by another model's tokenizer"
+                f"token ids are {low} to {high}, of {model.config.vocab_size} tokens: cut by another model's tokenizer"
             )
         if ids.shape[1] > longest:
             raise DataError(
-                f"a batch is {ids.shape[1]} tokens long and this model has positions for {longest}: cut the batches, or swap "
-                f"with max_positions={ids.shape[1]}"
+                f"a batch exceeds the positions for {longest}: cut the batches, or swap with max_positions={ids.shape[1]}"
             )
         kinds = batch.get("token_type_ids", torch.zeros_like(ids))
         # GPT-2 has no table of token types: it looks them up in the token table.

@@ -6,7 +6,6 @@ numbered in sorted order of the training set, and a table is checked in full bef
 
 import math
 import random
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -286,21 +285,9 @@ def _numbers(values: list, column: str, where: str) -> list[float]:
 
 
 def _check_numbers(labels: list, where: str) -> None:
-    """Raise for an integer that is not a class: GLUE's -1 for a hidden label, or a stray number.
-
-    Classes -1 and 1 are accepted, and so are gaps, unless a single row of many has the label.
-    """
-    counts = Counter(labels)
-    if not all(isinstance(label, int) for label in counts):
-        return
-    strange = [-1] if {-1, 0} <= counts.keys() else []
-    if len(labels) >= 10 * len(counts):
-        strange += [n for n, count in counts.items() if count == 1 and not {n - 1, n + 1} & counts.keys()]
-    for label in strange:
-        raise DataError(
-            f"row {labels.index(label) + 1} of {where} has the label {label}, which is not a class like the others "
-            "(-1 often marks a hidden label): drop such rows, or write classes as words"
-        )
+    """Raise for GLUE's -1, a hidden label; classes -1 and 1 are accepted."""
+    if {-1, 0} <= set(labels):
+        raise DataError(f"row {labels.index(-1) + 1} of {where} has the label -1, which often hides a label: drop such rows")
 
 
 def _number_labels(
@@ -323,11 +310,10 @@ def _number_labels(
         names, known = [str(value) for value in different], {str(value): number for number, value in enumerate(different)}
         values = {split: [str(value) for value in labels] for split, labels in values.items()}
     for split, labels in values.items():
-        for number, value in enumerate(labels, 1):
-            if value not in known:
-                hint = " (-1 stands for a label that is kept secret)" if value == -1 else ""
-                raise DataError(
-                    f"row {number} of {where[split]} has the label {value!r}{hint}, which is out of range: "
-                    f"known are {', '.join(map(str, list(known)[:20]))}"
-                )
+        if (strange := next((value for value in labels if value not in known), None)) is not None:
+            hint = " (-1 stands for a label that is kept secret)" if strange == -1 else ""
+            raise DataError(
+                f"row {labels.index(strange) + 1} of {where[split]} has the label {strange!r}{hint}, which is out of range: "
+                f"known are {', '.join(map(str, list(known)[:20]))}"
+            )
     return tuple(names), {split: [known[value] for value in labels] for split, labels in values.items()}

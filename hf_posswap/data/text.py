@@ -168,9 +168,7 @@ def split_tokens(documents: list[list[int]], least: int) -> tuple[list[list[int]
     """
     total = sum(map(len, documents))
     if total < 3 * least:
-        raise DataError(
-            f"{total:,} tokens are too few for parts to fit, select and report: give {3 * least:,}, or shorter blocks"
-        )
+        raise DataError(f"{total:,} tokens are too few to fit, select and report: give {3 * least:,}, or shorter blocks")
     share = max(total // 10, least)
     size = max(1, share // 2)
     pieces = [ids[start : start + size] for ids in documents for start in range(0, len(ids), size)]

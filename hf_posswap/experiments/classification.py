@@ -71,9 +71,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     held = config.max_positions or trained  # what the scheme will hold
     longest = config.max_length or held
     if longest > held:
-        raise PosswapError(
-            f"max_length={longest}, but the model will read {held} tokens: raise max_positions, or lower max_length"
-        )
+        raise PosswapError(f"max_length={longest}, but the model will read {held} tokens: raise max_positions, or lower it")
     metrics = metric_names(len(task.label_names))
     if config.metric:
         if config.metric not in metrics:
@@ -175,25 +173,18 @@ def encode(rows: Rows, tokenizer: PreTrainedTokenizerBase, longest: int, split: 
         pairs = [tokenizer.eos_token + text for text in pairs]  # before the second, as texts are cut at their ends
     kinds = pairs is not None and tokenizer.sep_token_id is not None
 
-    def tokenize(places: list[int], **options) -> dict:
-        texts = [rows.texts[i] for i in places], *(() if pairs is None else ([pairs[i] for i in places],))
+    def tokenize(**options) -> dict:
+        texts = (rows.texts,) if pairs is None else (rows.texts, pairs)
         return tokenizer(*texts, return_token_type_ids=kinds, return_attention_mask=False, verbose=False, **options)
 
-    def tensors(found: dict, place: int, label) -> dict:
-        row = {name: torch.tensor(values[place]) for name, values in found.items()}
-        return row | {"labels": torch.tensor(label)}  # int64 for a class, float32 for a number
-
-    whole = tokenize(range(len(rows)))
-    lengths = [len(ids) for ids in whole["input_ids"]]
+    lengths = [len(ids) for ids in tokenize()["input_ids"]]
     if 0 in lengths:
         raise DataError(f"row {lengths.index(0) + 1} of the {split} texts has no token: remove empty texts")
-    encoded = [tensors(whole, place, label) for place, label in enumerate(rows.labels)]
-    long = [place for place, length in enumerate(lengths) if length > longest]
-    if long:
-        cut = tokenize(long, truncation=True, max_length=longest)
-        for number, place in enumerate(long):
-            encoded[place] = tensors(cut, number, rows.labels[place])
-    return Encoded(encoded, lengths, len(long))
+    cut = tokenize(truncation=True, max_length=longest)
+    encoded = [{name: torch.tensor(values[place]) for name, values in cut.items()} for place in range(len(rows))]
+    for row, label in zip(encoded, rows.labels, strict=True):
+        row["labels"] = torch.tensor(label)  # int64 for a class, float32 for a number
+    return Encoded(encoded, lengths, sum(length > longest for length in lengths))
 
 
 def predict(model: PreTrainedModel, rows: list[dict], pad_token_id: int, batch_size: int) -> torch.Tensor:
@@ -213,17 +204,14 @@ def predict(model: PreTrainedModel, rows: list[dict], pad_token_id: int, batch_s
     return restored
 
 
-class _Kept:
+class _Kept(list):
     """Takes the place of a metric and keeps the predictions, from which several metrics and the loss are computed."""
 
-    def __init__(self):
-        self.predictions = []
-
     def add_batch(self, *, predictions: torch.Tensor, references: torch.Tensor) -> None:
-        self.predictions.append(predictions)
+        self.append(predictions)
 
     def compute(self) -> torch.Tensor:
-        return torch.cat(self.predictions)
+        return torch.cat(list(self))
 
 
 def _figures(model: PreTrainedModel, rows: list[dict], metrics: tuple[str, ...], pad_token_id: int, batch_size: int) -> dict:

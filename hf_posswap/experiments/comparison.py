@@ -4,14 +4,13 @@ A run is a folder with the result.json of a recipe (`recipe.main`). Runs may dif
 named by `vary`. Any other difference makes the comparison unfair, and is an error that names it.
 """
 
-import json
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, mean, stdev
 
 from hf_posswap.errors import PosswapError
 from hf_posswap.extras import extra
+from hf_posswap.provenance import read_json
 from hf_posswap.training.budget import NOT_BUDGET
 
 ORIGINAL = "original"  # the scheme of a model that is left as it is
@@ -30,7 +29,7 @@ def load_runs(places: Sequence[Path]) -> list[dict]:
     runs = []
     for place in map(Path, places):
         found = sorted(place.rglob("result.json"))
-        runs += [{**_read(path), "folder": str(path.parent)} for path in found]
+        runs += [{**read_json(path), "folder": str(path.parent)} for path in found]
         if not found:
             runs += _compared(place)
     return list({run["folder"]: run for run in runs}.values())
@@ -40,57 +39,40 @@ def _compared(place: Path) -> list[dict]:
     file = place / "comparison.json" if place.is_dir() else place
     if not file.is_file():
         raise PosswapError(f"no result.json in {place}: give folders that a recipe wrote and finished, or a comparison.json")
-    runs = _read(file).get("runs")
+    runs = read_json(file).get("runs")
     if not isinstance(runs, list) or not runs or not all(isinstance(run, dict) and _PARTS <= set(run) for run in runs):
         raise PosswapError(f"{file} holds no runs: give a comparison.json, or folders that a recipe wrote and finished")
     return [{**run, "folder": str(file.parent / run["folder"])} for run in runs]
 
 
-def _read(path: Path) -> dict:
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise PosswapError(f"{path} cannot be read ({error}): remove it, and run its recipe again") from None
-    if not isinstance(found, dict):
-        raise PosswapError(f"{path} must hold an object, not {type(found).__name__}")
-    return found
-
-
 def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:
     """Raise PosswapError for runs of different recipes or budgets, a run given twice, or seeds that only some rows have."""
     first = runs[0]
-    for run in runs[1:]:
-        if run["recipe"] != first["recipe"]:
-            raise PosswapError(
-                f"{run['folder']} is a run of {run['recipe']}, {first['folder']} of {first['recipe']}: compare one recipe at "
-                "a time"
-            )
+    if other := next((run for run in runs if run["recipe"] != first["recipe"]), None):
+        which = f"{other['folder']} is a run of {other['recipe']}, {first['folder']} of {first['recipe']}"
+        raise PosswapError(f"{which}: compare one recipe at a time")
     known = {name for run in runs for name in run["config"]}
     if unknown := sorted(set(vary) - known):
         raise PosswapError(f"{unknown[0]!r} is no option of {first['recipe']}; it has {', '.join(sorted(known))}")
     for name in sorted(known - {*FREE, *NOT_BUDGET, *vary}):
-        for run in runs[1:]:
-            values = [one["config"].get(name) for one in (first, run)]
-            if values[0] != values[1]:
-                raise PosswapError(
-                    f"unequal budgets: {name} is {values[0]!r} in {first['folder']} and {values[1]!r} in {run['folder']}; run "
-                    f"one of them again, or pass --vary {name} if that is the question"
-                )
-    rows = rows_of(runs, vary)
-    first_row = next(iter(rows))
-    seeds = {row: [run["config"]["seed"] for run in members] for row, members in rows.items()}
-    for row, members in rows.items():
+        ours = first["config"].get(name)
+        if other := next((run for run in runs if run["config"].get(name) != ours), None):
+            theirs = f"{other['config'].get(name)!r} in {other['folder']}"
+            raise PosswapError(
+                f"unequal budgets: {name} is {ours!r} in {first['folder']} and {theirs}; run one of them again, or pass "
+                f"--vary {name} if that is the question"
+            )
+    wanted = None
+    for row, members in rows_of(runs, vary).items():
         files = sorted({str(run["config"].get("schemes_from")) for run in members})
         if len(files) > 1:  # the same name may mean different schemes
             raise PosswapError(f"runs of {label_of(row)} have schemes_from {' and '.join(files)}: compare those of one file")
-    for row, found in seeds.items():
+        found = sorted(run["config"]["seed"] for run in members)
         if len(set(found)) < len(found):
-            raise PosswapError(f"{label_of(row)} has a seed twice ({sorted(found)}): give each run once")
-        if set(found) != set(seeds[first_row]):
-            raise PosswapError(
-                f"{label_of(row)} has seeds {sorted(found)} and {label_of(first_row)} {sorted(seeds[first_row])}: "
-                "give all rows the same seeds"
-            )
+            raise PosswapError(f"{label_of(row)} has a seed twice ({found}): give each run once")
+        wanted = wanted or (label_of(row), found)
+        if found != wanted[1]:
+            raise PosswapError(f"{label_of(row)} has seeds {found} and {wanted[0]} {wanted[1]}: give all rows the same seeds")
 
 
 def rows_of(runs: list[dict], vary: Sequence[str]) -> dict[tuple, list[dict]]:
@@ -131,20 +113,32 @@ def is_length(figure: str, name: str) -> bool:
     return figure.startswith(f"{name}_") and figure.removeprefix(f"{name}_").isdigit()
 
 
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], align: str = "---:") -> str:
+    """Return a Markdown table; all columns but the first are aligned to the right, as numbers are.
+
+    >>> print(table(["positions", "loss"], [("rotary", "1.5")]))
+    | positions | loss |
+    |---|---:|
+    | rotary | 1.5 |
+    """
+    head, *lines = (f"| {' | '.join(cells)} |" for cells in (heads, *rows))
+    return "\n".join([head, f"|---|{f'{align}|' * (len(heads) - 1)}", *lines])
+
+
 def markdown(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
     """Return a Markdown table with a line for each scheme and start; ± is the standard deviation over seeds."""
     names = figure_names(runs, figures)
     costs = [name for name in COST if any(name in run["cost"] for run in runs)]
     heads = [*(name.replace("_", " ") for name in names), *(COST[name][0] for name in costs)]
-    lines = [f"| positions | {' | '.join(heads)} |", f"|---|{'---:|' * len(heads)}"]
+    rows = []
     for row, members in rows_of(runs, vary).items():
         cells = [_cell([run["figures"].get(name) for run in members]) for name in names]
         for name in costs:
             _, unit, form = COST[name]
             values = [run["cost"][name] / unit for run in members if name in run["cost"]]
             cells.append(form.format(mean(values)) if values else "")
-        lines.append(f"| {label_of(row)} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([label_of(row), *cells])
+    return table(["positions", *heads], rows)
 
 
 def _cell(values: list[float | None]) -> str:
@@ -152,8 +146,7 @@ def _cell(values: list[float | None]) -> str:
     if not found:
         return ""
     form = "{:.3f}" if max(map(abs, found)) < 10 else "{:.1f}"
-    spread = len(found) > 1 and all(map(math.isfinite, found))
-    return form.format(fmean(found)) + (f" ± {form.format(stdev(found))}" if spread else "")
+    return form.format(fmean(found)) + (f" ± {form.format(stdev(found))}" if len(found) > 1 else "")
 
 
 def paired_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
@@ -165,10 +158,8 @@ def paired_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequenc
     """
     names = figure_names(runs, figures)
     columns = [_differences(rows_of(runs, vary), name) for name in names]
-    lines = [f"| less the original | {' | '.join(name.replace('_', ' ') for name in names)} |", f"|---|{'---:|' * len(names)}"]
-    for row in columns[0] if columns else ():
-        lines.append(f"| {label_of(row)} | {' | '.join(_difference(column[row]) for column in columns)} |")
-    return "\n".join(lines) if len(lines) > 2 else ""
+    rows = [[label_of(row), *(_difference(column[row]) for column in columns)] for row in (columns[0] if columns else ())]
+    return table(["less the original", *(name.replace("_", " ") for name in names)], rows) if rows else ""
 
 
 def _differences(rows: dict[tuple, list[dict]], name: str) -> dict[tuple, list[float]]:
@@ -188,15 +179,15 @@ def _difference(values: list[float]) -> str:
     if not values:
         return ""
     form = "{:+.3f}" if max(map(abs, values)) < 10 else "{:+.1f}"
-    if len(values) == 1 or not all(map(math.isfinite, values)):
+    if len(values) == 1:
         return form.format(fmean(values))
     cell = f"{form.format(mean(values))} ± {form.format(stdev(values))[1:]}"
-    return f"**{cell}**" if _surely(values) and float(form.format(mean(values))) else cell
+    return f"**{cell}**" if surely(values) and float(form.format(mean(values))) else cell
 
 
-def _surely(values: list[float]) -> bool:
+def surely(values: list[float]) -> bool:
     """Whether the mean differs from zero in Student's t-test, p < 0.05; False for one value or equal values."""
-    if len(values) < 2 or not all(map(math.isfinite, values)):
+    if len(values) < 2:
         return False
     with extra():
         from scipy import stats
@@ -224,7 +215,7 @@ def _judged(rows: dict[tuple, list[dict]], name: str) -> str:
     differences = _differences(rows, name)
     if not differences:
         return f"{said} No original was run to compare with."
-    sure = [f"{label_of(row)} ({mean(values):+.3g})" for row, values in differences.items() if _surely(values)]
+    sure = [f"{label_of(row)} ({mean(values):+.3g})" for row, values in differences.items() if surely(values)]
     if len(next(iter(differences.values()))) < 2:
         return f"{said} One seed: no difference from the original is sure."
     return f"{said} Surely different from the original (paired t-test, p < 0.05): {', '.join(sure) or 'none'}."
@@ -235,12 +226,11 @@ def background(runs: list[dict]) -> str:
     seeds = sorted({run["config"]["seed"] for run in runs})
     spread = "means ± standard deviations over them" if len(seeds) > 1 else "a single one: no spread"
     versions = sorted({", ".join(f"{name} {v}" for name, v in run["versions"].items()) for run in runs})
-    machines = sorted(
-        {
-            (run["hardware"]["accelerator"] or f"{run['hardware']['cpu']}, threads: {run['hardware']['threads']}")
-            + f", {run['cost'].get('processes', 1)} process(es)"
-            for run in runs
-        }
-    )
+    machines = sorted({f"{machine(run)}, {run['cost'].get('processes', 1)} process(es)" for run in runs})
     commits = ", ".join(sorted({str(run["commit"]) for run in runs}))
     return f"{runs[0]['recipe']}; seeds {seeds} ({spread}); commit {commits}; {'; '.join(versions)}; {'; '.join(machines)}."
+
+
+def machine(run: dict) -> str:
+    """Return what a run was computed on."""
+    return run["hardware"]["accelerator"] or "{cpu}, threads: {threads}".format(**run["hardware"])

@@ -1,6 +1,8 @@
 """Embedders for recipes: load a pipeline of sentence-transformers, give it the positions of a run, measure it on STS."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
 
 from accelerate import PartialState
 
@@ -8,9 +10,13 @@ from hf_posswap.architectures import longest_input
 from hf_posswap.assets import model_source
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.tables import read_table
+from hf_posswap.errors import PosswapError
+from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.options import SwapOptions
+from hf_posswap.experiments.text_tasks import TextOptions
 from hf_posswap.extras import extra
 from hf_posswap.fitting.fit import fit
+from hf_posswap.measure.retrieval import Way
 from hf_posswap.pipelines import unwrap
 from hf_posswap.swapping import swap
 from hf_posswap.training.launching import share_weights
@@ -19,6 +25,25 @@ from hf_posswap.training.run_log import announce
 with extra():
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedderOptions(TextOptions, SwapOptions):
+    """What recipes of embedders share."""
+
+    FORBIDDEN_STARTS = {"scratch": "an embedder from scratch finds nothing"}
+
+    first: int = 1
+    window: Annotated[int, "Window of the original in the fit, in tokens: the length that it was tuned at."] = 128
+    read: Annotated[Way, "How the original reads a document; a swapped model reads it whole."] = "truncated"
+    chunk: Annotated[int | None, "Tokens that the original reads at once. Default: its longest input."] = None
+    sts: Annotated[str | None, "A table of sentence1, sentence2 and label."] = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.save_model and self.scheme == ORIGINAL and self.read != "whole":
+            raise PosswapError(f"save_model: a saved model would not read as read={self.read} says: leave one of them out")
+        self.at_least_one("window", "chunk")
 
 
 def load_embedder(name: str) -> SentenceTransformer:

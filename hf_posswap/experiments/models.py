@@ -36,7 +36,7 @@ def load_family(name: str, **options) -> tuple[PreTrainedConfig, bool]:
     config = AutoConfig.from_pretrained(model_source(name), **options)
     if config.model_type not in ARCHITECTURES:
         raise UnsupportedModelError(
-            f"{name} is a {config.model_type!r} model; give an unswapped checkpoint of: {', '.join(sorted(ARCHITECTURES))}"
+            f"{name} is a {config.model_type!r} model; give an unswapped one of {', '.join(sorted(ARCHITECTURES))}"
         )
     return config, ARCHITECTURES[config.model_type].is_causal(config)
 
@@ -47,7 +47,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     family, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
     if not 10 < len(tokenizer) <= family.vocab_size:  # transformers makes up a tiny one for a folder without a tokenizer
         raise PosswapError(
-            f"{name}: the tokenizer has {len(tokenizer)} tokens and the model {family.vocab_size}: they do not belong together"
+            f"{name}: tokenizer ({len(tokenizer)} tokens) and model ({family.vocab_size}) do not belong together"
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -83,10 +83,7 @@ def load_model(
     if config.scheme != ORIGINAL:  # before anything is loaded or trained
         parse_scheme(config.scheme).check(geometry_of(family, longest, trained))
     elif longest > trained:
-        raise PosswapError(
-            f"the original reads {trained} tokens, not {longest}: take learned:extend=tile or learned:extend=interpolate, or "
-            "ask for fewer"
-        )
+        raise PosswapError(f"the original reads {trained} tokens, not {longest}: take learned:extend=tile, or ask for fewer")
     if config.start == "scratch":
         model = auto_class.from_config(family)
     else:

@@ -70,28 +70,36 @@ def _page(runs: list[dict], text: str, pictures: "dict[str, Figure]") -> str:
     )
 
 
-def plot(runs: list[dict], name: str, vary: Sequence[str] = ()) -> "Figure":
+def plot(
+    runs: list[dict], name: str, vary: Sequence[str] = (), *, trained: int | None = None, title: str = "", dark: bool = False
+) -> "Figure":
     """Draw one figure with all seeds: lines over lengths if runs have `name_128`, `name_256`, ..., else a bar for each row."""
     from hf_posswap.plots import plot_bars, plot_loss_by_length, plot_recovery
 
-    rows = {label_of(row): members for row, members in rows_of(runs, vary).items()}
+    label = name.replace("_", " ") + (", nats a token" if name.endswith("loss") else "")
+    look = {"label": label, "title": title, "dark": dark}
     lengths = sorted({int(n.removeprefix(f"{name}_")) for run in runs for n in run["figures"] if is_length(n, name)})
-    label = name.replace("_", " ")
-    if len(lengths) < 2:
-        found = {row: [run["figures"][name] for run in members if name in run["figures"]] for row, members in rows.items()}
-        return plot_bars({row: values for row, values in found.items() if values}, label=label)
-    lines = {
-        row: {n: [run["figures"][f"{name}_{n}"] for run in members if f"{name}_{n}" in run["figures"]] for n in lengths}
-        for row, members in rows.items()
-    }
-    lines = {row: {n: values for n, values in points.items() if values} for row, points in lines.items()}
+    if len(lengths) == 1 and any(name in run["figures"] for run in runs):
+        lengths = []
+    lines = {}
+    for row, members in rows_of(runs, vary).items():
+        points = {n: [run["figures"].get(f"{name}_{n}" if lengths else name) for run in members] for n in lengths or [None]}
+        points = {n: [value for value in values if value is not None] for n, values in points.items()}
+        lines[label_of(row)] = {n: values for n, values in points.items() if values}
+    if not lengths:
+        return plot_bars({row: points[None] for row, points in lines.items() if points}, **look)
     if lengths[0] == 0:  # these are tokens of training, not lengths of an input
-        return plot_recovery(lines, label=label)
-    return plot_loss_by_length(lines, None, "", label=label)
+        return plot_recovery(lines, **look)
+    return plot_loss_by_length(lines, trained, **look)
+
+
+def families(names: Sequence[str], least: int = 2) -> list[str]:
+    """Return the figures that have at least so many lengths: `loss` if there are `loss_128` and `loss_256`."""
+    found = dict.fromkeys(name.rpartition("_")[0] for name in names)
+    return [family for family in found if sum(is_length(name, family) for name in names) >= least]
 
 
 def plots(runs: list[dict], vary: Sequence[str] = (), figures: Sequence[str] = ()) -> "dict[str, Figure]":
     """Draw a picture for each family of figures over lengths (`loss_128`, `loss_256`, ...), or else of the first figure."""
     names = figure_names(runs, figures)
-    families = [n for n in dict.fromkeys(n.rpartition("_")[0] for n in names) if sum(is_length(m, n) for m in names) > 1]
-    return {name: plot(runs, name, vary) for name in families or names[:1]}
+    return {name: plot(runs, name, vary) for name in families(names) or names[:1]}

@@ -29,8 +29,6 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
-from rich.console import Console
-from rich.table import Table
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -120,9 +118,7 @@ def _save_model(model: PreTrainedModel, source: str, folder: Path) -> None:
 
 
 def _show(figures: dict[str, float], file: Path) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
+    width = max(map(len, figures), default=0)
     for name, value in figures.items():
-        table.add_row(name, f"{value:.4g}")
-    console = Console()
-    console.print(table)
-    console.print(f"wrote {file}", highlight=False, soft_wrap=True)
+        print(f"{name:<{width}}  {value:.4g}")
+    print(f"wrote {file}")

@@ -18,15 +18,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_posswap.data.calibration import text_batches
-from hf_posswap.data.text import shorter_blocks, spread, stdlib_prose, token_blocks
+from hf_posswap.data.text import stdlib_prose
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.models import cost, load_model, load_original, load_tokenizer
+from hf_posswap.experiments.models import cost, load_model, load_original
 from hf_posswap.experiments.recipe import main
-from hf_posswap.experiments.text_tasks import TextConfig, check_enough, documents, trained_length
+from hf_posswap.experiments.text_tasks import RunText, TextConfig
 from hf_posswap.fitting.distillation import distillation_loss
 from hf_posswap.measure.damage import kl_divergence, perplexity, pooled_cosine, pooled_states
 from hf_posswap.measure.word_order import word_order_examples, word_order_preference, word_order_probe
@@ -68,19 +67,14 @@ class SwapCostConfig(TextConfig):
 
 def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
     """Swap, measure, tune, measure again."""
-    trained, causal = trained_length(config)
-    tokenizer = load_tokenizer(config.model)
-    training, held_out = (documents(config, split, causal=causal) for split in ("train", "validation"))
+    text = RunText(config)
+    trained, causal, tokenizer = text.trained, text.causal, text.tokenizer
     lengths = [n * trained for n in (1, 2, 4)] if causal else sorted({min(TUNING_LENGTH, trained), trained})
-    # The same tokens at every length, in shorter or longer blocks, so that only the length differs.
-    longest = spread(token_blocks(held_out, tokenizer, lengths[-1]), config.evaluation_tokens)
-    cuts = {n: shorter_blocks(longest, tokenizer, n) for n in lengths}
-    tuning = token_blocks(training, tokenizer, trained if causal else lengths[0])
-    check_enough(tuning, config)
+    cuts, tuning = text.held(*lengths), text.blocks(lengths[0])
     ours = config.dataset or config.train_file
     prose = [
         "\n".join(texts).split("\n") if ours else stdlib_prose(split)
-        for split, texts in (("train", training), ("validation", held_out))
+        for split, texts in (("train", text.training), ("validation", text.held_out))
     ]
     sentences = config.word_order_sentences
     probe = [word_order_examples(part, n) for part, n in zip(prose, (sentences, sentences // 2), strict=True)]
@@ -88,11 +82,9 @@ def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
     model = load_model(
         # The original with its table repeated past the end; up to there it is unchanged, bit for bit.
         replace(config, scheme="learned:extend=tile") if config.scheme == ORIGINAL and causal else config,
-        AutoModelForCausalLM if causal else AutoModel,
+        text.auto_class,
         max_positions=lengths[-1],
-        fit_batches=lambda: text_batches(
-            training, tokenizer, trained, tokens=config.fit_tokens, causal=causal, seed=config.seed
-        ),
+        fit_batches=lambda: text.fit_batches(seed=config.seed),
         tokenizer=tokenizer,
     )
     original = load_original(config.model).to(model.device)

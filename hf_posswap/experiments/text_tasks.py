@@ -6,19 +6,27 @@ without the interruption, for any number of processes. Masks for evaluation are 
 
 import random
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, ClassVar
 
 import torch
 from torch.nn import functional
 from torch.utils.data import Dataset
-from transformers import DataCollatorForLanguageModeling, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    DataCollatorForLanguageModeling,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_posswap.architectures import longest_input
-from hf_posswap.data.text import Split, embedded_documents, read_documents
+from hf_posswap.data.calibration import TextBatches, text_batches
+from hf_posswap.data.text import Split, embedded_documents, read_documents, shorter_blocks, spread, token_blocks
 from hf_posswap.errors import DataError, PosswapError
-from hf_posswap.experiments.models import load_family
-from hf_posswap.experiments.options import RecipeConfig, SwapOptions
+from hf_posswap.experiments.models import load_family, load_tokenizer
+from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.measure.losses import lm_head
 from hf_posswap.training import TrainingConfig, TrainingRun, train
 
@@ -73,19 +81,52 @@ def documents(config: TextOptions, split: Split, *, causal: bool) -> list[str]:
     return embedded_documents(split, causal=causal)
 
 
-def trained_length(config: SwapOptions) -> tuple[int, bool]:
-    """Return the checkpoint's longest input in tokens, and whether it is causal."""
-    family, causal = load_family(config.model)
-    return longest_input(family), causal
+class RunText:
+    """The text of a run and the checkpoint that reads it; both are read when they are first needed."""
+
+    def __init__(self, config: TextOptions):
+        family, self.causal = load_family(config.model)
+        self.config, self.trained = config, longest_input(family)  # the checkpoint's longest input, in tokens
+        self.auto_class = AutoModelForCausalLM if self.causal else AutoModel
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """That of the checkpoint."""
+        return load_tokenizer(self.config.model)
+
+    @cached_property
+    def training(self) -> list[str]:
+        """The texts to train on, and to fit on."""
+        return documents(self.config, "train", causal=self.causal)
+
+    @cached_property
+    def held_out(self) -> list[str]:
+        """The texts to measure on."""
+        return documents(self.config, "validation", causal=self.causal)
+
+    def blocks(self, length: int) -> torch.Tensor:
+        """Return the training text in blocks (N, length); DataError if they do not fill a batch."""
+        blocks = token_blocks(self.training, self.tokenizer, length)
+        check_enough(blocks, self.config)
+        return blocks
+
+    def held(self, *lengths: int) -> dict[int, torch.Tensor]:
+        """Return --evaluation-tokens of held-out text, the same tokens in blocks of each length: {length: (N, length)}."""
+        longest = spread(token_blocks(self.held_out, self.tokenizer, max(lengths)), self.config.evaluation_tokens)
+        return {length: shorter_blocks(longest, self.tokenizer, length) for length in lengths}
+
+    def fit_batches(self, longest: int | None = None, **options) -> TextBatches:
+        """Return `text_batches` of the training text for --start fit, by default up to the checkpoint's longest input."""
+        tokens = self.config.fit_tokens
+        return text_batches(
+            self.training, self.tokenizer, longest or self.trained, tokens=tokens, causal=self.causal, **options
+        )
 
 
 def check_enough(blocks: torch.Tensor, config: TrainingConfig) -> None:
     """Raise DataError if blocks (N, L) do not fill a batch."""
     if len(blocks) < config.batch_size:
-        raise DataError(
-            f"the training text fills {len(blocks)} blocks of {blocks.shape[1]} tokens, fewer than one batch of "
-            f"{config.batch_size}: give more text, shorter blocks or a smaller batch"
-        )
+        raise DataError(f"the training text fills {len(blocks)} blocks, fewer than one batch of {config.batch_size}: give more")
 
 
 def mask_tokens(

@@ -17,7 +17,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import family_of
+from hf_posswap.data.calibration import few_tokens
 from hf_posswap.evaluating import evaluating
+from hf_posswap.measure.losses import mean_loss, token_losses
 
 _TOKENS_A_BATCH = 4096  # memory for logits stays the same at every length
 
@@ -48,7 +50,7 @@ def _damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable
     head = model.get_output_embeddings() is not None and original.get_output_embeddings() is not None
     positions, lengths = defaultdict(lambda: [0.0, 0]), defaultdict(lambda: [0.0, 0])
     errors, spreads, sequences = None, None, Counter()
-    for batch in _few_tokens(batches, _TOKENS_A_BATCH // 4 if head else _TOKENS_A_BATCH):
+    for batch in few_tokens(batches, _TOKENS_A_BATCH // 4 if head else _TOKENS_A_BATCH):
         states, predictions = [], []
         for one in (original, model):
             given = {key: value.to(one.device) for key, value in batch.items()}
@@ -144,13 +146,6 @@ def _ranges(length: int):
         low, size = (1, 7) if low == 0 else (low + size, 3 * (low + size))
 
 
-def _few_tokens(batches: Iterable[dict[str, torch.Tensor]], tokens: int):
-    for batch in batches:
-        rows = max(1, tokens // batch["input_ids"].shape[1])
-        for first in range(0, len(batch["input_ids"]), rows):
-            yield {key: value[first : first + rows] for key, value in batch.items()}
-
-
 def _batches(blocks: torch.Tensor, model: PreTrainedModel):
     for rows in blocks.split(max(1, _TOKENS_A_BATCH // blocks.shape[1])):
         yield rows.to(model.device)
@@ -169,15 +164,9 @@ def pooled_cosine(model: PreTrainedModel, blocks: torch.Tensor, original: torch.
     return (pooled_states(model, blocks) * original).sum(-1).mean().item()
 
 
-@torch.no_grad()
 def perplexity(model: PreTrainedModel, blocks: torch.Tensor) -> float:
     """Return exp of the mean next-token loss of a causal model over unpadded blocks (N, L), first tokens left out."""
-    total = 0.0
-    with evaluating(model):
-        for rows in _batches(blocks, model):
-            logits = model(input_ids=rows, use_cache=False).logits[:, :-1].float()
-            total += functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
-    return math.exp(total / (blocks.shape[0] * (blocks.shape[1] - 1)))
+    return math.exp(mean_loss(token_losses(model, blocks)))
 
 
 @torch.no_grad()

@@ -60,8 +60,7 @@ def listops_expressions(
             found[text], missed = None, 0
         elif (missed := missed + 1) == _TRIES:
             raise DataError(
-                f"{len(found)} of {count} expressions found, and no new one in {_TRIES:,} tries: lengths between {min_length} "
-                f"and {max_length} are too rare at max_depth={max_depth} and max_args={max_args}"
+                f"lengths from {min_length} to {max_length} are too rare at max_depth={max_depth} and max_args={max_args}"
             )
     return list(found)
 

@@ -1,10 +1,7 @@
-"""Metrics of classification and regression, for `evaluate`: shipped here, so that nothing is fetched when they are used.
+"""Metrics of classification and regression, as children of `evaluate.Metric`: here, so that nothing is fetched.
 
-They are children of `evaluate.Metric`: `compute(predictions=, references=)`, or `add_batch` and then `compute`. In a run of
-several processes, gather the predictions first (accelerate's `gather_for_metrics`, which drops the samples that fill up the
-last batch) and compute once: evaluate's own distributed mode counts those samples twice.
-
-Importing `evaluate` takes seconds, so `hf_posswap.measure` does not import this module.
+In a run of several processes, gather the predictions first (accelerate's `gather_for_metrics`) and compute once: evaluate's own
+distributed mode counts the samples that fill up the last batch twice. Importing `evaluate` takes seconds.
 
 References: Matthews 1975 (phi coefficient of the confusion matrix); Warstadt et al. 2018, section 4 (CoLA); Cer et al. 2017,
 section 4 (STS). scikit-learn and SciPy compute them.
@@ -35,10 +32,8 @@ class _Metric(evaluate.Metric):
         return ""  # evaluate makes a folder in its cache even if nothing is ever put there
 
     def _info(self) -> evaluate.MetricInfo:
-        features = {"predictions": datasets.Value(self.kind), "references": datasets.Value(self.kind)}
-        return evaluate.MetricInfo(
-            description=self.__doc__, citation="", inputs_description="", features=datasets.Features(features)
-        )
+        features = datasets.Features(dict.fromkeys(("predictions", "references"), datasets.Value(self.kind)))
+        return evaluate.MetricInfo(description=self.__doc__, citation="", inputs_description="", features=features)
 
 
 class Accuracy(_Metric):
@@ -65,14 +60,14 @@ class F1(_Metric):
     """
 
     def _compute(self, predictions, references, average: Literal["binary", "macro"] = "binary") -> dict[str, float]:
-        if average == "macro":
-            return {"f1_macro": float(metrics.f1_score(references, predictions, average="macro", zero_division=0.0))}
-        if average != "binary":
+        if average not in ("binary", "macro"):
             raise PosswapError(f"average={average!r} is not known; known are binary, macro")
-        if strange := sorted({*predictions, *references} - {0, 1}):
+        binary = average == "binary"
+        if binary and (strange := sorted({*predictions, *references} - {0, 1})):
             raise DataError(f"binary F1 knows the labels 0 and 1, not {strange[0]}: take average='macro'")
-        value = metrics.f1_score(references, predictions, labels=[1], average="macro", zero_division=0.0)
-        return {"f1": float(value)}
+        labels = [1] if binary else None
+        value = metrics.f1_score(references, predictions, labels=labels, average="macro", zero_division=0.0)
+        return {"f1" if binary else "f1_macro": float(value)}
 
 
 class Matthews(_Metric):
@@ -101,36 +96,28 @@ class Pearson(_Metric):
     """
 
     kind = "float64"
+    correlation = staticmethod(stats.pearsonr)
 
     def _compute(self, predictions, references) -> dict[str, float]:
-        return {"pearson": _correlation(stats.pearsonr, predictions, references)}
+        pair = {"predictions": numpy.asarray(predictions, float), "references": numpy.asarray(references, float)}
+        for name, values in pair.items():
+            if not numpy.isfinite(values).all():
+                place = int(numpy.flatnonzero(~numpy.isfinite(values))[0])
+                raise DataError(f"{name} hold {values[place]} at place {place}: a correlation needs finite numbers")
+        # SciPy warns of values that are nearly constant as well; of two samples the correlation is always 1 or -1.
+        flat = any(numpy.ptp(values) <= 1e-12 * max(1.0, abs(values).max()) for values in pair.values())
+        value = 0.0 if flat else float(self.correlation(*pair.values()).statistic)
+        return {type(self).__name__.lower(): round(value, 12)}  # it can come out as 1.0000000000000002
 
 
-class Spearman(_Metric):
+class Spearman(Pearson):
     """Correlation of ranks, equal values sharing their mean rank: -1 to 1, unchanged by monotonic maps.
-
-    Where one list does not vary it is undefined and 0 is returned. Numbers that are not finite are an error.
 
     >>> Spearman().compute(predictions=[0.1, 0.2, 9.0, 0.0], references=[2.0, 3.0, 4.0, 1.0])
     {'spearman': 1.0}
     """
 
-    kind = "float64"
-
-    def _compute(self, predictions, references) -> dict[str, float]:
-        return {"spearman": _correlation(stats.spearmanr, predictions, references)}
-
-
-def _correlation(function, predictions, references) -> float:
-    pairs = [numpy.asarray(values, dtype=numpy.float64) for values in (predictions, references)]
-    for name, values in zip(("predictions", "references"), pairs, strict=True):
-        if not numpy.isfinite(values).all():
-            place = int(numpy.flatnonzero(~numpy.isfinite(values))[0])
-            raise DataError(f"{name} hold {values[place]} at place {place}: a correlation needs finite numbers")
-    # SciPy warns of values that are nearly constant as well; of two samples the correlation is always 1 or -1.
-    if len(pairs[0]) < 2 or any(numpy.ptp(values) <= 1e-12 * max(1.0, abs(values).max()) for values in pairs):
-        return 0.0
-    return round(float(function(*pairs).statistic), 12)  # it can come out as 1.0000000000000002
+    correlation = staticmethod(stats.spearmanr)
 
 
 METRICS = {

@@ -52,8 +52,7 @@ def position_table(source: Scheme | PreTrainedModel, positions: int | None = Non
         module = getattr(owner, name)
     if isinstance(module, Constant):
         raise PosswapError(
-            f"{scheme} adds no vectors to tell positions apart. `plot attention MODEL {scheme}` shows what it does; "
-            f"`plot wavelengths` and `plot translation` take {TURNING}"
+            f"{scheme} adds no vectors: see `plot attention MODEL {scheme}`; `plot wavelengths`, `translation` take {TURNING}"
         )
     count = positions or geometry.max_positions
     if count > geometry.max_positions:

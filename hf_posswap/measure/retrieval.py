@@ -60,8 +60,7 @@ def draw_passages(
         room = (len(ends) - tokens) / each
         if room < 1:
             raise DataError(
-                f"document {number} has {len(ends)} tokens, too few for {each} passages of {tokens}: give longer documents, "
-                "or ask for shorter passages"
+                f"document {number} has {len(ends)} tokens, too few for {each} passages of {tokens}: give longer documents"
             )
         for part in range(each):
             start = int(room * (part + float(torch.rand(1, generator=generator))))

@@ -111,9 +111,7 @@ def read_beir(folder: str | Path, split: str = "test") -> RetrievalSet:
                 if int(row["score"]) > 0 and row["query-id"] in queries:
                     relevant.setdefault(row["query-id"], set()).add(row["corpus-id"])
     except (OSError, KeyError, ValueError, TypeError) as error:
-        raise DataError(
-            f"{folder}/qrels/{split}.tsv cannot be read ({error!r}): query-id, corpus-id, score with tabs"
-        ) from None
+        raise DataError(f"{folder}/qrels/{split}.tsv cannot be read ({error!r}): it has query-id, corpus-id, score") from None
     if not any(found & corpus.keys() for found in relevant.values()):
         raise DataError(f"{folder} has no query whose answer is in its corpus: take another split than {split!r}")
     return RetrievalSet({name: queries[name] for name in relevant}, corpus, relevant)

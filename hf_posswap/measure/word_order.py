@@ -29,10 +29,7 @@ def word_order_examples(paragraphs: list[str], count: int, *, seed: int = 0) -> 
     sentences = {s.strip() for p in paragraphs for s in re.split(r"(?<=[.!?])\s+(?=[A-Z])", p)}
     usable = sorted(s for s in sentences if 6 <= len(words := s.split()) <= 24 and len({w.lower() for w in words}) > 4)
     if len(usable) * 2 < count:
-        raise DataError(
-            f"the text has {len(usable)} sentences of 6 to 24 words, {count} word-order examples need {count // 2}: "
-            "give more prose, or ask for fewer examples"
-        )
+        raise DataError(f"{count // 2} sentences of 6 to 24 words are needed, and the text has {len(usable)}: give more prose")
     chance = random.Random(seed)
     texts = []
     for sentence in chance.sample(usable, count // 2):
@@ -60,7 +57,7 @@ def word_order_probe(
         from sklearn.model_selection import GroupKFold
         from sklearn.pipeline import make_pipeline
         from sklearn.preprocessing import StandardScaler
-    vectors = [_sentence_vectors(model, tokenizer, texts) for texts, _ in (train, test)]
+    vectors = [sentence_vectors(model, tokenizer, texts) for texts, _ in (train, test)]
     sentences = numpy.arange(len(train[1])) // 2
     folds = list(GroupKFold(min(5, sentences[-1] + 1)).split(vectors[0], groups=sentences))
     probe = make_pipeline(StandardScaler(), RidgeClassifierCV(alphas=numpy.logspace(1, 6, 11), cv=folds))
@@ -86,7 +83,8 @@ def word_order_preference(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 
 
 @torch.no_grad()
-def _sentence_vectors(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> numpy.ndarray:
+def sentence_vectors(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> numpy.ndarray:
+    """Return the means over tokens of all layers' states, one after the other: (N, (layers + 1) * E)."""
     by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # batches of similar lengths need little padding
     vectors = [None] * len(texts)
     for start in range(0, len(texts), 64):

@@ -12,8 +12,6 @@ from pathlib import Path
 import jinja2
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 
 from hf_posswap.assets import EMBEDDED_MODELS
 from hf_posswap.errors import CheckpointError, PosswapError
@@ -22,7 +20,7 @@ from hf_posswap.experiments.page import plots
 from hf_posswap.pipelines import KINDS
 from hf_posswap.provenance import write_json
 from hf_posswap.schemes import scheme_from_dict
-from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, data_of, gather, own_rows
+from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, data_of, gather, is_repo_id, own_rows
 
 CARD_FILE = "README.md"
 PICTURES = "posswap_results"
@@ -32,69 +30,9 @@ BEGIN, END = "<!-- written by hf_posswap: begin; text outside is yours -->", "<!
 _TEMPLATE = Path(__file__).parents[1] / "assets" / "card.md.jinja"
 _OURS = "hf_posswap: "  # how our entries of a model index begin
 
-# For each recipe: its question, the Hub's name of the task, and the meaning of figures by the beginning of their names.
-_RECIPES = {
-    "swap_cost": {
-        "question": "What swaps like this one cost, before and after a short tuning",
-        "figures": {
-            "cosine": "of mean-pooled states with the original's on held-out blocks of N tokens, 1 is unhurt",
-            "perplexity": "on held-out blocks of N tokens",
-            "kl": "of predictions from the original's, 0 is unhurt",
-            "word_order": "how often two swapped neighbours in a sentence are noticed, 0.5 is chance",
-            "tuned": "the same after the training steps",
-        },
-    },
-    "downstream_classification": {"question": "Does it learn a task?", "task": "text-classification"},
-    "long_documents": {
-        "question": "Does reading more of a document help?",
-        "task": "text-classification",
-        "figures": {
-            "accuracy_long": "of the documents that the original cannot read as a whole; it is cut at what it can read"
-        },
-    },
-    "language_modeling": {"question": "Language modelling", "figures": {"perplexity": "on held-out blocks of N tokens"}},
-    "length_extrapolation": {
-        "question": "Loss at lengths beyond the trained one",
-        "figures": {
-            "loss": "nats a token on held-out blocks of N tokens; the original's is that behind a sliding window",
-            "tuned": "the same after the training steps",
-        },
-    },
-    "passkey": {
-        "question": "Does it find a key in a long text?",
-        "task": "text-generation",
-        "figures": {
-            "accuracy": "share of keys said in full, in texts of N tokens, over all depths",
-            "candidates": "share of texts in which the key is likelier than nine others",
-        },
-    },
-    "long_embedder": {
-        "question": "Does it find a long document by a passage of it?",
-        "task": "sentence-similarity",
-        "figures": {
-            "recall": "share of passages whose document is the nearest of all",
-            "early": "the same, of passages from the first third of the document",
-            "late": "of passages from its last third",
-            "select": "recall on text that told which rates to take",
-            "kept": "cosine of short texts' vectors with the original's",
-            "sts": "Spearman's rho on pairs of sentences",
-        },
-    },
-    "retrieval": {
-        "question": "What does it find in long documents?",
-        "task": "sentence-similarity",
-        "figures": {
-            "passkey": "share of questions whose document of N tokens is the first of 100",
-            "needle": "the same, with a fact in prose",
-            "beir": "nDCG@10",
-            "sts": "Spearman's rho on pairs of sentences",
-        },
-    },
-    "listops": {
-        "question": "Nested expressions (ListOps)",
-        "figures": {"majority": "what guessing the commonest answer gets"},
-    },
-}
+# The Hub's names of what recipes measure.
+_TASKS = dict.fromkeys(("downstream_classification", "long_documents"), "text-classification")
+_TASKS |= {"passkey": "text-generation", **dict.fromkeys(("long_embedder", "retrieval"), "sentence-similarity")}
 _STARTS = {
     "cold": "the old table dropped",
     "swap": "a warm start without data",
@@ -118,11 +56,6 @@ _PIPELINES = {
     "AutoModelForTokenClassification": "token-classification",
     "AutoModelForQuestionAnswering": "question-answering",
     "AutoModelForMultipleChoice": "multiple-choice",
-}
-_KINDS = {
-    "swapped": "a swapped model, with a model type of its own: it cannot be loaded as a plain one by mistake",
-    "native": "a native export: a stock class of transformers that computes what the swapped model does",
-    "delta": "a delta: the positions alone, for weights that everybody has",
 }
 
 
@@ -203,10 +136,8 @@ def write_card(
 
 def check_repo_id(repo_id: str) -> None:
     """Raise unless this is owner/name."""
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise PosswapError(f"repo_id={repo_id!r} is no name for a repository ({error}): give owner/name") from None
+    if not is_repo_id(repo_id):
+        raise PosswapError(f"repo_id={repo_id!r} is no name for a repository: give owner/name")
     if "/" not in repo_id:
         raise PosswapError(f"repo_id={repo_id!r} does not say whose it is: give owner/name")
 
@@ -226,7 +157,6 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
         title=name.rpartition("/")[2],
         base=f"[{base['id']}](https://huggingface.co/{base['id']})" if base["on_hub"] else f"`{base['id']}` (not on the Hub)",
         model=model,
-        kind=_KINDS[model["kind"]],
         scheme=scheme,
         scheme_name=scheme.name,
         options=options,
@@ -237,12 +167,13 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
         tokenizer=model["tokenizer"] and not model.get("pipeline"),
         exportable=_exportable(model, scheme),
         fit=fit,
-        damage=_damage(fit) if fit else "",
         part=_PARTS[_part(fit)] if fit else "",
         parity=parity,
-        differences=_differences(parity) if parity else "",
         comparisons=comparisons,
-        limits=_limits(content, scheme),
+        worse=[n for n, value in fit["after"]["by_length"].items() if value > fit["before"]["by_length"][n]] if fit else [],
+        few=[n for n, count in fit["after"]["sequences"].items() if count < 5] if fit else [],
+        measured=fit or any(_of_these_weights(one["runs"], model) for one in content["comparisons"]),
+        one_seed=any(len({run["config"]["seed"] for run in one["runs"]}) == 1 for one in content["comparisons"]),
         results_file=RESULTS_FILE,
         schema_file=SCHEMA.name,
     )
@@ -281,28 +212,9 @@ def _fit_entry(fit: dict) -> EvalResult:
     )
 
 
-def _damage(fit: dict) -> str:
-    before, after = fit["before"], fit["after"]
-    few = after["sequences"] if len(before["by_length"]) <= 8 else {}
-    rows = {f"sequences of {n} tokens ({few[n]} of them)": (before["by_length"][n], after["by_length"][n]) for n in few}
-    rows["mean over all"] = (before["total"], after["total"])
-    rows |= {f"tokens at position {n}": (before["by_position"][n], after["by_position"][n]) for n in after["by_position"]}
-    layers = zip(before["by_layer"], after["by_layer"], strict=True)
-    rows |= {f"states after layer {layer}": values for layer, values in enumerate(layers)}
-    lines = [f"| {title} | {first:.4f} | {second:.4f} |" for title, (first, second) in rows.items()]
-    return "\n".join(["| | after the swap | after the fit |", "|---|---:|---:|", *lines])
-
-
-def _differences(parity: dict) -> str:
-    texts = {length: format(value, ".2g") for length, value in parity["text"].items()}
-    lines = [f"| {length} | {value:.2g} | {texts.get(length, '')} |" for length, value in parity["random"].items()]
-    return "\n".join(["| tokens | random | text |", "|---|---:|---:|", *lines])
-
-
 def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: dict) -> tuple[dict, list[EvalResult]]:
     runs, vary = comparison["runs"], comparison["vary"]
     recipe, config = runs[0]["recipe"], runs[0]["config"]
-    asks = _RECIPES.get(recipe, {})
     rows = dict.fromkeys(row_label(run, vary) for run in own_rows(runs, scheme))
     kept = _of_these_weights(runs, model)
 
@@ -312,7 +224,10 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
 
     starts = dict.fromkeys(run["config"]["start"] for run in runs if run["config"]["scheme"] != "original")
     legend = ["*original*: not swapped", *(f"*{start}*: {_STARTS.get(start, start)}" for start in starts)]
-    legend += [f"*{name.replace('_', ' ')}*: {words}" for name, words in asks.get("figures", {}).items() if _shown(name, runs)]
+    shown = {name for run in runs for name in run["figures"]}
+    for name, words in runs[0].get("meaning", {}).items():
+        if any(re.fullmatch(rf"{re.escape(name)}(_.+)?", figure) for figure in shown):
+            legend.append(f"*{name.replace('_', ' ')}*: {words}")
     comes = ", which comes with hf_posswap" if config["model"] in EMBEDDED_MODELS else ""
     fits = f" Fits read up to {config['fit_tokens']:,} tokens, {config['fit_steps']} steps a layer." if "fit" in starts else ""
     trained = "nothing was trained"
@@ -329,8 +244,8 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
     figures = plots(runs, vary)
     drawn = {name: f"{PICTURES}/{number}-{recipe}-{name}.png" for name in figures}
     pictures |= {path: figures[name] for name, path in drawn.items()}
-    shown = {
-        "title": asks.get("question", recipe),
+    section = {
+        "title": runs[0].get("question", recipe),
         "about": about,
         "table": markdown(runs, vary=vary),
         "pictures": {f"{name.replace('_', ' ')} by scheme": path for name, path in drawn.items()},
@@ -339,7 +254,7 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
     }
     entries = [
         EvalResult(
-            task_type=asks.get("task", "other"),
+            task_type=_TASKS.get(recipe, "other"),
             task_name=f"{_OURS}{recipe}",
             dataset_type=config.get("dataset") or recipe,
             dataset_name=data_of(config),
@@ -350,7 +265,7 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
         for name, value in (kept[0]["figures"] if kept and _on_unseen_text(kept[0]) else {}).items()
         if value is not None
     ]
-    return shown, entries
+    return section, entries
 
 
 def _of_these_weights(runs: list[dict], model: dict) -> list[dict]:
@@ -362,44 +277,6 @@ def _on_unseen_text(run: dict) -> bool:
     """Whether a run was measured on another file than it was trained on."""
     trained, *others = (run["config"].get(f"{part}_file") for part in ("train", "validation", "test"))
     return trained is None or trained not in others
-
-
-def _shown(name: str, runs: list[dict]) -> bool:
-    return any(re.fullmatch(rf"{name}(_.+)?", figure) for run in runs for figure in run["figures"])
-
-
-def _limits(content: dict, scheme) -> list[str]:
-    model, fit = content["model"], content["fit"]
-    longest, trained = model["max_positions"], model["trained_positions"]
-    limits = ["It inherits the biases and limits of its base model: read that one's card first."]
-    if model["kind"] == "native":
-        limits.append(f"It is made for {longest:,} tokens: transformers may not refuse longer inputs.")
-    else:
-        limits.append(f"Inputs of more than {longest:,} tokens are an error.")
-    if longest > trained and model["kind"] != "delta":
-        limits.append(
-            f"It takes more than the {trained:,} tokens that its base model has positions for; what it makes of them is known "
-            "only as far as a table above has such lengths."
-        )
-    if fit and fit["after"]["measure"] != "KL" and fit["after"]["total"] > 0.001:
-        limits.append("Its embeddings are near its base model's, not equal: do not mix both in one index.")
-    if fit and fit["longest"] < trained:
-        limits.append(f"No sequence of the fit was longer than {fit['longest']:,} tokens.")
-    if fit and (worse := [n for n, value in fit["after"]["by_length"].items() if value > fit["before"]["by_length"][n]]):
-        limits.append(f"The fit made sequences of {', '.join(worse)} tokens worse.")
-    if fit and len(few := [n for n, count in fit["after"]["sequences"].items() if count < 5]):
-        limits.append(f"Fewer than five sequences of {', '.join(few)} tokens were measured after the fit.")
-    if fit and fit["text"] == "random tokens":
-        limits.append("It was fitted on random tokens, which is worse than fitting on text.")
-    if not fit and not any(_of_these_weights(one["runs"], model) for one in content["comparisons"]):
-        limits.append("These weights were not compared with the base model's: what they still can do has to be measured.")
-    if scheme.name == "relative" and model["kind"] != "native":
-        limits.append("No stock class of transformers computes its attention, and it takes eager or sdpa attention only.")
-    if any(len({run["config"]["seed"] for run in one["runs"]}) == 1 for one in content["comparisons"]):
-        limits.append("A comparison has one seed, hence no spread: small differences in it mean nothing.")
-    if content["comparisons"]:
-        limits.append("Tokens a second are those of the machine as it was, which may have been busy: they are no benchmark.")
-    return limits
 
 
 def _metadata(content: dict, index: list[EvalResult], license: str | None, name: str) -> dict:
@@ -472,13 +349,9 @@ def _eval_results(content: dict, asked: Sequence[str]) -> list[dict]:
     entries = []
     for one in asked:
         parts = one.split(":")
-        if len(parts) != 3 or not all(parts):
+        if len(parts) != 3 or not all(parts) or not is_repo_id(parts[0]):
             raise PosswapError(f"eval_results={one!r} must be DATASET:TASK:FIGURE, such as nyu-mll/glue:cola:matthews")
         dataset, task, figure = parts
-        try:
-            validate_repo_id(dataset)
-        except HFValidationError as error:
-            raise PosswapError(f"eval_results={one!r}: {error}") from None
         runs = [run for comparison in content["comparisons"] for run in _of_these_weights(comparison["runs"], content["model"])]
         runs = [run for run in runs if run["figures"].get(figure) is not None and _on_unseen_text(run)]
         if len(runs) != 1:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from hf_posswap.architectures import Architecture, find_family, longest_input
 from hf_posswap.checkpoint import DIGEST, SwappedModel, config_entry, on_hub, scheme_in, span_in
 from hf_posswap.errors import CheckpointError, PosswapError
-from hf_posswap.provenance import write_json
+from hf_posswap.provenance import check_new, write_json
 from hf_posswap.surgery import state_of
 from hf_posswap.swapping import original, restore, swap
 from hf_posswap.target import find_target
@@ -57,20 +57,23 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
     if not isinstance(target, SwappedModel):
         raise PosswapError(f"this {type(target).__name__} is not swapped: pass a swapped model")
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists already: choose another folder")
+    check_new(folder)
     if base_model is None:
         base_model = original(target)
     base, base_architecture = find_target(base_model)
     if isinstance(base, SwappedModel) or base_architecture is not architecture:
         raise PosswapError(f"base_model must be an unswapped {architecture.model_type} model, not a {type(base).__name__}")
-    mine, weights = _position_weights(target, architecture), _weights(base)
+    mine = _position_weights(target, architecture)
     own = {name: value for name, value in _weights(target).items() if name not in mine}
-    table = ".".join(filter(None, (_table_name(base, architecture), "weight")))
-    weights_without = {name: value for name, value in weights.items() if name != table}
-    if own.keys() != weights_without.keys():
-        raise PosswapError(f"base_model has other weights: {sorted(own.keys() ^ weights_without.keys())[:3]} ...")
-    changed = [name for name, value in own.items() if not _same(value, weights_without[name])]
+    table = f"{_table_name(base, architecture)}.weight"
+    theirs = {name: value for name, value in _weights(base).items() if name != table}
+    if own.keys() != theirs.keys():
+        raise PosswapError(f"base_model has other weights: {sorted(own.keys() ^ theirs.keys())[:3]} ...")
+    changed = [
+        name
+        for name, value in own.items()
+        if value.dtype != theirs[name].dtype or not torch.equal(value.to(theirs[name].device), theirs[name])
+    ]
     if changed:
         raise PosswapError(
             f"{len(changed)} weights are not the base model's ({', '.join(changed[:3])} ...): a fit, a balanced basis or "
@@ -110,9 +113,7 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
     if isinstance(target, SwappedModel):
         raise PosswapError("this model is swapped already: load the delta onto the unswapped checkpoint")
     if not isinstance(folder_or_id, (str, Path)):
-        raise CheckpointError(
-            f"folder_or_id={folder_or_id!r:.100} must be a folder with a position delta, or owner/name on the Hub"
-        )
+        raise CheckpointError(f"folder_or_id={folder_or_id!r:.100} must be a folder of save_delta, or owner/name on the Hub")
     folder = Path(folder_or_id)
     if not folder.is_dir():
         folder = Path(snapshot_download(str(folder_or_id), revision=revision, allow_patterns=[ABOUT, WEIGHTS]))
@@ -128,17 +129,12 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"{folder_or_id} cannot be read ({error!r}): the delta is broken, download it again") from None
     if version != FORMAT:
-        raise CheckpointError(
-            f"{folder_or_id} has delta format {version!r}, this hf_posswap reads format {FORMAT}: upgrade with "
-            "pip install -U hf_posswap"
-        )
+        raise CheckpointError(f"{folder_or_id} has delta format {version!r}, not {FORMAT}: pip install -U hf_posswap")
     if kind != architecture.model_type:
         raise CheckpointError(f"{folder_or_id} is for a {kind} model ({known}), not {architecture.model_type}: load that one")
     heads = target.config.num_attention_heads
     if weights_hash(target) != digest or about.get("num_heads", heads) != heads:
-        raise CheckpointError(
-            f"{folder_or_id} was made from other weights or heads ({known}): load that model, in the dtype that it had then"
-        )
+        raise CheckpointError(f"{folder_or_id} was made from other weights or heads ({known}): load those, in the same dtype")
     try:
         near, asked = span_in(entry), None if longest == longest_input(target.config) else longest
         swap(base_model, scheme_in(entry), max_positions=asked, warm_start=False, **near._asdict() if near else {})
@@ -213,12 +209,7 @@ def _position_weights(model: PreTrainedModel, architecture: Architecture) -> dic
     """Return the tensors of a scheme's modules, by name in the headless model; they are not copied."""
     attentions = architecture.self_attentions(model.base_model)
     modules = {id(a.positions) for a in attentions if hasattr(a, "positions")}
-    prefixes = [_table_name(model, architecture)]
-    prefixes += [name for name, module in model.base_model.named_modules() if id(module) in modules]
-    inside = tuple(f"{prefix}." for prefix in prefixes)
+    names = [name for name, module in model.base_model.named_modules() if id(module) in modules]
+    inside = tuple(f"{name}." for name in (_table_name(model, architecture), *names))
     # Without the scheme's digest: position_delta.json names the scheme.
     return {name: value for name, value in _weights(model).items() if name.startswith(inside)}
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.to(other.device), other)

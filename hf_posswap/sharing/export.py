@@ -29,10 +29,10 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedModel
-from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
+from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.evaluating import evaluating
 from hf_posswap.pipelines import around, is_pipeline, tokenizer_of
-from hf_posswap.provenance import weight_hashes, write_json
+from hf_posswap.provenance import check_new, weight_hashes, write_json
 from hf_posswap.schemes.rotary import Rotary
 from hf_posswap.sharing.native import Converted, with_table
 from hf_posswap.sharing.native_decoders import GPT_NEOX, gpt_neox
@@ -68,8 +68,7 @@ class NativeExport:
             CheckpointError: The folder is not empty.
         """
         folder = Path(folder)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise CheckpointError(f"{folder} exists already: choose another folder")
+        check_new(folder)
         (self.model if self.pipeline is None else self.pipeline).save_pretrained(str(folder))
         if self.tokenizer is not None and self.pipeline is None:
             self.tokenizer.save_pretrained(folder)
@@ -103,16 +102,13 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     if not isinstance(model, SwappedModel):
         raise UnsupportedModelError(f"this {type(model).__name__} has not been swapped: there is nothing to export")
     if tokenizer is not None and len(tokenizer) > model.config.vocab_size:
-        raise PosswapError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model {model.config.vocab_size}: they do not belong together"
-        )
+        raise PosswapError(f"the tokenizer has {len(tokenizer)} tokens and the model {model.config.vocab_size}: give its own")
     stock = next(plain for plain, swapped in SWAPPED_CLASSES.items() if swapped is type(model))
     scheme, attention = model.base_model.position_scheme, model.architecture.self_attentions(model.base_model)[0]
     _check_weights(model)
     if span := state_of(model).span:
         raise UnsupportedModelError(
-            f"no class of transformers attends to distances below {span.span} and the first {span.first} tokens: share the "
-            "swapped model as it is, or swap without span="
+            f"no class of transformers has a span of {span.span}: share the swapped model, or swap without span="
         )
     if not hasattr(attention, "positions"):
         convert = with_table
@@ -126,8 +122,7 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
         )
     else:
         raise UnsupportedModelError(
-            f"no class of transformers has {scheme.name} positions in its attention: share the swapped model as it is; it "
-            "loads wherever hf_posswap is installed"
+            f"no class of transformers has {scheme.name} positions in its attention: share the swapped model as it is"
         )
     with evaluating(model):
         exported, left_out, holds_for = convert(model, stock, tokenizer)

@@ -24,10 +24,11 @@ from safetensors import SafetensorError, safe_open
 from hf_posswap.checkpoint import CONFIG_CLASSES, STUB, SWAPPED_CLASSES, is_stub
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.fitting.fit import FIT_FILE
+from hf_posswap.provenance import read_json
 from hf_posswap.sharing.card import CARD_FILE, EVAL_RESULTS, PICTURES, check_repo_id, own_text, write_card
 from hf_posswap.sharing.delta import ABOUT
 from hf_posswap.sharing.parity import PARITY_FILE
-from hf_posswap.sharing.record import RESULTS_FILE, read_json
+from hf_posswap.sharing.record import RESULTS_FILE
 
 # Files of a shared model, at the top of its folder. Others are refused, not skipped: pickles can run code when they are loaded,
 # and notes, access tokens and remains of training do not belong to a model.
@@ -125,11 +126,9 @@ def check_files(folder: Path) -> list[str]:
             raise CheckpointError(f"{path} leads out of the folder: put the file itself there")
         if not path.is_file():  # reading a pipe would never end
             raise CheckpointError(f"{path} is no file: remove it")
-        if name not in NAMES and not re.fullmatch(r"[\w.-]+\.(safetensors|png)", name) and not _matches(name, (*BELOW, MODULE)):
-            raise CheckpointError(
-                f"{path} is no part of a shared model: move it elsewhere, or share what save_pretrained has written. Shared "
-                f"are weights (.safetensors), pictures, and {', '.join(sorted(NAMES))}"
-            )
+        if name not in NAMES and not _matches(name, (r"[\w.-]+\.(safetensors|png)", *BELOW, MODULE)):
+            names = ", ".join(sorted(NAMES))
+            raise CheckpointError(f"{path} is no part of a shared model (weights, pictures, {names}): move it elsewhere")
         if path.suffix == ".png" and not path.read_bytes().startswith(_PNG):
             raise CheckpointError(f"{path} is no picture: move it elsewhere, or write the card again")
         if path.suffix == ".safetensors":
@@ -165,9 +164,7 @@ def _check_code(folder: Path, files: Sequence[str]) -> None:
             "sentence-transformers' own modules"
         )
     if stub is not None and not (is_stub(stub) and named == {f"{Path(STUB).stem}.{name}" for name in imports}):
-        raise CheckpointError(
-            f"{folder / STUB} is not what is saved with this model, and code that is shared is run: save the model again"
-        )
+        raise CheckpointError(f"{folder / STUB} is not what save_pretrained writes, and is run: save the model again")
 
 
 def _check_index(folder: Path) -> None:
@@ -214,24 +211,20 @@ def _take_over(api: HfApi, repo_id: str, revision: str, folder: Path, fresh: boo
 
 
 def _commit(api: HfApi, repo_id: str, operations: list[CommitOperationAdd], create_pr: bool, parent: str) -> CommitInfo:
-    for wait in (*_WAITS, None):
-        try:
-            return api.create_commit(
-                repo_id,
-                operations,
-                commit_message="Share a model with hf_posswap",
-                create_pr=create_pr,
-                parent_commit=parent,  # refuses to overwrite what somebody else has pushed meanwhile
-            )
+    about = {"commit_message": "Share a model with hf_posswap", "create_pr": create_pr}
+    waits = iter(_WAITS)
+    while True:
+        try:  # `parent_commit` refuses to overwrite what somebody else has pushed meanwhile
+            return api.create_commit(repo_id, operations, parent_commit=parent, **about)
         except HTTPError as error:
             status = error.response.status_code if isinstance(error, HfHubHTTPError) else None  # None: the connection broke
             # Not if the commit may have arrived: a second try would open a second pull request.
             again = status in ((429, 503) if create_pr else (429, 500, 502, 503, 504, None))
+            wait = next(waits, None)
             if wait is None or not again or (status is None and api.model_info(repo_id).sha != parent):
                 raise
             after = error.response.headers.get("Retry-After", "") if status else ""
             time.sleep(int(after) if after.isdigit() else wait)
-    raise AssertionError("the last try returns or raises")
 
 
 def _reason(error: Exception, repo_id: str, create_pr: bool) -> str:

@@ -38,10 +38,7 @@ def leaderboard(places: Sequence[str | Path], *, vary: Sequence[str] = (), figur
                     {**run, "config": config, "folder": str(place)}
                 )
     if not tables:
-        raise DataError(
-            f"none of {', '.join(names)} has a comparison: write their cards with results= (hf-posswap card FOLDER --results "
-            "RUNS), where RUNS is what `hf-posswap compare` wrote"
-        )
+        raise DataError(f"none of {', '.join(names)} has a comparison: hf-posswap card FOLDER --results RUNS puts one there")
     parts, missing = [], set(figures)
     for title, runs in tables.items():
         here = [name for name in sorted(known) if any(name in run["config"] for run in runs)]

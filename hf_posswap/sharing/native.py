@@ -18,12 +18,19 @@ COMMON = (
 )  # fmt: skip
 
 
-def common(config: PreTrainedConfig) -> dict:
-    """Return the `COMMON` fields that this config has."""
-    return {name: getattr(config, name) for name in COMMON if hasattr(config, name)}
-
-
 Converted = tuple[PreTrainedModel, tuple[str, ...], tuple[str, ...]]  # the model, and `left_out` and `holds_for` of Certificate
+
+
+def common(config: PreTrainedConfig, *more: str) -> dict:
+    """Return the `COMMON` fields, and more, that this config has."""
+    return {name: getattr(config, name) for name in (*COMMON, *more) if hasattr(config, name)}
+
+
+def family_config(model: SwappedModel, **changes) -> PreTrainedConfig:
+    """Return the config of the unswapped family with the model's fields, some of them changed."""
+    ours = ("position_scheme", "architectures", "auto_map", "model_type")
+    fields = {key: value for key, value in model.config.to_dict().items() if key not in ours}
+    return model.architecture.config_class(**fields | changes)
 
 
 def pairs_of_heads(family: str, native: str, heads: Sequence[str]) -> dict[type, type]:
@@ -44,9 +51,7 @@ def with_table(model: SwappedModel, stock: type, _) -> Converted:
     """Export to the family itself: the vectors that the scheme adds at each position become its learned table."""
     owner, name = model.architecture.table_owner(model.base_model)
     embedding = getattr(owner, name)
-    own = ("position_scheme", "architectures", "auto_map")
-    fields = {key: value for key, value in model.config.to_dict().items() if key not in own}
-    config = model.architecture.config_class(**{**fields, "model_type": model.architecture.model_type})
+    config = family_config(model)
     weights, prefix = without(model, embedding)
     family, longest = model.architecture, model.architecture.longest_input(config)
     positions = torch.arange(-family.first_row(config), longest, device=model.device).clamp(min=0)  # unused rows: as at 0
@@ -94,8 +99,7 @@ def mark_cls(model: SwappedModel, name: str, weights: dict[str, torch.Tensor], t
         raise UnsupportedModelError(NO_PLACE.format(f"{native} as a decoder"))
     if cls is None:
         raise UnsupportedModelError(
-            f"the first token has a vector of its own, which belongs to [CLS] in {native}: pass the tokenizer (which must have "
-            "a cls_token), or swap with posswap.Rotary(mark_first=False)"
+            f"the first token has a vector of its own, of [CLS] in {native}: pass the tokenizer, or swap with mark_first=False"
         )
     weights[name] = weights[name].clone()  # a tied head keeps the old ones
     weights[name][cls] = (weights[name][cls].double() + difference).to(model.dtype)
@@ -108,9 +112,11 @@ def halves_first(positions: RotaryPositions) -> torch.Tensor:
     return torch.cat([turning[0::2], turning[1::2], still])
 
 
-def in_order(weight: torch.Tensor, order: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return the rows of a query or key projection, weight or bias, with each head's dimensions in this order."""
-    return weight.unflatten(0, (heads, -1))[:, order.to(weight.device)].flatten(0, 1)
+def reorder(weights: dict[str, torch.Tensor], order: torch.Tensor, heads: int) -> None:
+    """Put each head's dimensions in this order, in an encoder's query and key projections."""
+    for name, value in weights.items():
+        if ".attention.self.query." in name or ".attention.self.key." in name:
+            weights[name] = value.unflatten(0, (heads, -1))[:, order.to(value.device)].flatten(0, 1)
 
 
 def rope_parameters(positions: RotaryPositions) -> tuple[dict, int]:

@@ -8,21 +8,13 @@ from transformers import GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, OPT
 
 from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import UnsupportedModelError
-from hf_posswap.sharing.native import (
-    NO_PLACE,
-    Converted,
-    build,
-    common,
-    constant,
-    halves_first,
-    pairs_of_heads,
-    rope_parameters,
-)
+from hf_posswap.sharing import native
+from hf_posswap.sharing.native import Converted
 
 _HEADS = ("Model", "ForSequenceClassification", "ForQuestionAnswering")
 GPT_NEOX = {
-    **pairs_of_heads("GPT2", "GPTNeoX", (*_HEADS, "ForTokenClassification")),
-    **pairs_of_heads("OPT", "GPTNeoX", _HEADS),
+    **native.pairs_of_heads("GPT2", "GPTNeoX", (*_HEADS, "ForTokenClassification")),
+    **native.pairs_of_heads("OPT", "GPTNeoX", _HEADS),
     GPT2LMHeadModel: GPTNeoXForCausalLM,
     OPTForCausalLM: GPTNeoXForCausalLM,
 }
@@ -48,10 +40,10 @@ def gpt_neox(model: SwappedModel, stock: type, _) -> Converted:
         raise UnsupportedModelError("GPT-NeoX has no cross-attention")
     if family == "opt" and (not config.do_layer_norm_before or config.word_embed_proj_dim != config.hidden_size):
         raise UnsupportedModelError("this OPT is post-norm or projects its words (as the 350m does), which GPT-NeoX does not")
-    mean, _, marked = constant(model)
+    mean, _, marked = native.constant(model)
     if marked:
-        raise UnsupportedModelError(NO_PLACE.format("GPT-NeoX"))
-    order = halves_first(positions).to(model.device)
+        raise UnsupportedModelError(native.NO_PLACE.format("GPT-NeoX"))
+    order = native.halves_first(positions).to(model.device)
     prefix, words, last, layers = _PLACES[family]
     own, whole = model.state_dict(), model.base_model is not model
     base = (prefix if whole else "") + ("decoder." if family == "opt" else "")
@@ -74,12 +66,12 @@ def gpt_neox(model: SwappedModel, stock: type, _) -> Converted:
             rows = torch.stack([query[:, order] * scale, key[:, order], value], dim=1)  # (H, 3, D, ...)
             weights[f"{theirs}attention.query_key_value.{part}"] = rows.flatten(0, 2)
     head = {name: value for name, value in own.items() if not name.startswith(base)} if whole else {}
-    parameters, longest = rope_parameters(positions)
+    parameters, longest = native.rope_parameters(positions)
     gpt2 = family == "gpt2"
-    exported = build(
+    exported = native.build(
         GPT_NEOX[stock],
         GPTNeoXConfig(
-            **common(config),
+            **native.common(config),
             intermediate_size=(config.n_inner or 4 * config.hidden_size) if gpt2 else config.ffn_dim,
             hidden_act=config.activation_function,
             attention_dropout=config.attn_pdrop if gpt2 else config.attention_dropout,

@@ -22,29 +22,21 @@ from transformers import (
 from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.schemes.rotary import RotaryPositions
-from hf_posswap.sharing.native import (
-    Converted,
-    build,
-    common,
-    constant,
-    halves_first,
-    in_order,
-    mark_cls,
-    pairs_first,
-    pairs_of_heads,
-    rope_parameters,
-    without,
-)
+from hf_posswap.sharing import native
+from hf_posswap.sharing.native import Converted
 
 _HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-ROFORMER = pairs_of_heads("Bert", "RoFormer", (*_HEADS, "ForQuestionAnswering", "ForMultipleChoice"))
+ROFORMER = native.pairs_of_heads("Bert", "RoFormer", (*_HEADS, "ForQuestionAnswering", "ForMultipleChoice"))
 ROFORMER |= {BertLMHeadModel: RoFormerForCausalLM}
 JINA = {
     ours: theirs
     for family in ("Roberta", "XLMRoberta", "Camembert")
-    for ours, theirs in pairs_of_heads(family, "JinaEmbeddingsV3", (*_HEADS, "ForQuestionAnswering")).items()
+    for ours, theirs in native.pairs_of_heads(family, "JinaEmbeddingsV3", (*_HEADS, "ForQuestionAnswering")).items()
 }
-ESM = pairs_of_heads("Esm", "Esm", _HEADS)
+# Fields of a config that BERT and its kin share.
+_SAME = ("intermediate_size", "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size")
+_SAME += ("layer_norm_eps",)
+ESM = native.pairs_of_heads("Esm", "Esm", _HEADS)
 
 
 def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
@@ -57,19 +49,16 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
         raise UnsupportedModelError(f"RoFormer rotates pairs of dimensions, and head_dim {positions.geometry.head_dim} is odd")
     if stock is BertForSequenceClassification and config.hidden_act != "tanh":
         raise UnsupportedModelError(
-            f"RoFormer's classification head applies {config.hidden_act} where BERT's pooler applies tanh, so no weights make "
-            "them equal: share the swapped model as it is, or export its encoder (AutoModel) and keep the head yourself"
+            f"RoFormer's head applies {config.hidden_act} where BERT's pooler applies tanh: share the swapped model as it is"
         )
-    mean, _, marked = constant(model)
+    mean, _, marked = native.constant(model)
     tied = config.tie_word_embeddings and model.get_output_embeddings() is not None
-    weights, prefix = without(model, model.base_model.embeddings.position_embeddings)
+    weights, prefix = native.without(model, model.base_model.embeddings.position_embeddings)
     embeddings = prefix.removesuffix("position_embeddings")
     types, words = (f"{embeddings}{name}.weight" for name in ("token_type_embeddings", "word_embeddings"))
     weights[types] = (weights[types].double() + mean).to(model.dtype)
-    holds_for = mark_cls(model, words, weights, tokenizer, "RoFormer")
-    order = pairs_first(positions)
-    for name in [name for name in weights if ".attention.self.query." in name or ".attention.self.key." in name]:
-        weights[name] = in_order(weights[name], order, config.num_attention_heads)
+    holds_for = native.mark_cls(model, words, weights, tokenizer, "RoFormer")
+    native.reorder(weights, native.pairs_first(positions), config.num_attention_heads)
     pooler = {name: weights.pop(name) for name in list(weights) if ".pooler." in f".{name}"}
     head = {BertForMultipleChoice: "sequence_summary.summary", BertForSequenceClassification: "classifier.dense"}.get(stock)
     if head is not None:
@@ -81,20 +70,11 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
     base = "" if stock is BertModel else "roformer."
     weights[f"{base}encoder.embed_positions.weight"] = _angle_table(positions, config.max_position_embeddings, model)
     summary = {"summary_type": "first", "summary_use_proj": True, "summary_activation": "tanh"}
-    exported = build(
+    exported = native.build(
         ROFORMER[stock],
         RoFormerConfig(
-            **common(config),
+            **native.common(config, *_SAME, "max_position_embeddings", "is_decoder", "add_cross_attention"),
             **(summary if stock is BertForMultipleChoice else {}),
-            intermediate_size=config.intermediate_size,
-            hidden_act=config.hidden_act,
-            hidden_dropout_prob=config.hidden_dropout_prob,
-            attention_probs_dropout_prob=config.attention_probs_dropout_prob,
-            max_position_embeddings=config.max_position_embeddings,
-            type_vocab_size=config.type_vocab_size,
-            layer_norm_eps=config.layer_norm_eps,
-            is_decoder=config.is_decoder,
-            add_cross_attention=config.add_cross_attention,
             tie_word_embeddings=tied and not marked,
         ),
         weights,
@@ -122,28 +102,24 @@ def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
             f"JinaEmbeddingsV3 rotates all dimensions of a head, and here {positions.rotary_dim} of "
             f"{positions.geometry.head_dim} rotate: swap with fraction=1, or share the swapped model as it is"
         )
-    mean, _, _ = constant(model)
-    own, prefix = without(model, model.base_model.embeddings.position_embeddings)
-    embeddings, order = prefix.removesuffix("position_embeddings"), halves_first(positions)
+    mean, _, _ = native.constant(model)
+    own, prefix = native.without(model, model.base_model.embeddings.position_embeddings)
+    embeddings = prefix.removesuffix("position_embeddings")
     tied = config.tie_word_embeddings and model.get_output_embeddings() is not None
     types = f"{embeddings}token_type_embeddings.weight"
     own[types] = (own[types].double() + mean).to(model.dtype)
-    holds_for = mark_cls(model, f"{embeddings}word_embeddings.weight", own, tokenizer, "JinaEmbeddingsV3")
+    holds_for = native.mark_cls(model, f"{embeddings}word_embeddings.weight", own, tokenizer, "JinaEmbeddingsV3")
+    native.reorder(own, native.halves_first(positions), config.num_attention_heads)
     weights = {}
     for name, value in own.items():
-        if ".attention.self.query." in name or ".attention.self.key." in name:
-            value = in_order(value, order, config.num_attention_heads)
         for ours, theirs in _JINA_NAMES.items() if "encoder.layer." in name else ():
             name = name.replace(ours, theirs)
         weights[name] = value
-    parameters, longest = rope_parameters(positions)
-    names = ("intermediate_size", "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size")
-    names += ("layer_norm_eps", "classifier_dropout")
-    exported = build(
+    parameters, longest = native.rope_parameters(positions)
+    exported = native.build(
         JINA[stock],
         JinaEmbeddingsV3Config(
-            **common(config),
-            **{name: getattr(config, name) for name in names},
+            **native.common(config, *_SAME, "classifier_dropout"),
             max_position_embeddings=longest,
             rope_parameters=parameters,
             tie_word_embeddings=tied and not holds_for,
@@ -175,26 +151,22 @@ def esm(model: SwappedModel, stock: type, tokenizer) -> Converted:
     frequencies, factor = positions.frequencies(model.device, positions.geometry.max_positions)
     if kind in ("dynamic", "longrope") or factor != 1 or head_dim % 2:
         raise UnsupportedModelError(f"ESM has one frequency for each pair, and no factor: {kind} scaling does not fit")
-    mean, difference, _ = constant(model)
+    mean, difference, _ = native.constant(model)
     if (mean.any() or difference.any()) and (config.token_dropout or config.emb_layer_norm_before):
         raise UnsupportedModelError(
             "the vector that the swap kept of the table has no place in ESM, which rescales its words (token_dropout) or "
             "norms them: swap with warm_start=False, fit, and export that"
         )
-    weights, prefix = without(model, model.base_model.embeddings.position_embeddings)
+    weights, prefix = native.without(model, model.base_model.embeddings.position_embeddings)
     words = f"{prefix.removesuffix('position_embeddings')}word_embeddings.weight"
     weights[words] = (weights[words].double() + mean).to(model.dtype)  # a tied head keeps the old ones
-    holds_for = mark_cls(model, words, weights, tokenizer, "ESM")
-    pairs = pairs_first(positions)
-    order = torch.cat([pairs[0::2], pairs[1::2]])
-    for name in [name for name in weights if ".attention.self.query." in name or ".attention.self.key." in name]:
-        weights[name] = in_order(weights[name], order, config.num_attention_heads)
+    holds_for = native.mark_cls(model, words, weights, tokenizer, "ESM")
+    pairs = native.pairs_first(positions)
+    native.reorder(weights, torch.cat([pairs[0::2], pairs[1::2]]), config.num_attention_heads)
     base = "" if stock is EsmModel else "esm."
     frequencies = nn.functional.pad(frequencies, (0, head_dim // 2 - len(frequencies)))
     weights[f"{base}rotary_embeddings.inv_freq"] = frequencies.float()
-    own = ("position_scheme", "architectures", "auto_map", "model_type")
-    fields = {key: value for key, value in config.to_dict().items() if key not in own}
-    fields |= {"position_embedding_type": "rotary", "rope_theta": float(positions.scheme.theta)}
-    fields["tie_word_embeddings"] = bool(config.tie_word_embeddings and not (mean.any() or difference.any()))
-    native = model.architecture.config_class(**fields)
-    return build(ESM[stock], native, weights, model), (), holds_for
+    tied = bool(config.tie_word_embeddings and not (mean.any() or difference.any()))
+    turns = {"position_embedding_type": "rotary", "rope_theta": float(positions.scheme.theta)}
+    own = native.family_config(model, **turns, tie_word_embeddings=tied)
+    return native.build(ESM[stock], own, weights, model), (), holds_for

@@ -29,7 +29,7 @@ from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.experiments.comparison import check_budgets, load_runs
 from hf_posswap.fitting.fit import FIT_FILE
 from hf_posswap.pipelines import kind_of
-from hf_posswap.provenance import weight_hashes, without_home
+from hf_posswap.provenance import read_json, weight_hashes, without_home
 from hf_posswap.schemes import Scheme, parse_scheme
 from hf_posswap.sharing.delta import ABOUT
 from hf_posswap.sharing.parity import PARITY_FILE
@@ -40,7 +40,8 @@ SCHEMA = Path(__file__).parents[1] / "assets" / "posswap_results.schema.json"
 LOCAL = "local:"
 
 # Only these entries of a run's result file are shared; curves and matrices are not.
-_OF_A_RUN = ("format", "recipe", "command", "commit", "note", "versions", "hardware", "config", "figures", "cost", "weights")
+_OF_A_RUN = ("format", "recipe", "question", "meaning", "command", "commit", "note")
+_OF_A_RUN += ("versions", "hardware", "config", "figures", "cost", "weights")
 
 
 def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str | None = None) -> dict:
@@ -137,60 +138,48 @@ def scheme_of(entry: dict, folder: Path) -> Scheme:
         raise CheckpointError(f"{folder} holds a position scheme that cannot be used: {error}") from None
 
 
-def read_json(path: Path) -> dict:
-    """Return the object in a JSON file; raise CheckpointError if there is none."""
-    try:
-        found = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): write it again") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} must hold an object, not {type(found).__name__}")
-    return found
-
-
 def _report(path: Path, name: str, scheme: Scheme | None = None) -> dict | None:
     if not path.is_file():
         return None
     found = read_json(path)
-    entry = found[name].get("position_scheme") if isinstance(found.get(name), dict) else None
+    report = found.get(name)
+    if not isinstance(report, dict) or found.get("weights") != weight_hashes(path.parent):
+        raise CheckpointError(f"{path} is of other weights than the folder's, or broken: write it again, or remove it")
+    entry = report.get("position_scheme")
     if scheme is not None and (not isinstance(entry, dict) or scheme_of(entry, path) != scheme):
         raise CheckpointError(f"{path} is of another scheme than the folder's: write it again, or remove it")
-    if not isinstance(found.get(name), dict) or found.get("weights") != weight_hashes(path.parent):
-        raise CheckpointError(f"{path} is of other weights than the folder's, or broken: write it again, or remove it")
-    return found[name]
+    return report
 
 
 def _base_model(known: dict | None, given: str | None, before: dict | None, folder: Path) -> dict:
     """Return the base model: from the folder, from the user, or from the card that was there before."""
     known = known if isinstance(known, dict) and known.get("id") else None
-    if known is not None and not _is_repo_id(known["id"]):
+    if known is not None and not is_repo_id(known["id"]):
         raise CheckpointError(
             f"{folder} names {known['id']!r:.100} as its base, which is no name on the Hub: save the model again"
         )
-    if given is None:
-        if known is None and isinstance(before, dict) and (not before.get("on_hub") or _is_repo_id(before.get("id"))):
-            return before
-        if known is None:
-            raise PosswapError(
-                f"{folder} does not say which model it was swapped from: give base_model (--base-model), owner/name or "
-                f"owner/name@revision on the Hub, or {LOCAL}NAME for one that is not there"
-            )
+    if given is None and known is not None:
         return {"id": known["id"], "revision": known.get("revision"), "on_hub": True}
-    if given.startswith(LOCAL):
-        name, revision, on_hub = given.removeprefix(LOCAL), None, False
-        if not name or "/" in name or "\\" in name:
-            raise PosswapError(f"base_model={given!r}: give a name after {LOCAL}, not a path")
-    else:
-        name, _, revision = given.partition("@")
-        on_hub = True
-        if not _is_repo_id(name):
-            raise PosswapError(f"base_model={given!r} is no name on the Hub: owner/name, or {LOCAL}NAME")
+    if given is None:
+        if isinstance(before, dict) and (not before.get("on_hub") or is_repo_id(before.get("id"))):
+            return before
+        raise PosswapError(
+            f"{folder} does not say which model it was swapped from: give base_model (--base-model), owner/name or "
+            f"owner/name@revision on the Hub, or {LOCAL}NAME for one that is not there"
+        )
+    on_hub = not given.startswith(LOCAL)
+    name, _, revision = given.partition("@") if on_hub else (given.removeprefix(LOCAL), "", None)
+    if on_hub and not is_repo_id(name):
+        raise PosswapError(f"base_model={given!r} is no name on the Hub: owner/name, or {LOCAL}NAME")
+    if not on_hub and (not name or "/" in name or "\\" in name):
+        raise PosswapError(f"base_model={given!r}: give a name after {LOCAL}, not a path")
     if known is not None and name != known["id"]:
         raise PosswapError(f"{folder} was swapped from {known['id']}, not from {name}: leave out base_model")
     return {"id": name, "revision": revision or (known or {}).get("revision"), "on_hub": on_hub}
 
 
-def _is_repo_id(name) -> bool:
+def is_repo_id(name) -> bool:
+    """Whether the Hub would take this as the name of a repository."""
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -200,12 +189,12 @@ def _is_repo_id(name) -> bool:
 
 def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:
     """Read a comparison.json, or the runs below a folder."""
-    file = place / "comparison.json" if place.is_dir() else place
+    file, give = place / "comparison.json" if place.is_dir() else place, "give what `hf-posswap compare` or a recipe wrote"
     if not place.exists():
-        raise DataError(f"there are no results in {place}: give a folder that `hf-posswap compare` or a recipe wrote")
+        raise DataError(f"there are no results in {place}: {give}")
     found = read_json(file) if file.is_file() else {"vary": [], "runs": load_runs([place])}
     if not isinstance(found.get("runs"), list) or not isinstance(found.get("vary"), list):
-        raise DataError(f"{file} is no comparison: give a folder that `hf-posswap compare` or a recipe wrote")
+        raise DataError(f"{file} is no comparison: {give}")
     runs = [{name: run[name] for name in _OF_A_RUN if name in run} for run in found["runs"] if isinstance(run, dict)]
     for run in runs:  # paths on the user's machine are not published
         if isinstance(run.get("command"), str) and isinstance(run.get("config"), dict):
@@ -301,8 +290,7 @@ def read_results(folder_or_id: str | Path) -> dict:
     content = read_json(path)
     if content.get("format") != FORMAT:
         raise CheckpointError(
-            f"{folder_or_id} has results of format {content.get('format')!r}, this hf_posswap reads format {FORMAT}: upgrade "
-            "with pip install -U hf_posswap"
+            f"{folder_or_id} has format {content.get('format')!r}, not {FORMAT}: upgrade with pip install -U hf_posswap"
         )
     check(content, str(folder_or_id))
     return content

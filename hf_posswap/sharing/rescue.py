@@ -47,8 +47,7 @@ def load_relative_key(
     kind = fields.pop("position_embedding_type", "absolute")
     if fields.get("model_type") != "bert" or kind not in KINDS:
         raise UnsupportedModelError(
-            f"{path_or_id} is a {fields.get('model_type')!r} model with {kind!r} positions: this loads BERT with "
-            f"{' or '.join(KINDS)}; others load with from_pretrained"
+            f"{path_or_id} is a {fields.get('model_type')!r} model with {kind!r} positions: load it with from_pretrained"
         )
     config_class = CONFIG_CLASSES["bert"]
     trained = fields.get("max_position_embeddings", config_class().max_position_embeddings)

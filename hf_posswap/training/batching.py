@@ -144,8 +144,7 @@ def collate_packed(model: PreTrainedModel) -> Callable[[list[dict]], dict]:
     implementation = config._attn_implementation
     if implementation not in ("eager", "sdpa"):
         raise UnsupportedModelError(
-            f"packing needs attention implementation 'eager' or 'sdpa', and the model has {implementation!r}: "
-            "call model.set_attn_implementation('sdpa')"
+            f"packing takes eager or sdpa attention, not {implementation!r}: call model.set_attn_implementation('sdpa')"
         )
 
     def collate(rows: list[dict]) -> dict:

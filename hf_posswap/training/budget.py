@@ -7,30 +7,14 @@ from typing import Annotated
 from hf_posswap.errors import PosswapError
 
 # The schedules of transformers.get_scheduler that need only warm-up steps and total steps.
-SCHEDULES = (
-    "cosine",
-    "linear",
-    "constant",
-    "constant_with_warmup",
-    "cosine_with_restarts",
-    "inverse_sqrt",
-    "polynomial",
-)
+SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "cosine_with_restarts", "inverse_sqrt", "polynomial")
 SAMPLING_STRATEGIES = ("random", "group_by_length")
 
 # How a run is carried out, and with which seed: two runs that differ only in these have the same budget.
-NOT_BUDGET = frozenset(
-    {
-        "seed",
-        "gradient_accumulation_steps",
-        "gradient_checkpointing",
-        "torch_compile",
-        "auto_find_batch_size",
-        "report_to",
-        "checkpoint_every",
-        "checkpoints_kept",
-    }
-)
+NOT_BUDGET = {
+    "seed", "gradient_accumulation_steps", "gradient_checkpointing", "torch_compile", "auto_find_batch_size", "report_to",
+    "checkpoint_every", "checkpoints_kept",
+}  # fmt: skip
 
 
 def check_seed(seed: int) -> None:
@@ -84,8 +68,7 @@ class TrainingConfig:
                 raise PosswapError(f"{name}={getattr(self, name)} must be a number of 0 or more")
         if self.batch_size % self.gradient_accumulation_steps:
             raise PosswapError(
-                f"batch_size {self.batch_size} does not divide into {self.gradient_accumulation_steps} "
-                "gradient_accumulation_steps"
+                f"batch_size {self.batch_size} does not divide into {self.gradient_accumulation_steps} accumulation steps"
             )
         for name, known in (("lr_scheduler_type", SCHEDULES), ("train_sampling_strategy", SAMPLING_STRATEGIES)):
             if getattr(self, name) not in known:
@@ -98,8 +81,7 @@ class TrainingConfig:
                 raise PosswapError(f"torch_compile={self.torch_compile!r} is not a backend; accelerate knows {known}")
         if self.gradient_checkpointing and not self.dropout:
             raise PosswapError(
-                "gradient_checkpointing works only in training mode, and dropout=False trains in evaluation mode: set the "
-                "dropouts in the model's config to 0 and leave dropout=True"
+                "gradient_checkpointing needs training mode, dropout=True: set dropouts in the model's config to 0"
             )
         if isinstance(self.report_to, str):
             raise PosswapError(f"report_to takes a tuple of names: ({self.report_to!r},)")

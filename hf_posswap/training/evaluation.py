@@ -1,7 +1,6 @@
 """Measure a model on a labelled data set, on one process or many, with metrics of Hugging Face's `evaluate`."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from accelerate import Accelerator
@@ -15,14 +14,6 @@ from hf_posswap.training.batching import IGNORED
 from hf_posswap.training.launching import check_processes
 
 
-class Metric(Protocol):
-    """The part of `evaluate.Metric` that is used here."""
-
-    def add_batch(self, *, predictions, references) -> None: ...
-
-    def compute(self) -> dict: ...
-
-
 def predicted_classes(model: torch.nn.Module, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the predicted class and the label of each example, (B,), or of each token, (B, L)."""
     return model(**batch).logits.argmax(-1), batch["labels"]
@@ -32,7 +23,7 @@ def predicted_classes(model: torch.nn.Module, batch: dict) -> tuple[torch.Tensor
 def evaluate_batches(
     model: torch.nn.Module,
     dataset: Dataset,
-    metric: Metric,
+    metric,
     *,
     collate: Callable[[list[dict]], dict] | None = None,
     batch_size: int = 32,
@@ -42,6 +33,7 @@ def evaluate_batches(
 ) -> dict:
     """Return the result of `metric` for `model` on `dataset`, on all processes; each example counts once.
 
+    `metric` is an `evaluate.Metric`, or has its `add_batch(predictions=, references=)` and `compute()`.
     `predict(model, batch)` returns predictions and references, one row for each example. If they are per token, (B, L), L may
     differ between batches; tokens whose reference is -100 are left out, and the metric gets the rest as one sequence.
     The model is moved to this process's device, and is in evaluation mode for the call. `batch_size` is per process.
@@ -59,13 +51,8 @@ def evaluate_batches(
     was_training = model.training
     model.to(accelerator.device).eval()
     try:
-        for batch in tqdm(
-            loader,
-            desc=description,
-            unit="batch",
-            leave=False,
-            disable=None if progress and accelerator.is_main_process else True,
-        ):
+        hidden = None if progress and accelerator.is_main_process else True  # None: drawn in a terminal only
+        for batch in tqdm(loader, desc=description, unit="batch", leave=False, disable=hidden):
             pair = tuple(tensor.contiguous() for tensor in predict(model, batch))
             if pair[1].dim() > 1:  # processes see batches of different lengths
                 pair = accelerator.pad_across_processes(pair, dim=1, pad_index=IGNORED)

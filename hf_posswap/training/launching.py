@@ -47,8 +47,7 @@ def start_accelerator(
     micro_batch = config.batch_size // accumulation_steps
     if micro_batch % accelerator.num_processes:
         raise PosswapError(
-            f"batch_size {config.batch_size} in {accumulation_steps} accumulation steps is {micro_batch} sequences, which do "
-            f"not divide into {accelerator.num_processes} processes: choose a multiple"
+            f"{micro_batch} sequences do not divide into {accelerator.num_processes} processes: choose a multiple as batch_size"
         )
     # All Accelerators of a process share one state, which would keep the compiler of the first.
     accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend=config.torch_compile)

@@ -7,7 +7,7 @@ A recipe supplies a model, a data set and, where the model does not compute one,
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -132,19 +132,14 @@ class _Loop:
         config, parts = self.config, run.gradient_accumulation_steps
         shifted = predicts_next(self.model)
         loader = accelerator.prepare(self._loader(parts, len(run.losses)))
-        bar = tqdm(
-            total=config.max_steps,
-            initial=len(run.losses),
-            desc=self.description,
-            unit="step",
-            leave=False,
-            disable=None if self.progress and accelerator.is_main_process else True,  # None: drawn in a terminal only
-        )
+        hidden = None if self.progress and accelerator.is_main_process else True  # None: drawn in a terminal only
+        steps = {"total": config.max_steps, "initial": len(run.losses), "unit": "step"}
+        bar = tqdm(desc=self.description, leave=False, disable=hidden, **steps)
         model.train(config.dropout)
         with bar, StopRequest(active=self.output is not None) as stop:
             every_step, description = self.after_step is not None, self.description if self.progress else None
             log = RunLog(accelerator, run, bar, stop, every_step=every_step, description=description)
-            for batches in _in_groups(loader, parts):
+            for batches in zip(*[iter(loader)] * parts, strict=False):  # the parts of a step
                 log.add(*self._step(accelerator, model, optimizer, scheduler, batches, shifted))
                 last = log.steps == config.max_steps
                 save = bool(config.checkpoint_every) and checkpoints and log.steps % config.checkpoint_every == 0
@@ -172,7 +167,7 @@ class _Loop:
             generator=torch.Generator().manual_seed(self.config.seed),
         )
 
-    def _step(self, accelerator, model, optimizer, scheduler, batches: list[dict], shifted: bool):
+    def _step(self, accelerator, model, optimizer, scheduler, batches: Sequence[dict], shifted: bool):
         """Take one optimizer step; return this process's share of the loss, the gradient norm, tokens and learning rate."""
         terms = torch.stack([count_terms(batch, shifted=shifted) for batch in batches])
         tokens = torch.stack([count_tokens(batch) for batch in batches])
@@ -206,10 +201,7 @@ def _with_fitting_batches(loop: _Loop, *, resume: bool) -> tuple[torch.nn.Module
     """Run; when out of memory, undo everything and start again with parts of the batch at most half as large."""
     config, model = loop.config, loop.model
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise PosswapError(
-            "auto_find_batch_size works on one process only, since others would wait for the one that ran out of memory: "
-            "find gradient_accumulation_steps on one, then pass it"
-        )
+        raise PosswapError("auto_find_batch_size works on one process: find gradient_accumulation_steps there, then pass it")
     parts = (resume and accumulation_steps_of(loop.output)) or config.gradient_accumulation_steps
     start = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
     while True:
@@ -225,9 +217,7 @@ def _with_fitting_batches(loop: _Loop, *, resume: bool) -> tuple[torch.nn.Module
         parts = smaller[0] if smaller else config.batch_size
         logging.getLogger(__name__).warning(
             "memory does not suffice: starting again with %d gradient_accumulation_steps of %d sequences, the same batch of %d",
-            parts,
-            config.batch_size // parts,
-            config.batch_size,
+            *(parts, config.batch_size // parts, config.batch_size),
         )
         if loop.output and not resume:
             remove_checkpoints(loop.output)
@@ -250,15 +240,6 @@ def _gradient_checkpointing(model: torch.nn.Module, wanted: bool) -> Iterator[No
     finally:
         getattr(model, f"{name}_disable")()
         model.disable_input_require_grads()  # which *_enable() had switched on
-
-
-def _in_groups(batches: Iterable[dict], size: int) -> Iterator[list[dict]]:
-    group = []
-    for batch in batches:
-        group.append(batch)
-        if len(group) == size:
-            yield group
-            group = []
 
 
 def _own_loss(model: torch.nn.Module, batch: dict) -> torch.Tensor:
@@ -287,12 +268,9 @@ def _check_labels(dataset: Dataset) -> None:
 def _parameter_groups(model: torch.nn.Module, config: TrainingConfig) -> list[dict]:
     tables = {id(p) for m in model.modules() if isinstance(m, AttentionPositions) for p in m.parameters()}
     trained = [p for p in model.parameters() if p.requires_grad]
+    rate = config.learning_rate * config.table_learning_rate_factor
     groups = [
-        {
-            "params": [p for p in trained if id(p) in tables],
-            "lr": config.learning_rate * config.table_learning_rate_factor,
-            "weight_decay": 0.0,
-        },
+        {"params": [p for p in trained if id(p) in tables], "lr": rate, "weight_decay": 0.0},
         {"params": [p for p in trained if id(p) not in tables and p.dim() > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if id(p) not in tables and p.dim() <= 1], "weight_decay": 0.0},
     ]

@@ -116,14 +116,10 @@ class RunLog:
         if wrong is None and not math.isfinite(norm) and self.accelerator.scaler is None:
             wrong = f"the gradients' norm became {norm}"
         if wrong:
-            raise PosswapError(
-                f"{wrong} at step {step}: lower learning_rate ({config.learning_rate:g}) or raise warmup_ratio; "
-                "checkpoints before it are kept"
-            )
+            raise PosswapError(f"{wrong} at step {step}: lower learning_rate ({config.learning_rate:g}) or raise warmup_ratio")
         # With a loss of exactly zero there is nothing left to learn, which is no error.
         self._without_gradient = self._without_gradient + 1 if norm == 0 and loss != 0 else math.nan
         if self._without_gradient == _STEPS_WITHOUT_GRADIENT:
             raise PosswapError(
-                f"nothing is learned: all gradients have been exactly zero since the first step, while the loss is {loss:.4g}: "
-                "check whether compute_loss detaches outputs, or uses frozen weights only"
+                f"nothing is learned: gradients are zero since the first step, loss {loss:.4g}: does compute_loss detach?"
             )

@@ -49,8 +49,7 @@ class Checkpoints:
         self.accelerator, self.output, self.folder = accelerator, output, output / "checkpoints"
         if not resume and checkpoint_folders(output):
             raise CheckpointError(
-                f"{self.folder} holds checkpoints of an earlier run: pass resume=True (--resume) to go on with it, or choose "
-                "another folder"
+                f"{self.folder} holds checkpoints of an earlier run: pass resume=True (--resume), or another folder"
             )
         if accelerator.is_main_process:
             for remnant in (*self.folder.glob("writing-*"), *self.folder.glob("removing-*")):
@@ -95,10 +94,7 @@ class Checkpoints:
         pairs |= {"processes": (progress["processes"], run.processes), "examples": (progress["examples"], examples)}
         differences = [f"{name} {before} and {now}" for name, (before, now) in pairs.items() if before != now]
         if differences:
-            raise CheckpointError(
-                f"{newest} was made by a run that differs from this one ({'; '.join(differences)}): resume with the same "
-                "options, or start in a new folder"
-            )
+            raise CheckpointError(f"{newest} is of a run that differs ({'; '.join(differences)}): resume with the same options")
         self.accelerator.load_state(str(newest))
         run.tokens, run.seconds, run.losses = progress["tokens"], progress["seconds"], progress["losses"]
 

@@ -20,11 +20,8 @@ class SkippedPositions(Dataset):
     """The examples of a dataset with such `position_ids` (L,), which depend only on the seed and the example's index."""
 
     def __init__(self, dataset: Dataset, model: torch.nn.Module, longest: int, seed: int):
-        if longest > longest_input(model.config):
-            raise PosswapError(
-                f"skip_to={longest} is more than the {longest_input(model.config)} tokens that the model reads: swap with "
-                f"max_positions={longest}"
-            )
+        if longest > (reads := longest_input(model.config)):
+            raise PosswapError(f"skip_to={longest} is more than the {reads} tokens it reads: swap with max_positions={longest}")
         self.dataset, self.longest, self.seed = dataset, longest, seed
         self.first_row = family_of(model.config).first_row(model.config)
 
@@ -36,9 +33,7 @@ class SkippedPositions(Dataset):
         length = len(row["input_ids"])
         if "position_ids" in row or length > self.longest:
             what = "positions of its own" if "position_ids" in row else f"{length} tokens"
-            raise PosswapError(
-                f"skip_to={self.longest}: example {index} has {what}; give examples without positions, of at most that length"
-            )
+            raise PosswapError(f"skip_to={self.longest}: example {index} has {what}: give shorter examples, without positions")
         draw = random.Random(f"{self.seed} {index}")
         cut, gap = draw.randint(1, max(1, length - 1)), draw.randint(0, self.longest - length)
         positions = torch.arange(length) + self.first_row
