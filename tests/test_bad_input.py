@@ -226,11 +226,13 @@ class FailsLater:
     ],
 )
 def test_failure_in_the_middle(make_model, family, first, place, monkeypatch, tokens):
-    """A swap that fails half-way leaves the model, swapped before or not, bit for bit and still restorable."""
+    """A swap that fails half-way leaves the model, swapped and fitted before or not, bit for bit and still restorable."""
     model = make_model(family)
     original = model(tokens).logits
     if first is not None:
         posswap.swap(model, first, max_positions=40)
+    if first == "relative:clip=3":
+        posswap.fit(model, torch.randint(2, 98, (99, 16)), reconstruct=20, progress=False)
     before, logits = snapshot(model), model(tokens).logits
     scheme = "rotary:fraction=0.5"
     if "layer" in place:

@@ -15,10 +15,12 @@ from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
 import hf_posswap as posswap
+from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.commands import demo as commands_demo
 from hf_posswap.commands.new_folder import new_folder
 from hf_posswap.data.text import embedded_documents
 from hf_posswap.provenance import weight_hashes
+from hf_posswap.schemes import SCHEMES
 
 
 @pytest.fixture
@@ -278,3 +280,9 @@ def test_demo(tmp_path, monkeypatch, capsys):
     assert posswap.describe(AutoModel.from_pretrained(model)).max_positions == 512
     card = (model / "README.md").read_text()
     assert "stdlib-gpt2" in card and "apache-2.0" in card and ".writing" not in card
+
+
+def test_the_first_help_names_all():
+    """The text stands where nothing heavy is imported: it names every scheme and every family all the same."""
+    text = hf_posswap_cli._about.__doc__
+    assert [name for name in (*SCHEMES, *ARCHITECTURES) if not re.search(rf"\b{name}\b", text)] == []

@@ -276,3 +276,12 @@ def test_scheme_strings(text, scheme):
     assert parse_scheme(text) == scheme
     assert scheme_from_dict(scheme.to_dict()) == scheme
     assert parse_scheme(str(scheme)) == scheme
+
+
+@pytest.mark.parametrize("scheme", [posswap.Relative(), posswap.Rotary(), posswap.Alibi(), posswap.Buckets()], ids=str)
+def test_initial_values(scheme):
+    """What transformers fills a module with that was built without weights is what building it with weights gives."""
+    module = scheme.attention_module(geometry())
+    values = module.initial_values()
+    assert values.keys() == dict(module.named_parameters()).keys()
+    assert all(torch.equal(values[name], parameter) for name, parameter in module.named_parameters())

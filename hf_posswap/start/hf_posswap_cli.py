@@ -66,11 +66,11 @@ def _about(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
     ] = False,
 ):
-    """Swap the position scheme of pretrained BERT and GPT-2 models, and measure what it costs.
+    """Swap the position scheme of pretrained encoders and decoders, and measure what it costs.
 
-    Schemes are learned, sinusoidal, relative, rotary, none and ladder. Models are folders and Hub ids of BERT, RoBERTa and
-    GPT-2 models, with any head; minilm and stdlib-gpt2 are built in and need no download. `hf-posswap COMMAND --help` has the
-    options.
+    Schemes are learned, sinusoidal, relative, rotary, alibi, buckets, none and ladder. Models are folders and Hub ids of bert,
+    roberta, xlm-roberta, camembert, distilbert, electra, esm, gpt2, opt and biogpt models, with any head, and
+    pipelines of sentence-transformers; minilm and stdlib-gpt2 are built in. `hf-posswap COMMAND --help` has the options.
     """
 
 
