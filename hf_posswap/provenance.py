@@ -80,14 +80,24 @@ def provenance(program: str = "hf-posswap") -> dict:
 
 def weight_hashes(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each weight file of a saved model: a result names the weights it was measured on."""
-    hashes = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
-            while part := file.read(1 << 20):
-                digest.update(part)
-        hashes[path.name] = digest.hexdigest()
-    return hashes
+    return {path.name: _sha256(path) for path in sorted(folder.glob("*.safetensors"))}
+
+
+def input_hashes(options: dict) -> dict[str, dict[str, str]]:
+    """Return, for each option that is a file or folder, the SHA-256 of that file or of the folder's files, by name."""
+    places = {name: Path(value) for name, value in options.items() if isinstance(value, str) and value and Path(value).exists()}
+    return {
+        name: {path.name: _sha256(path) for path in (sorted(place.iterdir()) if place.is_dir() else [place]) if path.is_file()}
+        for name, place in places.items()
+    }
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def without_home(text: str) -> str:

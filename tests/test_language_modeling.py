@@ -1,7 +1,9 @@
 """Losses token by token against naive loops, masks that resume, a head for a model without one, and two recipes end to end."""
 
+import hashlib
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import MaskedBlocks, TextConfig, documents, mask_tokens, masked_lm_loss, train_head
 from hf_posswap.measure.damage import perplexity
 from hf_posswap.measure.losses import loss_by_position, mean_loss, sliding_window_losses, token_losses
+from hf_posswap.provenance import weight_hashes
 from hf_posswap.training import TrainingConfig, run_state, train
 
 SENTENCES = ("the cat sat on the mat and then it was happy", "a sad dog ran under the log and it sat then")
@@ -359,6 +362,9 @@ def test_read_on(gpt2, text, result, tmp_path):
     assert tuned["figures"]["select_loss"] < tuned["figures"]["start_loss_64"]
     assert all(list(one["figures"]) == ["loss_32", "loss_64", "loss_128"] for one in results.values())
     assert results["whole"]["figures"] != results["near"]["figures"]
+    inputs = results["near"]["inputs"]
+    assert inputs.keys() == {"model", "train_file"} and weight_hashes(Path(gpt2)).items() <= inputs["model"].items()
+    assert inputs["train_file"] == {"text.txt": hashlib.sha256(Path(text).read_bytes()).hexdigest()}
     generation = results["near"]["details"]["generation"]
     assert list(results["near"]["details"]["milliseconds a token read"]) == ["32", "64", "128"]
     assert generation["tokens"] == 60 and generation["keys in the cache"] == 8 + 2 - 1

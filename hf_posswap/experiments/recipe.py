@@ -33,11 +33,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import longest_input
+from hf_posswap.assets import model_source
 from hf_posswap.errors import CheckpointError, Interrupted, PosswapError
 from hf_posswap.experiments.models import cost, load_model, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig, RunOptions, SwapOptions, command_line, read_config
 from hf_posswap.pipelines import is_pipeline
-from hf_posswap.provenance import lock, prepare_output, provenance, weight_hashes, without_home, write_json
+from hf_posswap.provenance import input_hashes, lock, prepare_output, provenance, weight_hashes, without_home, write_json
 from hf_posswap.terminal import run_program
 from hf_posswap.training.launching import save_trained
 
@@ -87,6 +88,8 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
             asked = {"question": config.QUESTION, "meaning": config.FIGURES} if config.QUESTION else {}
             kept = {"weights": weight_hashes(output / "model")} if keep else {}
             about = {"format": FORMAT, "recipe": program, **asked, **provenance(run_by), "config": asdict(config)}
+            given = asdict(config) | ({"model": model_source(config.model)} if hasattr(config, "model") else {})
+            about["inputs"] = input_hashes(given)
             write_json(output / "result.json", {**about, **answer, **kept})
             _show(answer["figures"], output / "result.json")
 
