@@ -116,6 +116,12 @@ def without_home(text: str) -> str:
     return text if short == parts else shlex.join(short)
 
 
+def published(run: dict) -> dict:
+    """Return a run without the paths of this machine in its command and options."""
+    cut = {k: without_home(v) if isinstance(v, str) and Path(v).is_absolute() else v for k, v in run["config"].items()}
+    return run | {"command": without_home(run["command"]), "config": cut}
+
+
 def write_json(path: Path, content: dict) -> None:
     """Write a file as a whole: a process that is killed leaves the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from hf_posswap.experiments.comparison import (
     rows_of,
     verdict,
 )
-from hf_posswap.provenance import write_json
+from hf_posswap.provenance import published, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,7 +39,7 @@ def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = ()
     text = "\n\n".join(part for part in (concluded, table, paired, background(runs)) if part) + "\n"
     output.mkdir(parents=True, exist_ok=True)
     written = [output / "comparison.json", output / "comparison.md", output / "comparison.html"]
-    write_json(written[0], {"format": 1, "vary": list(vary), "runs": runs})
+    write_json(written[0], {"format": 1, "vary": list(vary), "runs": [published(run) for run in runs]})
     written[1].write_text(text)
     written[2].write_text(_page(runs, text, pictures))
     for name, figure in pictures.items():

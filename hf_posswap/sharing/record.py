@@ -29,7 +29,7 @@ from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.experiments.comparison import check_budgets, load_runs
 from hf_posswap.fitting.fit import FIT_FILE
 from hf_posswap.pipelines import kind_of
-from hf_posswap.provenance import read_json, weight_hashes, without_home
+from hf_posswap.provenance import published, read_json, weight_hashes
 from hf_posswap.schemes import Scheme, parse_scheme
 from hf_posswap.sharing.delta import ABOUT
 from hf_posswap.sharing.parity import PARITY_FILE
@@ -196,12 +196,8 @@ def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:
     if not isinstance(found.get("runs"), list) or not isinstance(found.get("vary"), list):
         raise DataError(f"{file} is no comparison: {give}")
     runs = [{name: run[name] for name in _OF_A_RUN if name in run} for run in found["runs"] if isinstance(run, dict)]
-    for run in runs:  # paths on the user's machine are not published
-        if isinstance(run.get("command"), str) and isinstance(run.get("config"), dict):
-            run["command"] = without_home(run["command"])
-            run["config"] = {
-                k: without_home(v) if isinstance(v, str) and Path(v).is_absolute() else v for k, v in run["config"].items()
-            }
+    known = (isinstance(run.get("command"), str) and isinstance(run.get("config"), dict) for run in runs)
+    runs = [published(run) if right else run for run, right in zip(runs, known, strict=True)]
     comparison = {"vary": found["vary"], "runs": runs}
     _check(comparison, str(file), comparison=True)
     if not own_rows(runs, scheme):
