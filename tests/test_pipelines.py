@@ -117,7 +117,7 @@ def test_fit_on_texts(make_pipeline, make_model, bert_tokenizer):
     plain = [posswap.swap(make_model("bert"), "rotary") for _ in range(2)]
     with pytest.raises(posswap.DataError, match="posswap.text_batches"):
         posswap.fit(plain[0], texts)
-    with pytest.raises(posswap.DataError, match="texts in a list"):
+    with pytest.raises(posswap.DataError, match="must be a list of texts"):
         posswap.fit(plain[0], LONG)
     one = posswap.fit(plain[0], texts, tokenizer=bert_tokenizer, reconstruct=2, progress=False)
     batches = posswap.text_batches(texts, bert_tokenizer, 32)

@@ -18,6 +18,7 @@ def test_help_waits_for_no_library():
     for option in ("--help", "--version", "--show-completion=bash"):
         code = f"""
 import os, sys
+os.environ["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"  # the tests may not run under a shell
 before = set(sys.modules)
 import hf_posswap_cli
 sys.argv = ["hf-posswap", *{option.split("=")!r}]

@@ -223,7 +223,7 @@ def test_shared(make_model, tmp_path, text):
     assert posswap.describe(again).span == Span(6, 2)
     with torch.no_grad():
         assert torch.equal(again(text).logits, model(text).logits)
-    with pytest.raises(posswap.UnsupportedModelError, match="no class of transformers attends to distances below 6"):
+    with pytest.raises(posswap.UnsupportedModelError, match="no class of transformers has a span of 6"):
         posswap.export_native(model)
     model.save_pretrained(tmp_path / "model")
     assert "**rotary positions**" in posswap.write_card(tmp_path / "model", base_model="org/tiny").read_text()

@@ -144,7 +144,7 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
     given = [batches] if isinstance(batches, torch.Tensor) or hasattr(batches, "keys") else batches
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise DataError(
-            f"batches must be texts, token ids (N, L), or an iterable of these or of dicts, not {type(given).__name__}"
+            f"batches must be a list of texts, token ids (N, L), or an iterable of these or dicts, not {type(given).__name__}"
         )
     for batch in given:
         batch = dict(batch) if hasattr(batch, "keys") else {"input_ids": batch}
