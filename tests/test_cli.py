@@ -230,7 +230,7 @@ def test_too_much_memory_is_one_line(program, monkeypatch):
 
 def test_threads_do_not_spin(program, monkeypatch):
     """Where the user has said nothing of it, waiting threads spin for a short while only."""
-    for given, expected in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None)):
+    for given, expected in (({}, "500"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None)):
         with monkeypatch.context() as patch:
             for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
                 patch.delenv(name, raising=False)

@@ -83,7 +83,7 @@ def main() -> None:
     # A thread that spins at a barrier for one that has lost its core makes a busy machine ten times as slow. torch reads this
     # when it is imported, and so do the processes that `compare` starts. See recipes/README.md.
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "500")
     os.environ["MPLBACKEND"] = "agg"  # pictures go to files; another backend, or none of this name, may not be there
     try:
         app()
