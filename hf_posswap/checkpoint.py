@@ -94,7 +94,7 @@ def on_hub(name_or_path: str) -> dict[str, str | None] | None:
 def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
     """Return the scheme and the trained length that a swapped model's config holds."""
     entry = getattr(config, "position_scheme", None)
-    if not isinstance(entry, dict) or not isinstance(entry.get("trained_positions"), int):
+    if not isinstance(entry, dict) or type(entry.get("trained_positions")) is not int:
         raise CheckpointError(
             f"a config of type {config.model_type!r} needs a complete `position_scheme` entry, it has {entry!r}: load the "
             "plain checkpoint and call posswap.swap on it"
@@ -112,8 +112,9 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
             f"{entry.get('name')} was made for {entry['made_for_positions']} positions, and its weights do not fit "
             f"{longest}: load it without max_position_embeddings, or swap the original model"
         )
-    if not isinstance(entry.get("fitted_length", 1), int):
-        raise CheckpointError(f"config.json has fitted_length={entry['fitted_length']!r}: it must be a number of tokens")
+    fitted_length = entry.get("fitted_length", 1)
+    if type(fitted_length) is not int or fitted_length < 1:
+        raise CheckpointError(f"config.json has fitted_length={fitted_length!r}: it must be a number of tokens, 1 or more")
     if trained_positions < 1 or longest < 1:
         raise CheckpointError(
             f"config.json has trained_positions={trained_positions} and max positions {longest}: both must be 1 or more; the "

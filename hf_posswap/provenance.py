@@ -84,12 +84,17 @@ def weight_hashes(folder: Path) -> dict[str, str]:
 
 
 def input_hashes(options: dict) -> dict[str, dict[str, str]]:
-    """Return, for each option that is a file or folder, the SHA-256 of that file or of the folder's files, by name."""
-    places = {name: Path(value) for name, value in options.items() if isinstance(value, str) and value and Path(value).exists()}
-    return {
-        name: {path.name: _sha256(path) for path in (sorted(place.iterdir()) if place.is_dir() else [place]) if path.is_file()}
-        for name, place in places.items()
-    }
+    """Return, for each option that names files or folders, the SHA-256 of those files and of the folders' files, by name."""
+    found = {}
+    for name, value in options.items():
+        several = isinstance(value, tuple)  # of folders whose files have the same names
+        places = [Path(one) for one in (value if several else (value,)) if isinstance(one, str) and one]
+        files = [
+            file for place in places for file in (sorted(place.iterdir()) if place.is_dir() else [place]) if file.is_file()
+        ]
+        if files:
+            found[name] = {"/".join(file.parts[-1 - several :]): _sha256(file) for file in files}
+    return found
 
 
 def _sha256(path: Path) -> str:

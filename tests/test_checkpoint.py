@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 from dataclasses import asdict
+from operator import attrgetter
 
 import pytest
 import torch
@@ -301,6 +302,25 @@ def test_missing_position_weights(make_swapped, family, scheme, lost, tmp_path):
     with pytest.raises(posswap.PosswapError, match="lacks position weights") as raised:
         AUTO[family].from_pretrained(tmp_path)
     assert all(name in str(raised.value) for name in dropped)
+
+
+@pytest.mark.parametrize(("family", "scheme"), [("bert", "rotary"), ("gpt2", "alibi"), ("opt", "rotary"), ("opt", "alibi")])
+def test_built_on_meta(make_swapped, family, scheme):
+    """A model that is built empty and then initialised, as transformers loads, has the values of one built directly."""
+    model = make_swapped(family, scheme, max_positions=40)
+    kind, config = type(model), model.config
+    with torch.device("meta"):
+        built = kind(config)
+    built.to_empty(device="cpu")
+    for tensor in (*built.parameters(), *built.buffers()):
+        tensor.data.fill_(77)
+    built.init_weights()
+    direct = kind(config)
+    held = [
+        (key, name) for key, part in direct.named_modules() if hasattr(part, "initial_values") for name in part.initial_values()
+    ]
+    values = [f"{key}.{name}" for key, name in held] + [name for name, _ in direct.named_buffers()]
+    assert held and [name for name in values if not torch.equal(attrgetter(name)(direct), attrgetter(name)(built))] == []
 
 
 def test_position_weights_of_another_shape(make_swapped, family, tmp_path):

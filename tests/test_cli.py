@@ -11,6 +11,7 @@ import hf_posswap_cli
 import pytest
 from conftest import WORDS, run_python
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -226,6 +227,19 @@ def test_too_much_memory_is_one_line(program, monkeypatch):
     monkeypatch.setattr("hf_posswap.commands.describe.open_model", lambda *_, **__: bytearray(2**62))
     code, out, err = program("describe", "x")
     assert code == 2 and "not enough memory" in err
+
+
+@pytest.mark.parametrize("family", ["roberta", "distilbert", "gpt2", "opt"])
+def test_checkpoint_without_its_table(make_model, program, tmp_path, family):
+    """A position table that the weights lack would be random: that is refused, whatever the family calls it."""
+    make_model(family).save_pretrained(place := tmp_path / "plain")
+    owner, name = ARCHITECTURES[family].table_owner(model := AutoModel.from_pretrained(place))
+    table = next(key for key, value in model.named_modules() if value is getattr(owner, name))
+    weights = load_file(place / "model.safetensors")
+    lost = [key for key in weights if key.endswith(f"{table}.weight")]
+    save_file({key: value for key, value in weights.items() if key not in lost}, place / "model.safetensors", {"format": "pt"})
+    code, out, err = program("swap", place, "--scheme", "rotary", "--output", tmp_path / "swapped")
+    assert code == 2 and f"{table}.weight, which would be random" in err and not (tmp_path / "swapped").exists()
 
 
 def test_threads_do_not_spin(program, monkeypatch):

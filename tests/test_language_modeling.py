@@ -344,10 +344,12 @@ def test_length_extrapolation(gpt2, text, result, tmp_path):
     assert first[0] == pytest.approx(first[1], abs=1e-5)
 
 
-def test_read_on(gpt2, text, result, tmp_path):
+def test_read_on(gpt2, text, result, tmp_path, monkeypatch):
     """Losses by position, the original's behind its window; a span reaches the model, and its cache does not grow."""
     given = {name: value for name, value in TINY.items() if name in ("evaluation_tokens", "fit_tokens", "fit_steps")}
     options = {"model": gpt2, "train_file": text, **given, "factor": 4, "fit_factor": 2, "fit_tokens": 4096}
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("A file called as the text column is.")
     results = {
         name: result("read_on", **options, output=tmp_path / name, **more)
         for name, more in {

@@ -221,7 +221,8 @@ def test_far_beyond_the_fit(make_model, tmp_path):
     posswap.swap(loaded, "rotary", max_positions=400)  # longer, as it was fitted
     with pytest.warns(UserWarning, match=f"fitted to texts of at most {WINDOW} tokens"):
         loaded(torch.ones(1, 8 * WINDOW + 1, dtype=torch.long))
-    loaded.config.position_scheme["fitted_length"] = "long"
-    loaded.config.save_pretrained(tmp_path)
-    with pytest.raises(posswap.CheckpointError, match="fitted_length='long'"):
-        type(model).from_pretrained(tmp_path)
+    for wrong in ("long", True, 0):
+        loaded.config.position_scheme["fitted_length"] = wrong
+        loaded.config.save_pretrained(tmp_path)
+        with pytest.raises(posswap.CheckpointError, match=f"fitted_length={wrong!r}"):
+            type(model).from_pretrained(tmp_path)

@@ -1,5 +1,6 @@
 """The skeleton of recipes: options from a dataclass, YAML under the command line, one result file, no folder spoilt."""
 
+import hashlib
 import importlib
 import json
 import sys
@@ -25,6 +26,7 @@ RECIPE = '''
     python recipes/depth.py --depth 4
 """
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 from hf_posswap.experiments.classification import ClassificationConfig
 from hf_posswap.experiments.text_tasks import TextConfig
@@ -48,6 +50,8 @@ answer = None
 def run(config, folder, resume):
     if isinstance(answer, BaseException):
         raise answer
+    if Path(config.model).is_file():
+        Path(config.model).unlink()
     return answer or {"figures": {"depth": config.depth, "longest": max(config.lengths)}, "cost": {}}
 
 
@@ -174,6 +178,15 @@ def test_a_run_from_the_command_line(start, tmp_path):
     assert code == 2 and "not empty" in out and "Traceback" not in out
     code, out = start("--output", output, "--resume")
     assert code == 2 and "another configuration" in " ".join(out.split())
+
+
+def test_inputs_are_named_as_they_were(start, tmp_path):
+    """The hash of an input is that of what the run read, even if the file changes or goes while it runs."""
+    (tmp_path / "weights").write_text("0.5")
+    code, out = start("--model", tmp_path / "weights", "--output", tmp_path / "out")
+    assert code == 0 and not (tmp_path / "weights").exists(), out
+    inputs = json.loads((tmp_path / "out" / "result.json").read_text())["inputs"]
+    assert inputs == {"model": {"weights": hashlib.sha256(b"0.5").hexdigest()}}
 
 
 def test_figures_that_are_no_numbers(start, tmp_path):

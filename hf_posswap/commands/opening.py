@@ -35,7 +35,7 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel
     config = _config(source, trust_remote_code)
     by_name = {kind.__name__: kind for pair in SWAPPED_CLASSES.items() for kind in pair}
     named = next((one for one in config.architectures or () if isinstance(one, str)), None)
-    known = by_name.get(named)
+    known, family = by_name.get(named), find_family(config.model_type)
     if config.model_type.startswith("posswap-"):  # load the swapped class even if the plain one is named
         known = SWAPPED_CLASSES.get(known, known)
     auto_class = AutoModelForCausalLM if config.model_type.endswith("gpt2") else AutoModel
@@ -44,8 +44,10 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel
         model, info = (known or auto_class).from_pretrained(
             source, output_loading_info=True, trust_remote_code=trust_remote_code
         )
-    if lost := [key for key in info["missing_keys"] if "position" in key or key.endswith("wpe.weight")]:
-        raise CheckpointError(f"{name} has no weights for {lost[0]}, which would be random: give a checkpoint that has them")
+    for lost in info["missing_keys"] if family is not None else ():
+        place, _, last = lost.rpartition(".")
+        if last == "weight" and model.get_submodule(place) is getattr(*family.table_owner(model.base_model), None):
+            raise CheckpointError(f"{name} has no weights for {lost}, which would be random: give a checkpoint that has them")
     left, made = (", ".join(sorted(info[keys])[:3]) for keys in ("unexpected_keys", "missing_keys"))
     if left and known is None:
         raise CheckpointError(f"{name} is a {named}, which is not known here, so {left} ... would be lost: swap it in Python")

@@ -44,6 +44,7 @@ from hf_posswap.training.launching import save_trained
 
 __all__ = ["RecipeConfig", "cost", "load_model", "load_tokenizer", "main"]  # what your own recipe needs
 FORMAT = 1
+NO_FILE = ("scheme", "start", "metric", "_column", "_config", "_split")  # options that may be called as a file is, by chance
 
 
 def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool], dict]) -> None:
@@ -66,6 +67,8 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
                 raise CheckpointError(f"{output} is a file: give a folder")
             held.append(lock(output))
             prepare_output(asdict(config), output, resume)
+            options = asdict(config) | ({"model": model_source(config.model)} if hasattr(config, "model") else {})
+            inputs = input_hashes({name: value for name, value in options.items() if not name.endswith(NO_FILE)})
         PartialState().wait_for_everyone()
         try:
             answer = run(config, output, resume)
@@ -88,9 +91,7 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
             asked = {"question": config.QUESTION, "meaning": config.FIGURES} if config.QUESTION else {}
             kept = {"weights": weight_hashes(output / "model")} if keep else {}
             about = {"format": FORMAT, "recipe": program, **asked, **provenance(run_by), "config": asdict(config)}
-            given = asdict(config) | ({"model": model_source(config.model)} if hasattr(config, "model") else {})
-            about["inputs"] = input_hashes(given)
-            write_json(output / "result.json", {**about, **answer, **kept})
+            write_json(output / "result.json", {**about, "inputs": inputs, **answer, **kept})
             _show(answer["figures"], output / "result.json")
 
     # \b makes the help keep the line breaks of a paragraph.
