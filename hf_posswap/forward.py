@@ -128,6 +128,8 @@ def _share(base, first, arguments: dict, positions: torch.Tensor, slots: torch.T
     given = {} if cache is None else {"past_key_values": cache}
     if state.span is not None:
         written = _with_padding(positions, mask)
+        if causal and positions is not slots and (mask is not None or not isinstance(past, int) or past):
+            _check_one_text(keys, written, mask)
         # A text no longer than the span needs no mask for it.
         if not isinstance(past, int) or past or keys.shape[-1] > state.span.span:
             if _in_blocks(base, mask, positions, slots, past):
@@ -161,6 +163,20 @@ def _with_padding(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.T
     if mask is None or mask.dim() != 2:
         return positions
     return positions.expand(len(mask), -1).masked_fill(~mask[:, -positions.shape[-1] :].bool(), PADDING)
+
+
+def _check_one_text(keys: torch.Tensor, new: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Raise PosswapError if positions of keys (B or 1, K) go back, padding apart: a second text, which a mask would show."""
+    if (mask is not None and mask.dim() == 4) or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return
+    old = keys[:, : keys.shape[-1] - new.shape[-1]].expand(len(new), -1)
+    all_keys = torch.cat([old, new], dim=-1)
+    all_keys = all_keys.masked_fill(all_keys == PADDING, -1)
+    if bool(((all_keys[:, 1:] >= 0) & (all_keys[:, 1:] <= all_keys.cummax(-1).values[:, :-1])).any()):
+        raise PosswapError(
+            "position_ids go back, as for several texts in a row: with a span, read such rows without a cache and without a 2D "
+            "attention_mask, which keeps the texts apart, or give each text its own row"
+        )
 
 
 def _in_blocks(base, mask: torch.Tensor | None, positions: torch.Tensor, slots: torch.Tensor, past) -> bool:

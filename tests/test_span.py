@@ -134,7 +134,18 @@ def test_packed_texts_stay_apart(make, text, backend):
     model = make("gpt2", "rotary", backend, span=6, first=2)
     positions = torch.cat([torch.arange(25), torch.arange(15)]).expand(2, -1)
     alone = torch.cat([model(part, use_cache=False).logits for part in text.split([25, 15], dim=1)], dim=1)
-    assert_close(model(text, position_ids=positions, use_cache=False).logits, alone, rtol=1e-4, atol=1e-4)
+    packed = model(text, position_ids=positions, use_cache=True)
+    assert_close(packed.logits, alone, rtol=1e-4, atol=1e-4)
+    one = {"input_ids": text[:, :1], "position_ids": positions[:, -1:] + 1}
+    begun = model(text[:, :25]).past_key_values
+    for given in (
+        {"input_ids": text, "position_ids": positions, "attention_mask": torch.ones_like(text)},
+        one | {"past_key_values": packed.past_key_values},
+        one | {"past_key_values": begun, "position_ids": positions[:, :1]},
+    ):
+        with pytest.raises(posswap.PosswapError, match="position_ids go back"):
+            model(**given)
+    assert begun.get_seq_length() == 25
 
 
 @torch.no_grad()
