@@ -109,12 +109,15 @@ def test_which_part_of_the_text(fitted):
         report = json.loads(json.dumps(content["report"] | {"part": part}))
         if part is None:  # written before there were parts
             del report["part"]
+        else:
+            report["before"]["measure"] = report["after"]["measure"] = {"report": "KL"}.get(part, "1 - cosine")
         for damage in (report["before"], report["after"]) if lengths == 2 else ():
             damage["by_length"]["16"], damage["sequences"]["16"] = 0.1, 4
         path.write_text(json.dumps(content | {"report": report}))
         card = ModelCard.load(posswap.write_card(folder, base_model=BASE))
         assert says in card.text
-        assert [one.metric_value for one in card.data.eval_results or []] == [report["after"]["total"]] * known
+        found = [(one.metric_type, one.metric_value) for one in card.data.eval_results or []]
+        assert found == [("kl" if report["after"]["measure"] == "KL" else "cosine_distance", report["after"]["total"])] * known
 
 
 def test_figures_of_the_training_text(swapped, tmp_path):
@@ -216,6 +219,7 @@ def test_other_kinds(make_model, tmp_path, kind):
     }[kind]
     for words in says:
         assert words in text
+    assert ModelCard(text).data.library_name == ("hf_posswap" if kind == "delta" else "transformers")
     assert read_results(folder)["model"]["kind"] == {"relative": "swapped", "double": "swapped"}.get(kind, kind)
 
 
@@ -398,6 +402,11 @@ def test_a_full_disk(swapped, results, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         posswap.write_card(swapped, results=[results], base_model=BASE)
     assert sorted(os.listdir(swapped)) == before and (swapped / "README.md").read_text() == "Mine.\n"
+    monkeypatch.undo()
+    replaced, move = [], Path.replace
+    monkeypatch.setattr(Path, "replace", lambda self, target: replaced.append(Path(target).name) or move(self, target))
+    posswap.write_card(swapped, results=[results], base_model=BASE)
+    assert replaced[-1] == "README.md" and len(replaced) > 3  # the card points at the others
 
 
 def test_leaderboard(swapped, fitted, results, program):
