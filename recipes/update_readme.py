@@ -3,7 +3,7 @@
     python recipes/update_readme.py
 
 The templates recipes/results/*.jinja have the text. Every number and table is read from the committed result files:
-comparison.json (recipes/compare.py) and results.json (fit_quality.py, heal.py, benchmark_attention.py). `holds(...)` after a
+comparison.json (recipes/compare.py) and results.json (benchmark_attention.py, benchmark_loop.py). `holds(...)` after a
 sentence raises if the results no longer support it.
 
 The tests compare the pages with what this writes, so the pages cannot go out of date.
@@ -24,8 +24,7 @@ from hf_posswap import ARCHITECTURES, SCHEMES
 from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.commands.claims import check_claims
 from hf_posswap.commands.claims import markdown as claims_table
-from hf_posswap.experiments.comparison import background, markdown, row_label, surely, table
-from hf_posswap.experiments.fit_table import fit_table, provenance_line, stage_table
+from hf_posswap.experiments.comparison import background, markdown, row_label, starts_table, surely, table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "recipes" / "results"
@@ -91,30 +90,17 @@ def rows(file: Path) -> dict[str, dict[str, list[float]]]:
         for name, value in figures.items():
             found.setdefault(label, {}).setdefault(name, []).append(value)
 
-    for run in content.get("runs", ()):
-        add(row_label(run, content["vary"]), run["figures"] | run["cost"])
-    for row in content.get("rows", ()):
-        if "curve" in row:  # of healing
-            ends = {"start": row["curve"][0], "end": row["curve"][-1]}
-            label = ", ".join(filter(None, (row["scheme"], row["start"])))
-            add(label, {f"{name} {when}": point[name] for when, point in ends.items() for name in ("damage", "perplexity")})
-            continue
-        text = "" if row["text"] == "given" else f" on {row['text']} text"
-        for run in row["fitted"]:
-            add(f"{row['scheme']}, fit{text}", {name: run[name] for name in (*content["original"], "seconds")})
-        if f"{row['scheme']}, swap" not in found:
-            add(f"{row['scheme']}, cold swap", row["cold"])
-            add(f"{row['scheme']}, swap", row["swapped"])
-    if "rows" in content and "original" not in found:
-        add("original", content["original"])
+    for run in content["runs"]:
+        curve = run.get("details", {}).get("curve") or ()
+        ends = {"start": curve[0], "end": curve[-1]} if curve else {}
+        ends = {f"{name} {when}": point[name] for when, point in ends.items() for name in point}
+        add(row_label(run, content["vary"]), ends | run["figures"] | run["cost"])
     return found
 
 
 def environment() -> Environment:
     """Return the jinja environment, with the functions that templates may call: tables, figures, `holds`."""
-    files = list(RESULTS.rglob("comparison.json"))
-    for kind in ("fit", "fit-seconds", "heal", "heal-rates", "ladder"):
-        files += RESULTS.glob(f"{kind}/*/results.json")
+    files = RESULTS.rglob("comparison.json")
     figures = {file.parent.relative_to(RESULTS).as_posix(): rows(file) for file in files}
 
     def of(folder: str):
@@ -135,7 +121,7 @@ def environment() -> Environment:
     environment.filters["d"] = lambda value, digits: f"{value:.{digits}f}"
     environment.globals |= {"of": of, "m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": figures}
     environment.globals |= {"sure": sure, "holds": holds, "exp": exp, "sqrt": sqrt, "abs": abs}
-    environment.globals |= {"table": comparison_table, "fit": fit_result, "heal": heal_result, "ladder": ladder_result}
+    environment.globals |= {"table": comparison_table, "ladder": ladder_table}
     environment.globals |= {"index": index, "speed": lambda: speed_tables(RESULTS / "attention")}
     environment.globals |= {"verbs": read("verbs/result.json")["figures"], "training_loop": read("loop/results.json")}
     environment.globals["generated"] = {f.stem: read(f)["details"] for f in RESULTS.glob("read_on/generation/*.json")}
@@ -157,27 +143,16 @@ def tidy(text: str) -> str:
 
 def comparison_table(place: str, *figures: str) -> str:
     """Return the table of one comparison, and the line with its provenance."""
-    runs = read(f"{place}/comparison.json")["runs"]
+    content = read(f"{place}/comparison.json")
+    runs, vary = content["runs"], content["vary"]
     files = f"[All figures, and differences seed by seed]({place}/comparison.md), [runs]({place}/comparison.json)"
-    return f"{tidy(markdown(runs, figures=figures))}\n\n{background(runs)} {files}."
+    return f"{tidy(markdown(runs, vary=vary, figures=figures))}\n\n{background(runs)} {files}."
 
 
-def fit_result(name: str) -> str:
-    """What a fit alone reaches, from a result file of fit_quality.py."""
-    run = read(f"{name}/results.json")
-    return f"{tidy(fit_table(run))}\n\n{provenance_line(run)} [Runs]({name}/results.json)."
-
-
-def heal_result(name: str) -> str:
-    """The table that heal.py wrote."""
-    return f"{tidy((RESULTS / name / 'results.md').read_text().strip())} [Runs]({name}/results.json)."
-
-
-def ladder_result(name: str) -> str:
-    """What each rung of the ladder of absolute codes costs, in one figure; the rest is in results.md."""
-    run = read(f"{name}/results.json")
-    figure = "ratio" if "ratio" in run["original"] else next(iter(run["original"]))
-    return f"{tidy(stage_table(run, figure))}\n\n{provenance_line(run)} [All]({name}/results.md), [runs]({name}/results.json)."
+def ladder_table(place: str, figure: str) -> str:
+    """Return one figure of a comparison of starts, and the line with its provenance."""
+    runs = read(f"{place}/comparison.json")["runs"]
+    return f"{tidy(starts_table(runs, figure))}\n\n{background(runs)} [All figures, runs]({place}/comparison.json)."
 
 
 def index(kinds: dict[str, str]) -> str:

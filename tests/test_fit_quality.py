@@ -1,12 +1,10 @@
-"""The recipe that measures fits: its figures, its texts, its refusals; on tiny models. And the tables of committed results."""
+"""The recipe that measures fits: its figures, its texts, its refusals; on tiny models."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments.fit_table import fit_table
 
 ROOT = Path(__file__).parents[1]
 
@@ -62,11 +60,3 @@ def test_refusals(fit_quality, tmp_path, change, says):
     files = {name: str(tmp_path / value) for name, value in change.items() if name in ("pairs", "validation_file")}
     with pytest.raises(PosswapError, match=says):
         fit_quality(**{**change, **files})
-
-
-def test_committed_results_have_a_table():
-    """The tables of the README come from results that an earlier form of the recipe wrote."""
-    for file in sorted((ROOT / "recipes" / "results" / "fit").glob("*/results.json")):
-        results = json.loads(file.read_text())
-        table = fit_table(results)
-        assert table.count("cold swap") == len({row["scheme"] for row in results["rows"]}) and "| original |" in table

@@ -192,3 +192,10 @@ def test_refusals(make_pipeline, bert_tokenizer):
     posswap.swap(pipeline, "rotary", max_positions=64).max_seq_length = 128
     with pytest.raises(posswap.SequenceTooLongError, match="set up for 64"):
         pipeline.encode(LONG)
+
+
+def test_kinds_of_folders(tmp_path):
+    """Before version 6 a CrossEncoder has no modules.json, only an entry in config.json; a plain model has neither."""
+    for about, kind in (({"sentence_transformers": {"version": "4.1.0"}}, "CrossEncoder"), ({}, None)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **about}))
+        assert kind_of(tmp_path) == kind

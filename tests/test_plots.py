@@ -379,7 +379,7 @@ PICTURES = {
     "translation": ["rotary"],
     "attention": ["{bert}", "rotary"],
     "loss": [RESULTS / "swap_cost" / "stdlib-gpt2"],
-    "recovery": [RESULTS / "heal" / "rotary-starts" / "results.json"],
+    "recovery": [RESULTS / "heal" / "rotary-starts" / "comparison.json"],
     "heat-map": [RESULTS / "passkey"],
 }
 
@@ -458,17 +458,14 @@ def test_results_are_drawn_as_they_are(tmp_path):
     assert math.isclose(found["relative, fit"][1][1], sum(figures["tuned_loss_512"] for figures in mine) / 3)
     assert drawn("loss", RESULTS / "length_extrapolation").axes[0].get_ylabel() == "loss, nats a token"
 
-    results = json.loads((RESULTS / "heal" / "text" / "results.json").read_text())
+    runs = json.loads((RESULTS / "heal" / "text" / "comparison.json").read_text())["runs"]
     axes = drawn("recovery", RESULTS / "heal" / "text").axes[0]
-    ends = [row["curve"][-1]["perplexity"] for row in results["rows"] if row["scheme"] == "relative"]
-    assert math.isclose(lines(axes)["relative, fit"][1][-1], sum(ends) / len(ends)) and "perplexity" in axes.get_ylabel()
-    assert lines(axes)["original as it was"][1][0] == results["original"]["perplexity"]
-    assert "(KL)" in drawn("recovery", RESULTS / "heal" / "text", figure="damage").axes[0].get_ylabel()
-    details = {"curve": results["rows"][0]["curve"], "original": results["original"]}  # as heal.py writes them now
-    run = {"recipe": "heal", "config": {"scheme": "rotary", "start": "fit", "seed": 0}, "figures": {}, "details": details}
-    (tmp_path / "comparison.json").write_text(json.dumps({"runs": [run], "vary": []}))
-    found = lines(drawn("recovery", tmp_path).axes[0])
-    assert found["rotary, fit"][1][0] == results["rows"][0]["curve"][0]["damage"]
+    curves = [run["details"]["curve"] for run in runs if run["config"]["scheme"] == "relative"]
+    assert math.isclose(lines(axes)["relative, fit"][1][-1], sum(curve[-1]["perplexity"] for curve in curves) / len(curves))
+    assert "perplexity" in axes.get_ylabel()
+    assert lines(axes)["original as it was"][1][0] == runs[0]["details"]["original"]["perplexity"]
+    found = lines(drawn("recovery", RESULTS / "heal" / "text", figure="damage").axes[0])
+    assert math.isclose(found["relative, fit"][1][0], sum(curve[0]["damage"] for curve in curves) / len(curves))
 
     runs = json.loads((RESULTS / "passkey" / "comparison.json").read_text())["runs"]
     maps = [run["details"]["candidates"] for run in runs if run["config"]["scheme"] == "rotary"]
@@ -513,11 +510,11 @@ def test_folders_of_runs_are_read(tmp_path):
         (["attention", "{bert}", "--positions", "99"], "99 positions were asked for, and the model holds 32"),
         (["attention", "{relative}"], "relative has no tokenizer to read text with"),
         (["loss", "rotary"], "takes a result file or folder; rotary is a scheme"),
-        (["loss", RESULTS / "heal" / "text"], "takes runs with a figure at several lengths; there are none"),
+        (["loss", RESULTS / "cola"], "takes runs with a figure at several lengths; there are none"),
         (["loss", RESULTS / "passkey", "--figure", "speed"], "no figure 'speed' to draw; there are accuracy, candidates"),
         (["recovery", RESULTS / "passkey"], "takes curves over tokens, as recipes/heal.py writes them; there are none"),
         (["heat-map", RESULTS / "cola"], "takes shares by depth and length, as recipes/passkey.py writes them"),
-        (["heat-map", RESULTS / "loop"], "results.json holds no runs"),
+        (["heat-map", RESULTS / "loop" / "results.json"], "results.json holds no runs"),
         (["loss", "{bert}/model.safetensors"], "model.safetensors is no JSON"),
         (["table", "no/such-thing"], "no/such-thing is no scheme .*, no result file or folder, and no model that loads"),
     ],
@@ -567,7 +564,7 @@ def test_what_a_picture_does_not_look_at_is_an_error(tmp_path):
         ("heat-map", {"runs": [run, {**run, "details": {**details, "lengths": [32]}}]}, "runs of different depths or lengths"),
         ("loss", {"runs": [1]}, "is not what compare or a recipe writes"),
         ("loss", {"runs": [{}]}, "is not what compare or a recipe writes"),
-        ("recovery", {"rows": [1]}, "is not what compare or a recipe writes"),
+        ("recovery", {"runs": [1]}, "is not what compare or a recipe writes"),
     ):
         file.write_text(json.dumps(source))
         with pytest.raises(PosswapError, match=message):

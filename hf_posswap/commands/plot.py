@@ -87,7 +87,7 @@ def _is_scheme(source: str) -> bool:
 def open_source(source: str) -> Scheme | PreTrainedModel | dict:
     """Return the scheme, results or model that a word on the command line names; they are tried in this order.
 
-    Results are {"runs": [...], "vary": [...]} of `hf-posswap compare` or recipes, or {"rows": [...]} of `recipes/heal.py`.
+    Results are {"runs": [...], "vary": [...]} of `hf-posswap compare` or recipes.
 
     >>> open_source("relative:clip=8").clip
     8
@@ -98,11 +98,11 @@ def open_source(source: str) -> Scheme | PreTrainedModel | dict:
     path = Path(source)
     if _is_scheme(source):
         return parse_scheme(source)
-    for file in (path, path / "comparison.json", path / "results.json"):
+    for file in (path, path / "comparison.json"):
         if file.is_file():
             found = read_json(file)
-            if not (found.get("runs") or found.get("rows")):
-                raise PosswapError(f"{file} holds no runs: give a comparison.json, or results.json of recipes/heal.py")
+            if not found.get("runs"):
+                raise PosswapError(f"{file} holds no runs: give a comparison.json, or a folder of runs")
             return found
     if path.is_dir() and any(path.rglob("result.json")):
         runs = load_runs([path])
@@ -223,26 +223,21 @@ def _heat_map(wish: Wish) -> Figure:
 
 def _recovery(wish: Wish) -> Figure:
     found = wish.open_one(dict)
-    rows = [row for row in found.get("rows", []) if row.get("curve")]
-    for run in found.get("runs", []):
-        details = run.get("details", {})
-        if "damage" in (details.get("curve") or [{}])[0]:
-            rows.append(run["config"] | details)
-            found |= {"config": run["config"], "original": details["original"]}
-    names = [name for name in ("damage", "perplexity") if rows and name in rows[0]["curve"][0]]
-    if found.get("config", {}).get("text_weight"):  # the model also learned from the text, so low damage is not the aim
+    runs = [run for run in found["runs"] if "damage" in (run.get("details", {}).get("curve") or [{}])[0]]
+    names = [name for name in ("damage", "perplexity") if runs and name in runs[0]["details"]["curve"][0]]
+    if runs and runs[0]["config"].get("text_weight"):  # the model also learned from the text, so low damage is not the aim
         names.reverse()
     name = wish.choose(names, "curves over tokens, as recipes/heal.py writes them")
     lines = {}
-    for row in rows:
-        line = lines.setdefault(", ".join(filter(None, (row["scheme"], row["start"]))), {})
-        for point in row["curve"]:
+    for run in runs:
+        line = lines.setdefault(row_label(run, found.get("vary", [])), {})
+        for point in run["details"]["curve"]:
             line.setdefault(point["tokens"], []).append(point[name])
     return plots.plot_recovery(
         lines,
-        original=(found.get("original") or {}).get(name),
+        original=runs[0]["details"]["original"].get(name),
         steps="tokens of distillation",
-        label=f"{name} on held-out text" + (f" ({found['measure']})" if name == "damage" and "measure" in found else ""),
+        label=f"{name} on held-out text",
         **wish.look,
     )
 

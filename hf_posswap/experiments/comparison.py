@@ -141,12 +141,22 @@ def markdown(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[st
     return table(["positions", *heads], rows)
 
 
+def starts_table(runs: list[dict], figure: str) -> str:
+    """Return one figure as a Markdown table with a line for each scheme and a column for each start."""
+    rows = rows_of(runs, ())
+    starts = list(dict.fromkeys(start for _, start in rows if start))
+    lines = {scheme: [f"`{scheme}`"] for scheme, start in rows if start}
+    for scheme, line in lines.items():
+        line += [_cell([run["figures"][figure] for run in rows.get((scheme, start), ())]) for start in starts]
+    return table([f"{runs[0]['config']['model']}: {figure.replace('_', ' ')}", *starts], lines.values())
+
+
 def _cell(values: list[float | None]) -> str:
     found = [value for value in values if value is not None]
     if not found:
         return ""
     form = "{:.3f}" if max(map(abs, found)) < 10 else "{:.1f}"
-    return form.format(fmean(found)) + (f" ± {form.format(stdev(found))}" if len(found) > 1 else "")
+    return form.format(fmean(found)) + (f" ± {form.format(stdev(found))}" if len(set(found)) > 1 else "")
 
 
 def paired_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
