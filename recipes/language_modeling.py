@@ -11,11 +11,10 @@ frozen original encoder, and is the same for every scheme and seed. It is saved 
 it without training it again. Its loss is in the details of result.json.
 
 Figures on held-out text after training: `loss` in nats per token (per masked token for BERT), `perplexity` = exp(loss), and
-`perplexity_N` with the same tokens in blocks of N. `start_loss` is the loss before training. Details: losses by position.
+`perplexity_N` with the same tokens in blocks of N; `start_loss` and `start_perplexity` before it. Details: losses by position.
 """
 
 from dataclasses import dataclass
-from math import exp
 from pathlib import Path
 from statistics import mean
 from typing import Annotated
@@ -27,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedM
 
 from hf_posswap.data.text import shorter_blocks
 from hf_posswap.errors import PosswapError
+from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_model
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import (
@@ -38,7 +38,7 @@ from hf_posswap.experiments.text_tasks import (
     masked_lm_loss,
     train_head,
 )
-from hf_posswap.measure.losses import loss_by_position, mean_loss, token_losses
+from hf_posswap.measure.losses import loss_by_position, mean_loss, row_losses, row_perplexities, token_losses
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.run_log import announce
 
@@ -51,7 +51,7 @@ class Config(TextConfig):
     FIGURES = {
         "perplexity": "on held-out text; with N, in blocks of N tokens",
         "loss": "its logarithm, nats a token",
-        "start_loss": "the same before training",
+        "start": "the same before training",
     }
 
     block_size: Annotated[int | None, "Tokens of a training sequence. Default: the trained length; for BERT up to 128."] = None
@@ -117,15 +117,17 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     model, done = train(model, rows, config, compute_loss=compute_loss, output=folder, resume=resume)
     announce("measuring")
     losses = {n: token_losses(model, *cut) for n, cut in held.items()}
-    loss = mean_loss(losses[block_size])
     every = max(1, len(done.losses) // 10)
     return {
-        "figures": {
-            "perplexity": exp(loss),
-            **{f"perplexity_{n}": exp(mean_loss(found)) for n, found in losses.items()},
-            "loss": loss,
-            "start_loss": mean_loss(start[block_size]),
-        },
+        **averaged(
+            {
+                "perplexity": row_perplexities(losses[block_size]),
+                **{f"perplexity_{n}": row_perplexities(found) for n, found in losses.items()},
+                "loss": row_losses(losses[block_size]),
+                "start_perplexity": row_perplexities(start[block_size]),
+                "start_loss": row_losses(start[block_size]),
+            }
+        ),
         "cost": cost(model, done),
         "model": model,
         "details": {

@@ -30,10 +30,11 @@ from hf_posswap.assets import model_source
 from hf_posswap.data.text import shorter_blocks
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_model
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextConfig
-from hf_posswap.measure.losses import loss_by_position, mean_loss, sliding_window_losses, token_losses
+from hf_posswap.measure.losses import loss_by_position, mean_loss, row_losses, sliding_window_losses, token_losses
 from hf_posswap.plots import plot_loss_by_length
 from hf_posswap.training import train
 from hf_posswap.training.run_log import announce
@@ -120,9 +121,14 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     kind = "whole" if swapped else "window"
     stages = {"tuned_loss": "tuned", "loss": "swapped" if swapped else "original"}
     return {
-        "figures": {
-            f"{name}_{n}": loss for name, stage in stages.items() if stage in means for n, loss in means[stage][kind].items()
-        },
+        **averaged(
+            {
+                f"{name}_{n}": row_losses(losses)
+                for name, stage in stages.items()
+                if stage in found
+                for n, losses in found[stage][kind].items()
+            }
+        ),
         "cost": cost(model, done),
         "model": model,
         "details": {

@@ -25,6 +25,7 @@ from transformers import AutoModelForSequenceClassification
 from hf_posswap.architectures import longest_input
 from hf_posswap.errors import PosswapError, SequenceTooLongError
 from hf_posswap.experiments.classification import predict
+from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_model
 from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.experiments.recipe import main
@@ -81,7 +82,7 @@ def run(config: ListOpsConfig, folder: Path, resume: bool) -> dict:
     right = predict(model, answers, TOKEN_IDS["[PAD]"], config.batch_size).argmax(-1).eq(wanted).tolist()
     labels = Counter(wanted.tolist())
     return {
-        "figures": {"accuracy": mean(right), "majority": max(labels.values()) / len(tested)},
+        **averaged({"accuracy": right, "majority": max(labels.values()) / len(tested)}),
         "details": {
             "by_length": _by_length([len(text.split()) for text in tested], right),
             "by_depth": _by_group([str(depth(text)) for text in tested], right),

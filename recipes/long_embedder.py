@@ -30,6 +30,7 @@ import hf_posswap as posswap
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.embedders import EmbedderOptions, load_embedder, sts, swap_embedder
+from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import documents
@@ -112,8 +113,10 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     if config.max_steps:
         tune(embedder, original, pairs(config, training, tokenizer), config, folder, resume)
     announce("measuring")
-    figures, details = measure(embedder, original, config, asked)
-    return {"figures": figures, "cost": cost(unwrap(embedder)) | details.pop("cost"), "model": embedder, "details": details}
+    figures, speed = measure(embedder, original, config, asked)
+    spent = cost(unwrap(embedder)) | {"documents_per_second": speed}
+    details = dict(zip(("documents", "queries"), map(len, asked["recall"]), strict=True))
+    return {**averaged(figures), "cost": spent, "model": embedder, "details": details}
 
 
 def pairs(config: Config, training: list[str], tokenizer) -> list:
@@ -198,33 +201,23 @@ def spread(items: list, count: int) -> list:
 
 
 @torch.no_grad()
-def measure(embedder, original, config: Config, asked: dict[str, tuple[list, list]]) -> tuple[dict, dict]:
-    """Return the figures of a run, and details: each query's hit, and documents read per second."""
-    figures, found, seconds = {}, {}, 0.0
+def measure(embedder, original, config: Config, asked: dict[str, tuple[list, list]]) -> tuple[dict, float]:
+    """Return the figures of a run, means as their values for each passage, and how many documents it reads a second."""
+    figures, seconds = {}, {}
     for name, (texts, passages) in asked.items():
         started = time.perf_counter()
         long = embedder.encode(texts, batch_size=8, convert_to_tensor=True)
-        seconds = time.perf_counter() - started if name == "recall" else seconds
+        seconds[name] = time.perf_counter() - started
         short = embedder.encode([one.text for one in passages], convert_to_tensor=True)
-        hits = recall(long, short, [one.document for one in passages]).cpu()
-        found[name] = [(one.place, bool(hit)) for one, hit in zip(passages, hits, strict=True)]
-        figures[name] = share(found[name])
-    figures["early"] = share([one for one in found["recall"] if one[0] < 1 / 3])
-    figures["late"] = share([one for one in found["recall"] if one[0] >= 2 / 3])
+        figures[name] = recall(long, short, [one.document for one in passages]).tolist()
+    places = [one.place for one in asked["recall"][1]]
+    figures["early"] = [hit for hit, place in zip(figures["recall"], places, strict=True) if place < 1 / 3]
+    figures["late"] = [hit for hit, place in zip(figures["recall"], places, strict=True) if place >= 2 / 3]
     before = original.encode([one.text for one in passages], convert_to_tensor=True)
-    figures["kept"] = float(functional.cosine_similarity(short, before, dim=-1).mean())
+    figures["kept"] = functional.cosine_similarity(short, before, dim=-1)
     if config.sts:
         figures |= {"sts": sts(embedder, config.sts), "sts_original": sts(original, config.sts)}
-    error = (figures["recall"] * (1 - figures["recall"]) / len(found["recall"])) ** 0.5
-    count = len(asked["recall"][0])
-    details = {"documents": count, "queries": len(found["recall"]), "standard_error": error}
-    details["hits"] = "".join(str(int(hit)) for _, hit in found["recall"])
-    return figures, details | {"cost": {"documents_per_second": count / seconds}}
-
-
-def share(found: list) -> float:
-    """Return the share of hits."""
-    return sum(hit for _, hit in found) / max(1, len(found))
+    return figures, len(asked["recall"][0]) / seconds["recall"]
 
 
 if __name__ == "__main__":

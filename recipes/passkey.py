@@ -29,6 +29,7 @@ from hf_posswap.architectures import longest_input
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.text import embedded_documents
 from hf_posswap.errors import PosswapError, SequenceTooLongError
+from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_family, load_model, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.experiments.recipe import main
@@ -101,26 +102,29 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
         model, done = train(model, examples, config, collate=pad, output=folder, resume=resume)
     announce("measuring")
     started = time.perf_counter()
-    panels = heat_maps(model, tested, config, ask=recall_keys if causal else lambda *given: [point_at_keys(*given)])
+    answers = heat_maps(model, tested, config, ask=recall_keys if causal else lambda *given: [point_at_keys(*given)])
+    panels = {name: [[mean(cell) for cell in row] for row in rows] for name, rows in answers.items()}
     if PartialState().is_main_process:
         title = f"{config.model}, {config.scheme}" + (f", trained at {_range(config.train_lengths)}" if config.train else "")
         axes = {"row_label": "depth of the key", "column_label": "length (tokens)", "title": title}
         figure = plot_heat_maps(panels, rows=list(config.depths), columns=list(config.lengths), **axes)
         figure.savefig(folder / "heat_map.png", dpi=150)
     return {
-        "figures": {
-            f"{name}_{length}": mean(row[column] for row in matrix)
-            for name, matrix in panels.items()
-            for column, length in enumerate(config.lengths)
-        },
+        **averaged(
+            {
+                f"{name}_{length}": [right for row in rows for right in row[column]]
+                for name, rows in answers.items()
+                for column, length in enumerate(config.lengths)
+            }
+        ),
         "details": {"depths": config.depths, "lengths": config.lengths, **panels, "losses": done.losses if done else []},
         "cost": {**cost(model, done), "evaluation_seconds": time.perf_counter() - started},
         "model": model,
     }
 
 
-def heat_maps(model, texts: PasskeyTexts, config: PasskeyConfig, *, ask: Callable) -> dict[str, list[list[float]]]:
-    """Return matrices of shares of right answers, by figure, with a row for each depth and a column for each length."""
+def heat_maps(model, texts: PasskeyTexts, config: PasskeyConfig, *, ask: Callable) -> dict[str, list[list[tuple[bool]]]]:
+    """Return which answers are right, by figure, in matrices with a row for each depth and a column for each length."""
     panels = {}
     for depth in config.depths:
         rows = {}
@@ -135,7 +139,7 @@ def heat_maps(model, texts: PasskeyTexts, config: PasskeyConfig, *, ask: Callabl
                     found += zip(numbers, *ask(model, list(asked)), strict=True)
             answers = {number: right for number, *right in gather_object(found)}
             for name, column in zip(("accuracy", "candidates"), zip(*answers.values(), strict=True), strict=False):
-                rows.setdefault(name, []).append(mean(column))
+                rows.setdefault(name, []).append(column)
         for name, row in rows.items():
             panels.setdefault(name, []).append(row)
     return panels

@@ -29,11 +29,12 @@ from hf_posswap.architectures import longest_input
 from hf_posswap.data.text import cut_blocks, split_tokens, spread, token_lists
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_model
 from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextOptions, check_enough
-from hf_posswap.measure.losses import mean_loss, sliding_window_losses, token_losses
+from hf_posswap.measure.losses import row_losses, sliding_window_losses, token_losses
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.run_log import announce
 
@@ -99,22 +100,22 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         stride = max(1, trained // 4)
         return token_losses(model, blocks) if swapped else sliding_window_losses(model, blocks, trained, stride=stride)
 
-    def by_position(name: str) -> dict[str, float]:
+    def by_position(name: str) -> dict[str, torch.Tensor]:
         losses = read(blocks)
-        return {f"{name}_{end}": mean_loss(losses[:, start:end]) for start, end in zip([0, *ends], ends, strict=False)}
+        return {f"{name}_{end}": row_losses(losses[:, start:end]) for start, end in zip([0, *ends], ends, strict=False)}
 
     figures, done = {}, None
     if config.tune_steps:
         figures = by_position("start_loss")
         model, done = train(model, [{"input_ids": row, "labels": row} for row in rows], budget, output=folder, resume=resume)
-        figures["select_loss"] = mean_loss(read(to_select))
+        figures["select_loss"] = row_losses(read(to_select))
     figures = by_position("loss") | figures
     details = {"trained_length": trained, "evaluation_tokens": blocks.numel()}
     if config.generate:
         announce(f"generating {config.generate} tokens")
         details["generation"] = generation(model, blocks[:1, : min(64, trained)], config.generate, trained)
         details["milliseconds a token read"] = {end: reading(model, blocks[:1].view(-1, end)) for end in ends}
-    return {"figures": figures, "cost": cost(model, done), "model": model, "details": details}
+    return {**averaged(figures), "cost": cost(model, done), "model": model, "details": details}
 
 
 @torch.no_grad()

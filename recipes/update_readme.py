@@ -24,7 +24,8 @@ from hf_posswap import ARCHITECTURES, SCHEMES
 from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.commands.claims import check_claims
 from hf_posswap.commands.claims import markdown as claims_table
-from hf_posswap.experiments.comparison import background, markdown, row_label, starts_table, surely, table
+from hf_posswap.experiments.comparison import background, markdown, row_label, starts_table, table
+from hf_posswap.experiments.differences import differences, interval_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "recipes" / "results"
@@ -108,9 +109,9 @@ def environment() -> Environment:
         return lambda row, name, spread=False: (stdev if spread else mean)(figures[folder][row][name])
 
     def sure(folder: str, row: str, figure: str) -> bool:
-        """Whether a row differs from the original by a paired t-test."""
-        pairs = zip(figures[folder][row][figure], figures[folder]["original"][figure], strict=True)
-        return surely([ours - theirs for ours, theirs in pairs])
+        """Whether a row's figure is bold in the comparison's table of differences from the original."""
+        content = read(f"{folder}/comparison.json")
+        return differences(content["runs"], vary=content["vary"])[row][figure].sure
 
     def holds(*conditions: bool) -> str:
         if not all(conditions):
@@ -146,7 +147,9 @@ def comparison_table(place: str, *figures: str) -> str:
     content = read(f"{place}/comparison.json")
     runs, vary = content["runs"], content["vary"]
     files = f"[All figures, and differences seed by seed]({place}/comparison.md), [runs]({place}/comparison.json)"
-    return f"{tidy(markdown(runs, vary=vary, figures=figures))}\n\n{background(runs)} {files}."
+    asked = {"vary": vary, "figures": figures}
+    tables = filter(None, (tidy(markdown(runs, **asked)), interval_table(runs, **asked)))
+    return "\n\n".join([*tables, f"{background(runs)} {files}."])
 
 
 def ladder_table(place: str, figure: str) -> str:

@@ -23,9 +23,8 @@ from hf_posswap.experiments.comparison import (
     check_budgets,
     load_runs,
     markdown,
-    paired_table,
-    verdict,
 )
+from hf_posswap.experiments.differences import paired_table, verdict
 from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.experiments.page import plot, write_comparison
 from hf_posswap.experiments.swap_cost import SwapCostConfig
@@ -61,8 +60,10 @@ def test_differences_are_taken_seed_by_seed(tmp_path):
     for scheme, found in values.items():
         for seed, value in enumerate(found):
             write_run(tmp_path / f"{scheme}-{seed}", {"accuracy": value, "loss": 100 * value}, scheme=scheme, seed=seed)
-    table = paired_table(load_runs([tmp_path])).splitlines()
+    table, said = paired_table(load_runs([tmp_path])).split("\n\n")
+    table = table.splitlines()
     assert table[0] == "| less the original | accuracy | loss |" and len(table) == 5
+    assert said == "Differences are taken seed by seed; bold ones are unlike zero by a t-test (p < 0.05, each by itself)."
     for scheme in ("rotary", "none"):
         (line,) = [line for line in table if line.startswith(f"| {scheme}")]
         less = [ours - theirs for ours, theirs in zip(values[scheme], values["original"], strict=True)]

@@ -20,6 +20,7 @@ from hf_posswap.data.text import embedded_documents, stdlib_prose
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.curve import Curve
+from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_family, load_model, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.measure.word_order import word_order_examples
@@ -101,7 +102,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     )
     pad_token_id = model.config.pad_token_id
 
-    def measure(model: PreTrainedModel, split: str) -> dict[str, float]:
+    def measure(model: PreTrainedModel, split: str) -> dict:
         return _figures(model, encoded[split].rows, metrics, pad_token_id, config.eval_batch_size)
 
     curve = Curve(folder)
@@ -109,7 +110,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     def look(model: PreTrainedModel, run: TrainingRun) -> None:
         step = len(run.losses)
         if step % config.eval_steps == 0 and step < config.max_steps:
-            curve.add(step, {"tokens": run.tokens, "seconds": run.seconds, **measure(model, "validation")})
+            curve.add(step, {"tokens": run.tokens, "seconds": run.seconds, **averaged(measure(model, "validation"))["figures"]})
 
     model, run = train(
         model,
@@ -122,7 +123,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     )
     announce("measuring")
     figures = measure(model, "validation")
-    point = {"step": len(run.losses), "tokens": run.tokens, "seconds": run.seconds, **figures}
+    point = {"step": len(run.losses), "tokens": run.tokens, "seconds": run.seconds, **averaged(figures)["figures"]}
     if task.test:
         figures |= {f"test_{name}": value for name, value in measure(model, "test").items()}
     if split_at is not None:
@@ -131,7 +132,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
             few = _figures(model, long, metrics, pad_token_id, config.eval_batch_size)
             figures |= {f"{name}_long": value for name, value in few.items()}
     return {
-        "figures": figures,
+        **averaged(figures),
         "metric": metrics[0],
         "cost": cost(model, run),
         "model": model,
@@ -220,15 +221,17 @@ class _Kept(list):
 
 
 def _figures(model: PreTrainedModel, rows: list[dict], metrics: tuple[str, ...], pad_token_id: int, batch_size: int) -> dict:
+    """Return figures; those that are means over rows as their values (N,)."""
     from hf_posswap.measure.metrics import compute_metrics
 
     logits = predict(model, rows, pad_token_id, batch_size)  # (N, C)
     labels = torch.stack([row["labels"] for row in rows])
     if labels.is_floating_point():
-        guesses, loss = logits[:, 0], functional.mse_loss(logits[:, 0], labels)
+        guesses, loss = logits[:, 0], functional.mse_loss(logits[:, 0], labels, reduction="none")
     else:
-        guesses, loss = logits.argmax(-1), functional.cross_entropy(logits, labels)
-    return {**compute_metrics(metrics, guesses.tolist(), labels.tolist()), "loss": loss.item()}
+        guesses, loss = logits.argmax(-1), functional.cross_entropy(logits, labels, reduction="none")
+    figures = compute_metrics(metrics, guesses.tolist(), labels.tolist())
+    return figures | ({"accuracy": guesses == labels} if "accuracy" in figures else {}) | {"loss": loss}
 
 
 def _fit_batches(config: ClassificationConfig, rows: Rows | None, tokenizer, trained: int) -> list[torch.Tensor]:

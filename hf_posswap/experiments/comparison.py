@@ -4,20 +4,18 @@ A run is a folder with the result.json of a recipe (`recipe.main`). Runs may dif
 named by `vary`. Any other difference makes the comparison unfair, and is an error that names it.
 """
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, mean, stdev
 
 from hf_posswap.errors import PosswapError
-from hf_posswap.extras import extra
 from hf_posswap.provenance import read_json
 from hf_posswap.training.budget import NOT_BUDGET
 
 ORIGINAL = "original"  # the scheme of a model that is left as it is
 FREE = ("scheme", "start", "seed", "schemes_from", "save_model")
 _PARTS = {"recipe", "command", "commit", "versions", "hardware", "config", "figures", "cost", "folder"}
-_LESS_IS_BETTER = {"loss", "perplexity", "kl", "damage", "ratio", "tokens", "ms", "mib"}  # words in a figure's name
-_MORE_IS_BETTER = {"accuracy", "candidates", "f1", "matthews", "spearman", "pearson", "cosine", "word", "recall", "sts"}
 COST = {"tokens_per_second": ("tokens/s", 1.0, "{:,.0f}"), "peak_memory_bytes": ("peak MiB", 2**20, "{:,.0f}")}
 
 
@@ -32,7 +30,7 @@ def load_runs(places: Sequence[Path]) -> list[dict]:
         runs += [{**read_json(path), "folder": str(path.parent)} for path in found]
         if not found:
             runs += _compared(place)
-    return list({run["folder"]: run for run in runs}.values())
+    return list({Path(run["folder"]).resolve(): run for run in runs}.values())
 
 
 def _compared(place: Path) -> list[dict]:
@@ -42,7 +40,7 @@ def _compared(place: Path) -> list[dict]:
     runs = read_json(file).get("runs")
     if not isinstance(runs, list) or not runs or not all(isinstance(run, dict) and _PARTS <= set(run) for run in runs):
         raise PosswapError(f"{file} holds no runs: give a comparison.json, or folders that a recipe wrote and finished")
-    return [{**run, "folder": str(file.parent / run["folder"])} for run in runs]
+    return [{**run, "folder": os.path.normpath(file.parent / run["folder"])} for run in runs]
 
 
 def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:
@@ -62,8 +60,11 @@ def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:
                 f"unequal budgets: {name} is {ours!r} in {first['folder']} and {theirs}; run one of them again, or pass "
                 f"--vary {name} if that is the question"
             )
+        _check_contents(runs, name)
     wanted = None
     for row, members in rows_of(runs, vary).items():
+        for name in (*vary, "schemes_from"):  # between rows they may differ
+            _check_contents(members, name)
         files = sorted({str(run["config"].get("schemes_from")) for run in members})
         if len(files) > 1:  # the same name may mean different schemes
             raise PosswapError(f"runs of {label_of(row)} have schemes_from {' and '.join(files)}: compare those of one file")
@@ -73,6 +74,15 @@ def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:
         wanted = wanted or (label_of(row), found)
         if found != wanted[1]:
             raise PosswapError(f"{label_of(row)} has seeds {found} and {wanted[0]} {wanted[1]}: give all rows the same seeds")
+
+
+def _check_contents(runs: list[dict], name: str) -> None:
+    """Raise PosswapError if files of one option have the same name but other content; older results have no hashes."""
+    hashed = [run for run in runs if name in run.get("inputs", {})]
+    if other := next((run for run in hashed if run["inputs"][name] != hashed[0]["inputs"][name]), None):
+        where = f"{hashed[0]['folder']} and {other['folder']} have other content (SHA-256) under the name"
+        what = f"{name} {other['config'].get(name)!r}: give them one file, or names of their own and --vary {name}"
+        raise PosswapError(f"{where} {what}")
 
 
 def rows_of(runs: list[dict], vary: Sequence[str]) -> dict[tuple, list[dict]]:
@@ -157,78 +167,6 @@ def _cell(values: list[float | None]) -> str:
         return ""
     form = "{:.3f}" if max(map(abs, found)) < 10 else "{:.1f}"
     return form.format(fmean(found)) + (f" ± {form.format(stdev(found))}" if len(set(found)) > 1 else "")
-
-
-def paired_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
-    """Return a table of differences from the original, paired by seed; empty if no original was run.
-
-    Runs with one seed share the order of data and other random draws, whose effect cancels in their difference. A cell is the
-    mean of the differences ± their standard deviation. Bold: significant in Student's t-test, p < 0.05, each cell by itself.
-    A figure that is the same for all seeds is not tested.
-    """
-    names = figure_names(runs, figures)
-    columns = [_differences(rows_of(runs, vary), name) for name in names]
-    rows = [[label_of(row), *(_difference(column[row]) for column in columns)] for row in (columns[0] if columns else ())]
-    return table(["less the original", *(name.replace("_", " ") for name in names)], rows) if rows else ""
-
-
-def _differences(rows: dict[tuple, list[dict]], name: str) -> dict[tuple, list[float]]:
-    """Return each row's figure minus the original's, seed by seed; rows without an original are left out."""
-    found = {}
-    for row, members in rows.items():
-        # Rows from scratch are compared with the original from scratch, if that was run.
-        original = next((one for start in (row[1], "") if (one := (ORIGINAL, start, *row[2:])) in rows), None)
-        if row[0] != ORIGINAL and original is not None:
-            theirs = {run["config"]["seed"]: run["figures"].get(name) for run in rows[original]}
-            pairs = [(run["figures"].get(name), theirs[run["config"]["seed"]]) for run in members]
-            found[row] = [ours - theirs for ours, theirs in pairs if None not in (ours, theirs)]
-    return found
-
-
-def _difference(values: list[float]) -> str:
-    if not values:
-        return ""
-    form = "{:+.3f}" if max(map(abs, values)) < 10 else "{:+.1f}"
-    if len(values) == 1:
-        return form.format(fmean(values))
-    cell = f"{form.format(mean(values))} ± {form.format(stdev(values))[1:]}"
-    return f"**{cell}**" if surely(values) and float(form.format(mean(values))) else cell
-
-
-def surely(values: list[float]) -> bool:
-    """Whether the mean differs from zero in Student's t-test, p < 0.05; False for one value or equal values."""
-    if len(values) < 2:
-        return False
-    with extra():
-        from scipy import stats
-    middle, spread = abs(mean(values)), stdev(values)
-    return spread > 1e-9 * middle and middle > stats.t.ppf(0.975, len(values) - 1) * spread / len(values) ** 0.5
-
-
-def verdict(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
-    """Return the conclusion in a sentence or two: the best row in the first figure, and which rows differ significantly.
-
-    If the figure is measured over lengths, the longest is judged too. The figure's name tells whether more or less is better.
-    """
-    names = figure_names(runs, figures)
-    family = [name for name in names if is_length(name, names[0].rpartition("_")[0])] if names else []
-    return " ".join(_judged(rows_of(runs, vary), name) for name in dict.fromkeys([*names[:1], *family[-1:]]))
-
-
-def _judged(rows: dict[tuple, list[dict]], name: str) -> str:
-    found = {row: [run["figures"][name] for run in members if name in run["figures"]] for row, members in rows.items()}
-    means = {row: fmean(values) for row, values in found.items() if values}
-    less, more = (words & {*name.split("_")} for words in (_LESS_IS_BETTER, _MORE_IS_BETTER))
-    best = (min if less else max)(means, key=means.get)
-    word = f"{'lowest' if less else 'highest'} {name.replace('_', ' ')}"
-    said = f"**{'Best: the' if less or more else 'The'} {word} is {means[best]:.4g}, {label_of(best)}.**"
-    differences = _differences(rows, name)
-    if not differences:
-        return f"{said} No original was run to compare with."
-    sure = [f"{label_of(row)} ({mean(values):+.3g})" for row, values in differences.items() if surely(values)]
-    if len(next(iter(differences.values()))) < 2:
-        return f"{said} One seed: no difference from the original is sure."
-    return f"{said} Surely different from the original (paired t-test, p < 0.05): {', '.join(sure) or 'none'}."
 
 
 def background(runs: list[dict]) -> str:

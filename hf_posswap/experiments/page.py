@@ -4,6 +4,7 @@ import base64
 import html
 import io
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,10 +18,9 @@ from hf_posswap.experiments.comparison import (
     is_length,
     label_of,
     markdown,
-    paired_table,
     rows_of,
-    verdict,
 )
+from hf_posswap.experiments.differences import interval_table, paired_table, verdict
 from hf_posswap.provenance import published, write_json
 
 if TYPE_CHECKING:
@@ -30,16 +30,15 @@ if TYPE_CHECKING:
 def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> list[Path]:
     """Check budgets; write comparison.json, comparison.md, a self-contained comparison.html and PNGs; return their paths."""
     check_budgets(runs, vary)
-    table = markdown(runs, vary=vary, figures=figures)
-    pictures = plots(runs, vary, figures)
-    paired = paired_table(runs, vary=vary, figures=figures)
-    if paired and len({run["config"]["seed"] for run in runs}) > 1:
-        paired += "\n\nDifferences are taken seed by seed; bold ones are unlike zero by a t-test (p < 0.05, each by itself)."
-    concluded = verdict(runs, vary=vary, figures=figures)
-    text = "\n\n".join(part for part in (concluded, table, paired, background(runs)) if part) + "\n"
+    runs = [published(run) | {"folder": os.path.relpath(run["folder"], output)} for run in runs]
+    check_budgets(runs, vary)  # paths that are cut short must not make one row of two
+    asked = {"vary": vary, "figures": figures}
+    parts = [part(runs, **asked) for part in (verdict, markdown, interval_table, paired_table)]
+    pictures = plots(runs, **asked)
+    text = "\n\n".join(part for part in (*parts, background(runs)) if part) + "\n"
     output.mkdir(parents=True, exist_ok=True)
     written = [output / "comparison.json", output / "comparison.md", output / "comparison.html"]
-    write_json(written[0], {"format": 1, "vary": list(vary), "runs": [published(run) for run in runs]})
+    write_json(written[0], {"format": 1, "vary": list(vary), "runs": runs})
     written[1].write_text(text)
     written[2].write_text(_page(runs, text, pictures))
     for name, figure in pictures.items():

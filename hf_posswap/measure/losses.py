@@ -10,6 +10,7 @@ losses of single tokens:
     sliding window        token p is predicted from the last `window` tokens at most, which are numbered from 0 again
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -115,6 +116,27 @@ def mean_loss(losses: torch.Tensor) -> float:
     1.5
     """
     return losses.double().nanmean().item()
+
+
+def row_losses(losses: torch.Tensor) -> torch.Tensor:
+    """Return a value for each row of losses (N, L), whose mean is `mean_loss`: (N,), float64.
+
+    It is the row's own mean loss if all rows predict as many tokens. Else it is linear in the row's sum and count of tokens, so
+    that the spread of the values is that of the mean loss (the ratio estimator's).
+
+    >>> row_losses(torch.tensor([[1.0, 3.0], [4.0, 6.0]])).tolist()
+    [2.0, 5.0]
+    >>> row_losses(torch.tensor([[1.0, torch.nan], [4.0, 4.0]])).tolist()
+    [1.666..., 4.333...]
+    """
+    counts, mean = losses.isfinite().sum(1).double(), mean_loss(losses)
+    return mean + (losses.double().nansum(1) - counts * mean) / counts.mean()
+
+
+def row_perplexities(losses: torch.Tensor) -> torch.Tensor:
+    """Return a value for each row of losses (N, L), whose mean is their perplexity: linear in `row_losses` (delta method)."""
+    mean = mean_loss(losses)
+    return math.exp(mean) * (1 + row_losses(losses) - mean)
 
 
 def loss_by_position(losses: torch.Tensor, starts: Sequence[int] = (0, 8, 32, 128, 512, 2048, 8192)) -> dict[str, float]:

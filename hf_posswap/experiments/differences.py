@@ -1,0 +1,169 @@
+"""How far each row of a comparison is from the original, and which differences are sure: paired by seed, and by item.
+
+Runs with one seed share the order of data and other random draws, whose effect cancels in their difference. So does how hard an
+item is, if results keep the figure on each: see `items`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, mean, stdev
+
+import numpy as np
+
+from hf_posswap.experiments.comparison import ORIGINAL, figure_names, is_length, label_of, rows_of, table
+from hf_posswap.experiments.items import half_width, holm, items_of, paired_p
+from hf_posswap.extras import extra
+
+_LESS_IS_BETTER = {"loss", "perplexity", "kl", "damage", "ratio", "tokens", "ms", "mib"}  # words in a figure's name
+_MORE_IS_BETTER = {"accuracy", "candidates", "f1", "matthews", "spearman", "pearson", "cosine", "word", "recall", "sts"}
+
+
+@dataclass
+class Difference:
+    """A row's figure less the original's."""
+
+    seeds: list[float]  # seed by seed
+    items: np.ndarray | None  # item by item, means over seeds; None if they were not kept
+    p: float = 0.0  # of the items, by Holm's correction for all differences of a table; 0 without items
+
+    @property
+    def sure(self) -> bool:
+        """Whether it is unlike zero: over seeds, by itself, and over items, if they were kept (p < 0.05)."""
+        return surely(self.seeds) and self.p < 0.05
+
+
+def surely(values: list[float]) -> bool:
+    """Whether the mean differs from zero in Student's t-test, p < 0.05; False for one value or equal values."""
+    if len(values) < 2:
+        return False
+    with extra():
+        from scipy import stats
+    middle, spread = abs(mean(values)), stdev(values)
+    return spread > 1e-9 * middle and middle > stats.t.ppf(0.975, len(values) - 1) * spread / len(values) ** 0.5
+
+
+def differences(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> dict[str, dict[str, Difference]]:
+    """Return the differences of a table, {row: {figure: Difference}}; rows without an original are left out."""
+    rows, found = rows_of(runs, vary), {}
+    for row, members in rows.items():
+        # Rows from scratch are compared with the original from scratch, if that was run.
+        original = next((one for start in (row[1], "") if (one := (ORIGINAL, start, *row[2:])) in rows), None)
+        if row[0] != ORIGINAL and original is not None:
+            names = figure_names(runs, figures)
+            found[label_of(row)] = {name: _difference(members, rows[original], name) for name in names}
+    tested = [one for cells in found.values() for one in cells.values() if one.items is not None]
+    for one, p in zip(tested, holm([paired_p(one.items) for one in tested]), strict=True):
+        one.p = p
+    return found
+
+
+def _difference(members: list[dict], originals: list[dict], name: str) -> Difference:
+    theirs = {run["config"]["seed"]: run["figures"].get(name) for run in originals}
+    pairs = [(run["figures"].get(name), theirs[run["config"]["seed"]]) for run in members]
+    by_item = [items_of(some, name) for some in (members, originals)]
+    same = all(one is not None for one in by_item) and len(by_item[0]) == len(by_item[1])
+    by_seed = [ours - theirs for ours, theirs in pairs if None not in (ours, theirs)]
+    return Difference(by_seed, by_item[0] - by_item[1] if same else None)
+
+
+def paired_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
+    """Return a table of differences from the original, with what bold means below it; empty if no original was run.
+
+    A cell is the mean of the differences seed by seed ± their standard deviation. Bold: `Difference.sure`. A figure that is the
+    same for all seeds is not tested.
+    """
+    names, found = figure_names(runs, figures), differences(runs, vary=vary, figures=figures)
+    rows = [[label, *(_cell(cells[name]) for name in names)] for label, cells in found.items()]
+    if not rows:
+        return ""
+    cells = [one for row in found.values() for one in row.values()]
+    said, tested = "", sum(one.items is not None for one in cells)
+    if max(len(one.seeds) for one in cells) > 1:
+        said = "\n\nDifferences are taken seed by seed; bold ones are unlike zero by a t-test (p < 0.05, each by itself)"
+        said += (
+            f" and, for the {tested} with items, by a paired test over these: McNemar's for right and wrong answers of one "
+            f"seed, else a t-test (p < 0.05 after Holm's correction for {tested})"
+        ) * (tested > 0) + "."
+    return _table("less the original", names, rows) + said
+
+
+def interval_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
+    """Return a table of figures, and differences from the original, with 95 % intervals over items; empty without items.
+
+    A cell is the mean over seeds ± the half width of Student's interval.
+    """
+    by_item = {
+        label_of(row): {name: items_of(members, name) for name in figure_names(runs, figures)}
+        for row, members in rows_of(runs, vary).items()
+    }
+    by_item |= {
+        f"{label}, less the original": {name: one.items for name, one in cells.items()}
+        for label, cells in differences(runs, vary=vary, figures=figures).items()
+    }
+    names = list(dict.fromkeys(name for row in by_item.values() for name, values in row.items() if values is not None))
+    if not names:
+        return ""
+    rows = [[label, *(_interval(row[name]) for name in names)] for label, row in by_item.items()]
+    sizes = {len(values) for row in by_item.values() for values in row.values() if values is not None}
+    said = f"± is a 95 % interval by Student's t over items: {min(sizes)}" + f" to {max(sizes)}" * (len(sizes) > 1)
+    return f"{_table('over items', names, rows)}\n\n{said} blocks of text, queries or rows, each the mean over seeds."
+
+
+def _table(title: str, names: list[str], rows: list[list[str]]) -> str:
+    return table([title, *(name.replace("_", " ") for name in names)], rows)
+
+
+def _cell(one: Difference) -> str:
+    if not one.seeds:
+        return ""
+    form = "{:+.3f}" if max(map(abs, one.seeds)) < 10 else "{:+.1f}"
+    if len(one.seeds) == 1:
+        return form.format(one.seeds[0])
+    cell = f"{form.format(mean(one.seeds))} ± {form.format(stdev(one.seeds))[1:]}"
+    return f"**{cell}**" if one.sure and float(form.format(mean(one.seeds))) else cell
+
+
+def _interval(values: np.ndarray | None) -> str:
+    if values is None:
+        return ""
+    middle, half = values.mean(), half_width(values)
+    digits = 3 if abs(middle) < 10 else 1
+    return f"{middle:.{digits}f}" + (f" ± {half:.{digits}f}" if half else "")  # items that are all alike show no spread
+
+
+def verdict(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
+    """Return the conclusion in a sentence or two: the best row in the first figure, and which rows differ surely.
+
+    If the figure is measured over lengths, the longest is judged too. The figure's name tells whether more or less is better.
+    """
+    names, found = figure_names(runs, figures), differences(runs, vary=vary, figures=figures)
+    family = [name for name in names if is_length(name, names[0].rpartition("_")[0])] if names else []
+    rows = rows_of(runs, vary)
+    return " ".join(_judged(rows, found, name) for name in dict.fromkeys([*names[:1], *family[-1:]]))
+
+
+def _judged(rows: dict[tuple, list[dict]], found: dict[str, dict[str, Difference]], name: str) -> str:
+    less, more = (words & {*name.split("_")} for words in (_LESS_IS_BETTER, _MORE_IS_BETTER))
+    better = min if less else max
+
+    def means(name: str) -> dict[str, float]:
+        values = {row: [run["figures"][name] for run in members if name in run["figures"]] for row, members in rows.items()}
+        return {label_of(row): fmean(some) for row, some in values.items() if some}
+
+    of, whom = means(name), "the original"
+    # A rate that harms the original makes it a poor one to compare with.
+    before = means(name.removeprefix("tuned_") if name.startswith("tuned_") else f"start_{name}").get(ORIGINAL)
+    if before is not None and ORIGINAL in of and better(before, of[ORIGINAL]) != of[ORIGINAL]:
+        of["the original before its tuning"] = before
+        whom += f" tuned alike, which was better before ({before:.4g})"
+    best = better(of, key=of.get)
+    word = f"{'lowest' if less else 'highest'} {name.replace('_', ' ')}"
+    said = f"**{'Best: the' if less or more else 'The'} {word} is {of[best]:.4g}, {best}.**"
+    if not found:
+        return f"{said} No original was run to compare with."
+    cells = {label: cells[name] for label, cells in found.items()}
+    sure = [f"{label} ({mean(one.seeds):+.3g})" for label, one in cells.items() if one.sure]
+    if len(next(iter(cells.values())).seeds) < 2:
+        return f"{said} One seed: no difference from the original is sure."
+    tests = "paired t-test" + " over seeds, and test over items" * any(one.items is not None for one in cells.values())
+    return f"{said} Surely different from {whom} ({tests}, p < 0.05): {', '.join(sure) or 'none'}."
