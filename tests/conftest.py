@@ -209,8 +209,10 @@ def gpt2_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
-def write_run(folder: Path, figures: dict[str, float], *, recipe: str = "passkey", cpu: str = "a cpu", **options) -> Path:
-    """Write the result file of a run with these options of its recipe; return its path."""
+def write_run(
+    folder: Path, figures: dict[str, float], *, recipe: str = "passkey", cpu: str = "a cpu", also: dict | None = None, **options
+) -> Path:
+    """Write the result file of a run with these options of its recipe, and `also` these entries; return its path."""
     result = {
         "format": 1, "recipe": recipe, "command": f"python recipes/{recipe}.py --seed {options.get('seed', 0)}",
         "commit": "abc", "versions": {"hf_posswap": "0.1.0", "torch": "2", "transformers": "5"},
@@ -218,7 +220,7 @@ def write_run(folder: Path, figures: dict[str, float], *, recipe: str = "passkey
         "figures": figures, "cost": {"tokens_per_second": 1000.0, "peak_memory_bytes": 2**30, "processes": 1},
     }  # fmt: skip
     folder.mkdir(parents=True)
-    (folder / "result.json").write_text(json.dumps(result))
+    (folder / "result.json").write_text(json.dumps(result | (also or {})))
     return folder / "result.json"
 
 

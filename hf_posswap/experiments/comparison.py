@@ -169,6 +169,17 @@ def _cell(values: list[float | None]) -> str:
     return form.format(fmean(found)) + (f" ± {form.format(stdev(found))}" if len(set(found)) > 1 else "")
 
 
+def budgets(runs: list[dict], vary: Sequence[str] = ()) -> str:
+    """Return the tokens that each row was fitted and trained on, in a line; empty if results do not say."""
+    said = []
+    for row, members in rows_of(runs, vary).items():
+        config, trained = members[0]["config"], [run["cost"].get("tokens") for run in members]
+        parts = [f"a fit on {config['fit_tokens']:,}, {config['fit_steps']} steps a layer"] * (row[1] == "fit")
+        parts += [] if None in trained else [f"{mean(trained):,.0f} forward and back in training"]
+        said += [f"{label_of(row)}: {' and '.join(parts)}"] * bool(parts)
+    return f"Tokens: {'; '.join(said)}." if said else ""
+
+
 def background(runs: list[dict]) -> str:
     """Return the line below a table: recipe, seeds, commits, versions, hardware."""
     seeds = sorted({run["config"]["seed"] for run in runs})

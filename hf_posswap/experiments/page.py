@@ -13,6 +13,7 @@ from markdown_it import MarkdownIt
 
 from hf_posswap.experiments.comparison import (
     background,
+    budgets,
     check_budgets,
     figure_names,
     is_length,
@@ -35,7 +36,7 @@ def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = ()
     asked = {"vary": vary, "figures": figures}
     parts = [part(runs, **asked) for part in (verdict, markdown, interval_table, paired_table)]
     pictures = plots(runs, **asked)
-    text = "\n\n".join(part for part in (*parts, background(runs)) if part) + "\n"
+    text = "\n\n".join(part for part in (*parts, budgets(runs, vary), background(runs)) if part) + "\n"
     output.mkdir(parents=True, exist_ok=True)
     written = [output / "comparison.json", output / "comparison.md", output / "comparison.html"]
     write_json(written[0], {"format": 1, "vary": list(vary), "runs": runs})

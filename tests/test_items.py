@@ -1,0 +1,144 @@
+"""Figures with the items they are means of: intervals and paired tests against scipy, and what a comparison makes of them."""
+
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_run
+from scipy import stats
+
+import hf_posswap as posswap
+from hf_posswap.experiments.comparison import check_budgets, load_runs
+from hf_posswap.experiments.differences import differences, interval_table, paired_table, verdict
+from hf_posswap.experiments.items import averaged, half_width, holm, items_of, paired_p
+from hf_posswap.experiments.page import write_comparison
+from hf_posswap.measure.losses import mean_loss, row_losses, row_perplexities
+
+DRAWN = np.random.default_rng(0)
+
+
+def test_values_of_rows():
+    """Their means are the loss of all tokens and its perplexity, and their spread is that of a jackknife over rows."""
+    losses = torch.from_numpy(DRAWN.gamma(4, size=(60, 8)))
+    losses[torch.from_numpy(DRAWN.random((60, 8)) < 0.5)] = torch.nan  # rows of differing counts, as with masks
+    for values, figure in ((row_losses(losses), mean_loss), (row_perplexities(losses), lambda x: math.exp(mean_loss(x)))):
+        without = [figure(torch.cat([losses[:row], losses[row + 1 :]])) for row in range(60)]
+        assert values.mean().item() == pytest.approx(figure(losses), abs=1e-12)
+        assert stats.sem(values) == pytest.approx(np.std(without) * 59 / 60**0.5, rel=0.05)
+
+
+def test_intervals_and_tests_against_scipy():
+    """Student's interval is the bootstrap's; right and wrong answers have the exact permutation test, other values nearly."""
+    values = DRAWN.gamma(3, size=200)
+    interval = stats.bootstrap((values,), np.mean, random_state=np.random.default_rng(1)).confidence_interval
+    assert half_width(values) == pytest.approx((interval.high - interval.low) / 2, rel=0.05)
+    for ours, theirs, within in (
+        (DRAWN.random(12) < 0.9, DRAWN.random(12) < 0.3, 1e-9),
+        (DRAWN.normal(0.5, 1, 12), DRAWN.normal(0, 1, 12), 0.2),
+    ):
+        ours, theirs = ours.astype(float), theirs.astype(float)
+        wanted = stats.permutation_test((ours, theirs), lambda a, b: np.mean(a - b), permutation_type="samples").pvalue
+        assert paired_p(ours - theirs) == pytest.approx(wanted, rel=within) and wanted < 0.6
+    assert paired_p(np.zeros(9)) == 1.0
+
+
+def test_holm():
+    """An adjusted value is the level at which the step-down procedure begins to reject."""
+    p_values = [0.012, 0.04, 0.001, 0.3, 0.012, 0.9]
+    adjusted = holm(p_values)
+    for level in np.linspace(0.001, 0.999, 333):
+        rejected = set()
+        for rank, place in enumerate(sorted(range(6), key=p_values.__getitem__)):
+            if p_values[place] > level / (6 - rank):
+                break
+            rejected.add(place)
+        assert rejected == {place for place in range(6) if adjusted[place] <= level}
+
+
+def _runs(root, rows: dict, seeds=(0, 1, 2), **options):
+    """Runs whose figures are the means of items: {row: [{figure: values} for each seed]}."""
+    for scheme, found in rows.items():
+        for seed, figures in zip(seeds, found, strict=True):
+            parts = averaged(figures)
+            also = {"items": parts["items"]} if parts["items"] else {}
+            write_run(root / f"{scheme}-{seed}", parts["figures"], also=also, scheme=scheme, seed=seed, **options)
+    return load_runs([root])
+
+
+def test_bold_needs_seeds_and_items(tmp_path):
+    """Three seeds that agree are not enough if the items do not: bold, verdict and interval say so, and in what."""
+    hard = DRAWN.normal(3, 1, 40)  # how hard an item is, which cancels between rows
+
+    def row(*, less: float, spread: float):
+        return [{"loss": (hard - less + spread * DRAWN.normal(0, 1, 40)).tolist()} for _ in range(3)]
+
+    noise = DRAWN.permutation(np.repeat([-1.0, 1.05], 20))  # on some items better, on others worse, alike in all seeds
+    rows = {"original": row(less=0, spread=0.001), "rotary": row(less=0.1, spread=0.01)}
+    alike = enumerate(rows["original"])
+    rows["none"] = [{"loss": (np.array(one["loss"]) + noise + 0.001 * seed).tolist()} for seed, one in alike]
+    runs = _runs(tmp_path / "a", rows)
+    cells = {label: found["loss"] for label, found in differences(runs).items()}
+    assert cells["rotary, swap"].sure and not cells["none, swap"].sure
+    theirs = [items_of([run for run in runs if run["config"]["scheme"] == name], "loss") for name in ("original", "none")]
+    wanted = stats.ttest_rel(*theirs).pvalue
+    assert cells["none, swap"].p == pytest.approx(wanted, rel=1e-3) and wanted > 0.05
+    table, says = paired_table(runs).split("\n\n")
+    assert table.count("**") == 2 and "| rotary, swap | **-0.1" in table
+    assert "for the 2 with items" in says and says.endswith("Holm's correction for 2).")
+    assert "(paired t-test over seeds, and test over items, p < 0.05): rotary, swap (-0." in verdict(runs)
+    intervals = interval_table(runs)
+    low, high = stats.t.interval(0.95, 39, loc=theirs[0].mean(), scale=stats.sem(theirs[0]))
+    assert f"| original | {theirs[0].mean():.3f} ± {(high - low) / 2:.3f} |" in intervals
+    assert "| rotary, swap, less the original | -0.1" in intervals and "over items: 40 blocks" in intervals
+    bare = [{name: value for name, value in run.items() if name != "items"} for run in runs]
+    assert "| none, swap | **+0.0" in paired_table(bare) and interval_table(bare) == ""
+
+
+def test_rows_with_other_items_are_not_paired(tmp_path):
+    """A row of another number of items, or that has kept none, is tested over seeds alone."""
+    rows = {"original": [{"loss": [1.0, 2.0, 3.0]}] * 2, "rotary": [{"loss": [1.0, 2.0]}] * 2, "none": [{"loss": 1.0}] * 2}
+    found = differences(_runs(tmp_path, rows, seeds=(0, 1)))
+    assert all(one["loss"].items is None and len(one["loss"].seeds) == 2 for one in found.values()) and len(found) == 2
+
+
+def test_what_tuning_harmed(tmp_path):
+    """If the original was better before its tuning, the conclusion names that figure, and may call it the best."""
+    rows = {"original": [{"loss": 3.2 + n / 100, "start_loss": 3.0} for n in range(3)]}
+    rows["rotary"] = [{"loss": 3.1 + n / 90, "start_loss": 3.3} for n in range(3)]
+    said = verdict(_runs(tmp_path / "a", rows), figures=["loss"])
+    assert said.startswith("**Best: the lowest loss is 3, the original before its tuning.**")
+    assert "different from the original tuned alike, which was better before (3) (" in said and "rotary, swap (-0.0989)" in said
+    for name, before in (("a", 3.9), ("b", 2.9)):
+        rows = {"original": [{"tuned_loss": 3.2, "loss": before}] * 3, "rotary": [{"tuned_loss": 3.1, "loss": 3.3}] * 3}
+        said = verdict(_runs(tmp_path / f"tuned-{name}", rows), figures=["tuned_loss"])
+        assert ("which was better before (2.9)" in said) == (before == 2.9)
+
+
+def test_one_name_and_other_content(tmp_path):
+    """Runs on files of one name are compared if the content is the same, as far as results know it."""
+
+    def runs(digest: str | None, **options) -> list[dict]:
+        also = {"inputs": {"model": {"weights": digest}}} if digest else {}
+        return load_runs([write_run(tmp_path / f"{digest}{options}", {"loss": 1.0}, also=also, **options).parent])
+
+    first, old = runs("a", scheme="rotary"), runs(None)
+    check_budgets([*old, *first, *runs("a", scheme="none")])
+    with pytest.raises(posswap.PosswapError, match=r"other content \(SHA-256\) under the name model 'minilm'.*--vary model"):
+        check_budgets([*old, *first, *runs("b", scheme="none")])
+    with pytest.raises(posswap.PosswapError, match="other content"):  # of one row, whatever may vary
+        check_budgets([*first, *runs("b", scheme="rotary", seed=1)], ["model"])
+
+
+def test_a_comparison_that_moved(tmp_path):
+    """A page collected from a comparison.json, wherever it was moved, is the page that was collected from the runs."""
+    rows = {name: [{"loss": DRAWN.normal(3, 1, 9).tolist()} for _ in range(2)] for name in ("original", "rotary")}
+    runs = _runs(tmp_path / "runs", rows, seeds=(0, 1), report_to=("none",))
+    write_comparison(runs, tmp_path / "out" / "first")
+    assert str(tmp_path) not in (tmp_path / "out" / "first" / "comparison.json").read_text()
+    shutil.copytree(tmp_path / "out", tmp_path / "far" / "away" / "out")
+    write_comparison(load_runs([tmp_path / "far/away/out/first"]), tmp_path / "second")
+    for file in ("comparison.md", "comparison.html"):
+        assert (tmp_path / "out/first" / file).read_text() == (tmp_path / "second" / file).read_text()
+    assert len(load_runs([tmp_path / "runs", tmp_path / "out" / "first"])) == 4  # the same runs
