@@ -91,7 +91,7 @@ def test_bold_needs_seeds_and_items(tmp_path):
     intervals = interval_table(runs)
     low, high = stats.t.interval(0.95, 39, loc=theirs[0].mean(), scale=stats.sem(theirs[0]))
     assert f"| original | {theirs[0].mean():.3f} ± {(high - low) / 2:.3f} |" in intervals
-    assert "| rotary, swap, less the original | -0.1" in intervals and "over items: 40 blocks" in intervals
+    assert "| rotary, swap, less the original | -0.1" in intervals and "over the 40 blocks" in intervals
     bare = [{name: value for name, value in run.items() if name != "items"} for run in runs]
     assert "| none, swap | **+0.0" in paired_table(bare) and interval_table(bare) == ""
 

@@ -362,7 +362,10 @@ def test_read_on(gpt2, text, result, tmp_path, monkeypatch):
     tuned = results.pop("tuned")
     assert tuned["cost"]["tokens"] == 8 * 512 and tuned["figures"]["loss_64"] < tuned["figures"]["start_loss_64"]
     assert tuned["figures"]["select_loss"] < tuned["figures"]["start_loss_64"]
-    assert all(list(one["figures"]) == ["loss_32", "loss_64", "loss_128"] for one in results.values())
+    for one in results.values():
+        assert list(one["figures"]) == list(one["items"]) == ["loss_32", "loss_64", "loss_128"]
+        assert all(one["figures"][name] == pytest.approx(mean(values), 1e-5) for name, values in one["items"].items())
+        assert len(one["items"]["loss_64"]) == 2  # blocks of 128 tokens
     assert results["whole"]["figures"] != results["near"]["figures"]
     inputs = results["near"]["inputs"]
     assert inputs.keys() == {"model", "train_file"} and weight_hashes(Path(gpt2)).items() <= inputs["model"].items()

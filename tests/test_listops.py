@@ -163,6 +163,7 @@ def test_end_to_end(recipe, checkpoint, tmp_path, family, options):
     )
     answer = recipe.run(config, tmp_path, False)
     assert 0 <= answer["figures"]["accuracy"] <= 1 and 0.1 <= answer["figures"]["majority"] < 0.4
+    assert len(answer["items"]["accuracy"]) == 50
     for groups in (answer["details"]["by_length"], answer["details"]["by_depth"]):
         assert sum(group["examples"] for group in groups.values()) == 50
         right = sum(group["accuracy"] * group["examples"] for group in groups.values())

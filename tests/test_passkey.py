@@ -246,6 +246,7 @@ def test_causal_end_to_end(recipe, config, tmp_path, options):
         matrix = answer["details"][name]
         assert len(matrix) == 2 and all(len(row) == 2 and 0 <= min(row) <= max(row) <= 1 for row in matrix)
         assert answer["figures"][f"{name}_150"] == pytest.approx(sum(row[1] for row in matrix) / 2)
+        assert len(answer["items"][f"{name}_150"]) == 6 and sum(answer["items"][f"{name}_150"][3:]) == 3 * matrix[1][1]
     assert answer["cost"]["tokens"] == 2 * 4 * 64 and len(answer["details"]["losses"]) == 2
     assert (tmp_path / "heat_map.png").read_bytes().startswith(b"\x89PNG")
 

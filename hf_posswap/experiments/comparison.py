@@ -1,4 +1,4 @@
-"""Compare finished runs of a recipe: equal budgets, means with standard deviations, significant differences.
+"""Compare finished runs of a recipe: equal budgets, means with standard deviations; `differences` are elsewhere.
 
 A run is a folder with the result.json of a recipe (`recipe.main`). Runs may differ in scheme, start and seed, and in options
 named by `vary`. Any other difference makes the comparison unfair, and is an error that names it.

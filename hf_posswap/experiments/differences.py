@@ -92,21 +92,18 @@ def interval_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Seque
 
     A cell is the mean over seeds ± the half width of Student's interval.
     """
-    by_item = {
-        label_of(row): {name: items_of(members, name) for name in figure_names(runs, figures)}
-        for row, members in rows_of(runs, vary).items()
-    }
-    by_item |= {
-        f"{label}, less the original": {name: one.items for name, one in cells.items()}
-        for label, cells in differences(runs, vary=vary, figures=figures).items()
-    }
-    names = list(dict.fromkeys(name for row in by_item.values() for name, values in row.items() if values is not None))
+    wanted, less = figure_names(runs, figures), differences(runs, vary=vary, figures=figures)
+    rows = [(label_of(row), {n: items_of(some, n) for n in wanted}, "") for row, some in rows_of(runs, vary).items()]
+    rows += [(f"{label}, less the original", {n: cells[n].items for n in wanted}, "+") for label, cells in less.items()]
+    names = [name for name in wanted if any(items[name] is not None for _, items, _ in rows)]
     if not names:
         return ""
-    rows = [[label, *(_interval(row[name]) for name in names)] for label, row in by_item.items()]
-    sizes = {len(values) for row in by_item.values() for values in row.values() if values is not None}
-    said = f"± is a 95 % interval by Student's t over items: {min(sizes)}" + f" to {max(sizes)}" * (len(sizes) > 1)
-    return f"{_table('over items', names, rows)}\n\n{said} blocks of text, queries or rows, each the mean over seeds."
+    sizes = sorted({len(items[name]) for _, items, _ in rows for name in names if items[name] is not None})
+    said = (
+        f"± is Student's 95 % interval over the {' to '.join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))} blocks of text, "
+    )
+    cells = [[label, *(_interval(items[name], sign) for name in names)] for label, items, sign in rows]
+    return f"{_table('interval over items', names, cells)}\n\n{said}queries or rows measured on; each is the mean over seeds."
 
 
 def _table(title: str, names: list[str], rows: list[list[str]]) -> str:
@@ -123,12 +120,12 @@ def _cell(one: Difference) -> str:
     return f"**{cell}**" if one.sure and float(form.format(mean(one.seeds))) else cell
 
 
-def _interval(values: np.ndarray | None) -> str:
+def _interval(values: np.ndarray | None, sign: str) -> str:
     if values is None:
         return ""
     middle, half = values.mean(), half_width(values)
     digits = 3 if abs(middle) < 10 else 1
-    return f"{middle:.{digits}f}" + (f" ± {half:.{digits}f}" if half else "")  # items that are all alike show no spread
+    return f"{middle:{sign}.{digits}f}" + (f" ± {half:.{digits}f}" if half else "")  # items that are all alike show no spread
 
 
 def verdict(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
