@@ -56,6 +56,8 @@ def test_what_can_be_learnt_is_learnt(recipe, folder, model, scheme):
     result = module.run(module.Config(**options), folder / "out", False)
     assert result["figures"]["accuracy"] > 0.95 and result["figures"]["matthews"] > 0.9
     assert list(result["figures"]) == ["accuracy", "f1", "f1_macro", "matthews", "loss"] and result["metric"] == "accuracy"
+    means = {name: sum(values) / len(values) for name, values in result["items"].items()}
+    assert means == pytest.approx({name: result["figures"][name] for name in ("accuracy", "loss")}, rel=1e-4)
     assert [point["step"] for point in result["curve"]] == [75, 150] and len(result["losses"]) == 150
     assert result["curve"][-1]["accuracy"] == result["figures"]["accuracy"] and result["cost"]["tokens"] > 0
     sizes = result["data"]["splits"]

@@ -99,11 +99,12 @@ def interval_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Seque
     if not names:
         return ""
     sizes = sorted({len(items[name]) for _, items, _ in rows for name in names if items[name] is not None})
+    count = " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
     said = (
-        f"± is Student's 95 % interval over the {' to '.join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))} blocks of text, "
+        f"± is Student's 95 % interval over the {count} blocks of text, queries or rows measured on, each the mean over seeds."
     )
     cells = [[label, *(_interval(items[name], sign) for name in names)] for label, items, sign in rows]
-    return f"{_table('interval over items', names, cells)}\n\n{said}queries or rows measured on; each is the mean over seeds."
+    return f"{_table('interval over items', names, cells)}\n\n{said}"
 
 
 def _table(title: str, names: list[str], rows: list[list[str]]) -> str:

@@ -51,8 +51,8 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
     """Run a recipe from the command line.
 
     `run(config, folder, resume)` works in `folder`. It returns {"figures": {name: number}, "cost": {...}, "model": model} and
-    further entries for result.json, such as the "items" of `items.averaged`; "model" is optional. It is called on all processes, and the main one writes the result.
-    If a figure or weight is NaN or infinite, PosswapError is raised and no result is written.
+    further entries for result.json, such as "items" (`items.averaged`); "model" is optional. It is called on all processes, and
+    the main one writes the result. If a figure or weight is NaN or infinite, PosswapError is raised and no result is written.
     """
     held, module = [], inspect.getmodule(run)
     program = Path(module.__file__).stem
