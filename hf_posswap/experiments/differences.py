@@ -100,9 +100,7 @@ def interval_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Seque
         return ""
     sizes = sorted({len(items[name]) for _, items, _ in rows for name in names if items[name] is not None})
     count = " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
-    said = (
-        f"± is Student's 95 % interval over the {count} blocks of text, queries or rows measured on, each the mean over seeds."
-    )
+    said = f"± is Student's 95 % interval over the {count} blocks of text, queries or rows measured on, means over seeds."
     cells = [[label, *(_interval(items[name], sign) for name in names)] for label, items, sign in rows]
     return f"{_table('interval over items', names, cells)}\n\n{said}"
 
