@@ -12,7 +12,6 @@ import numpy as np
 
 from hf_posswap.experiments.comparison import ORIGINAL, figure_names, is_length, label_of, rows_of, table
 from hf_posswap.experiments.items import half_width, holm, items_of, paired_p
-from hf_posswap.extras import extra
 
 _LESS_IS_BETTER = {"loss", "perplexity", "kl", "damage", "ratio", "tokens", "ms", "mib"}  # words in a figure's name
 _MORE_IS_BETTER = {"accuracy", "candidates", "f1", "matthews", "spearman", "pearson", "cosine", "word", "recall", "sts"}
@@ -34,12 +33,8 @@ class Difference:
 
 def surely(values: list[float]) -> bool:
     """Whether the mean differs from zero in Student's t-test, p < 0.05; False for one value or equal values."""
-    if len(values) < 2:
-        return False
-    with extra():
-        from scipy import stats
-    middle, spread = abs(mean(values)), stdev(values)
-    return spread > 1e-9 * middle and middle > stats.t.ppf(0.975, len(values) - 1) * spread / len(values) ** 0.5
+    varied = len(values) > 1 and stdev(values) > 1e-9 * abs(mean(values))
+    return varied and abs(mean(values)) > half_width(values)
 
 
 def differences(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> dict[str, dict[str, Difference]]:
@@ -84,7 +79,7 @@ def paired_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequenc
             f" and, for the {tested} with items, by a paired test over these: McNemar's for right and wrong answers of one "
             f"seed, else a t-test (p < 0.05 after Holm's correction for {tested})"
         ) * (tested > 0) + "."
-    return _table("less the original", names, rows) + said
+    return table(["less the original", *(name.replace("_", " ") for name in names)], rows) + said
 
 
 def interval_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
@@ -102,11 +97,7 @@ def interval_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Seque
     count = " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
     said = f"± is Student's 95 % interval over the {count} blocks of text, queries or rows measured on, means over seeds."
     cells = [[label, *(_interval(items[name], sign) for name in names)] for label, items, sign in rows]
-    return f"{_table('interval over items', names, cells)}\n\n{said}"
-
-
-def _table(title: str, names: list[str], rows: list[list[str]]) -> str:
-    return table([title, *(name.replace("_", " ") for name in names)], rows)
+    return table(["interval over items", *(name.replace("_", " ") for name in names)], cells) + f"\n\n{said}"
 
 
 def _cell(one: Difference) -> str:

@@ -36,12 +36,8 @@ def items_of(runs: list[dict], name: str) -> np.ndarray | None:
     return np.mean(found, axis=0) if len(found[0]) > 1 and len(set(map(len, found))) == 1 else None
 
 
-def half_width(values: np.ndarray) -> float:
-    """Return the half width of Student's 95 % interval of the mean of items (N,).
-
-    >>> round(half_width(np.array([1.0, 2.0, 3.0])), 3)
-    2.484
-    """
+def half_width(values: Sequence[float]) -> float:
+    """Return the half width of Student's 95 % interval of the mean of values (N,)."""
     with extra():
         from scipy import stats
     return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
@@ -55,12 +51,11 @@ def paired_p(differences: np.ndarray) -> float:
     """
     with extra():
         from scipy import stats
-    unequal = differences[differences != 0]
-    if not len(unequal):
+    if not len(unequal := differences[differences != 0]):
         return 1.0
-    of_one_size = np.ptp(abs(unequal)) < 1e-9
-    test = stats.binomtest(int((unequal > 0).sum()), len(unequal)) if of_one_size else stats.ttest_1samp(differences, 0)
-    return float(test.pvalue)
+    if np.ptp(abs(unequal)) < 1e-9:
+        return float(stats.binomtest(int((unequal > 0).sum()), len(unequal)).pvalue)
+    return float(stats.ttest_1samp(differences, 0).pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
