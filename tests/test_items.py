@@ -10,7 +10,7 @@ from conftest import write_run
 from scipy import stats
 
 import hf_posswap as posswap
-from hf_posswap.experiments.comparison import check_budgets, load_runs
+from hf_posswap.experiments.comparison import budgets, check_budgets, load_runs
 from hf_posswap.experiments.differences import differences, interval_table, paired_table, verdict
 from hf_posswap.experiments.items import averaged, half_width, holm, items_of, paired_p
 from hf_posswap.experiments.page import write_comparison
@@ -129,6 +129,18 @@ def test_one_name_and_other_content(tmp_path):
         check_budgets([*old, *first, *runs("b", scheme="none")])
     with pytest.raises(posswap.PosswapError, match="other content"):  # of one row, whatever may vary
         check_budgets([*first, *runs("b", scheme="rotary", seed=1)], ["model"])
+
+
+def test_tokens_of_rows(tmp_path):
+    """The fit's tokens stand beside those of training, rows of one budget together."""
+    spent = {"cost": {"tokens": 2000, "tokens_per_second": 9.0}}
+    for number, (scheme, start) in enumerate((("original", "swap"), ("rotary", "cold"), ("rotary", "fit"))):
+        write_run(tmp_path / str(number), {"loss": 1.0}, also=spent, scheme=scheme, start=start)
+    write_run(tmp_path / "untold", {"loss": 1.0}, scheme="none")
+    assert budgets(load_runs([tmp_path])) == (
+        "Tokens: 2,000 forward and back in training (original / rotary, cold); a fit on 65,536, 100 steps a layer, and 2,000 "
+        "forward and back in training (rotary, fit)."
+    )
 
 
 def test_a_comparison_that_moved(tmp_path):

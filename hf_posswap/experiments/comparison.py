@@ -170,13 +170,15 @@ def _cell(values: list[float | None]) -> str:
 
 
 def budgets(runs: list[dict], vary: Sequence[str] = ()) -> str:
-    """Return the tokens that each row was fitted and trained on, in a line; empty if results do not say."""
-    said = []
+    """Return the tokens that rows were fitted and trained on, in a line; empty if results do not say."""
+    spent = {}
     for row, members in rows_of(runs, vary).items():
-        config, trained = members[0]["config"], [run["cost"].get("tokens") for run in members]
-        parts = [f"a fit on {config['fit_tokens']:,}, {config['fit_steps']} steps a layer"] * (row[1] == "fit")
-        parts += [] if None in trained else [f"{mean(trained):,.0f} forward and back in training"]
-        said += [f"{label_of(row)}: {' and '.join(parts)}"] * bool(parts)
+        config, fitted = members[0]["config"], row[1] == "fit"
+        trained = [run["cost"]["tokens"] for run in members if {"tokens", "tokens_per_second"} <= run["cost"].keys()]
+        parts = [f"a fit on {config['fit_tokens']:,}, {config['fit_steps']} steps a layer"] if fitted else []
+        parts += [f"{mean(trained):,.0f} forward and back in training"] if trained else []
+        spent.setdefault(", and ".join(parts), []).append(label_of(row))
+    said = [f"{parts} ({' / '.join(labels)})" for parts, labels in spent.items() if parts]
     return f"Tokens: {'; '.join(said)}." if said else ""
 
 
