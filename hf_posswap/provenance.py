@@ -131,7 +131,9 @@ def write_json(path: Path, content: dict) -> None:
     """Write a file as a whole: a process that is killed leaves the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(path.name + ".writing")  # a killed run leaves no half-written file under the real name
-    aside.write_text(json.dumps(content, indent=2) + "\n")
+    # Lists of numbers on one line each.
+    text = re.sub(r"\[\n[\d\s,.eE+-]*\]", lambda numbers: re.sub(r"\s+", "", numbers[0]), json.dumps(content, indent=2))
+    aside.write_text(text + "\n")
     aside.replace(path)
 
 

@@ -202,19 +202,20 @@ def spread(items: list, count: int) -> list:
 
 @torch.no_grad()
 def measure(embedder, original, config: Config, asked: dict[str, tuple[list, list]]) -> tuple[dict, float]:
-    """Return the figures of a run, means as their values for each passage, and how many documents it reads a second."""
+    """Return the figures of a run, means as their values for each document, and how many documents it reads a second."""
     figures, seconds = {}, {}
     for name, (texts, passages) in asked.items():
         started = time.perf_counter()
         long = embedder.encode(texts, batch_size=8, convert_to_tensor=True)
         seconds[name] = time.perf_counter() - started
         short = embedder.encode([one.text for one in passages], convert_to_tensor=True)
-        figures[name] = recall(long, short, [one.document for one in passages]).tolist()
-    places = [one.place for one in asked["recall"][1]]
-    figures["early"] = [hit for hit, place in zip(figures["recall"], places, strict=True) if place < 1 / 3]
-    figures["late"] = [hit for hit, place in zip(figures["recall"], places, strict=True) if place >= 2 / 3]
+        hits = recall(long, short, [one.document for one in passages]).float().view(len(texts), EACH)
+        figures[name] = hits.mean(1)
+        if name == "recall":
+            third = max(1, EACH // 3)
+            figures |= {"early": hits[:, :third].mean(1), "late": hits[:, -third:].mean(1)}
     before = original.encode([one.text for one in passages], convert_to_tensor=True)
-    figures["kept"] = functional.cosine_similarity(short, before, dim=-1)
+    figures["kept"] = functional.cosine_similarity(short, before, dim=-1).view(-1, EACH).mean(1)
     if config.sts:
         figures |= {"sts": sts(embedder, config.sts), "sts_original": sts(original, config.sts)}
     return figures, len(asked["recall"][0]) / seconds["recall"]

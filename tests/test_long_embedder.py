@@ -97,7 +97,7 @@ def test_recipe(recipe):
     found = run(scheme="rotary", checkpoint_every=1)
     names = {"recall", "early", "late", "select", "kept", "sts", "sts_original"}
     assert set(found["figures"]) == names and all(0 <= abs(value) <= 1 for value in found["figures"].values())
-    assert len(found["items"]["recall"]) == found["details"]["queries"] == 12 and found["model"].max_seq_length == 64
+    assert len(found["items"]["recall"]) == 6 and found["details"]["queries"] == 12 and found["model"].max_seq_length == 64
     assert posswap.describe(found["model"]).span.span == 16
     again = run(scheme="rotary", checkpoint_every=1, resume=True)  # the last checkpoint has all steps
     for one, other in zip(found["model"].parameters(), again["model"].parameters(), strict=True):
