@@ -10,7 +10,7 @@ FAST = contract swap checkpoint schemes delta export cache inputs
 # Threads that wait for one that has lost its core should not spin: see recipes/README.md. Read when torch is imported.
 export GOMP_SPINCOUNT ?= 500
 
-.PHONY: demo compare test test-oldest test-peer test-peer-part fuzz lint notebooks clean
+.PHONY: demo compare gpu test test-oldest test-peer test-peer-part fuzz lint notebooks clean
 
 # Two minutes: what a swap costs and what a fit wins back, on the two embedded models.
 demo: .venv/ready
@@ -42,6 +42,10 @@ test-peer-part: .venv/ready
 # New examples for tests/test_machines.py, a hundred times as many as `make test` tries.
 fuzz: .venv/ready
 	FUZZ=100 .venv/bin/python -m pytest tests/test_machines.py
+
+# All that waits for a GPU, in ten minutes at most; again for what is left.
+gpu: .venv/ready
+	.venv/bin/python recipes/gpu.py
 
 lint: .venv/ready
 	.venv/bin/ruff check

@@ -1,7 +1,7 @@
 """What the training loop costs over a bare PyTorch loop: the same model, batches, optimizer, clipping and schedule.
 
     python recipes/benchmark_loop.py --output runs/loop
-    python recipes/benchmark_loop.py --model gpt2 --batch-size 8 --length 1024 --output runs/loop-gpt2     # on a GPU
+    python recipes/benchmark_loop.py --model gpt2 --batch-size 8 --length 1024 --mixed-precision bf16       # on a GPU
 
 The two loops run in turn, so that a slower machine slows down both. `overhead` is the median over pairs of (loop / bare - 1) in
 wall time for the same steps; setup before the first step does not count. The bare loop reads nothing from the device before its
@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 from accelerate import PartialState
@@ -31,6 +31,7 @@ from hf_posswap.training.run_log import announce
 
 def bare_loop(model: PreTrainedModel, rows: list[dict], config: TrainingConfig, device: torch.device) -> tuple[float, float]:
     """Train with a plain PyTorch loop; return seconds and the last loss."""
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.mixed_precision == "bf16")
     model.to(device).train()
     # fused, as in the loop: on CPUs the optimizer alone would make a difference.
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
@@ -39,7 +40,8 @@ def bare_loop(model: PreTrainedModel, rows: list[dict], config: TrainingConfig, 
     loader = DataLoader(rows, batch_sampler=MicroBatches(order, 1, 0, config.max_steps))
     started = time.perf_counter()
     for batch in loader:
-        loss = model(**{name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}).loss
+        with autocast:
+            loss = model(**{name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
         optimizer.step()
@@ -74,6 +76,7 @@ class Config(RunOptions):
     length: int = 128
     steps: int = 30
     pairs: int = 5
+    mixed_precision: Annotated[Literal["no", "bf16"], "Of both loops."] = "no"
 
     def __post_init__(self):
         super().__post_init__()
@@ -83,7 +86,8 @@ class Config(RunOptions):
 def run(config: Config, folder: Path, resume: bool) -> dict:
     """Train pairs of models, one with each loop."""
     device = PartialState().device
-    budget = TrainingConfig(max_steps=config.steps, batch_size=config.batch_size, table_learning_rate_factor=1.0)
+    options = {"max_steps": config.steps, "batch_size": config.batch_size, "mixed_precision": config.mixed_precision}
+    budget = TrainingConfig(**options, table_learning_rate_factor=1.0)
     vocabulary = load(config).config.vocab_size
     tokens = torch.randint(vocabulary, (config.batch_size * 4, config.length), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row, "labels": row} for row in tokens]

@@ -125,14 +125,14 @@ def generation(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, window
     cache, seconds, token = DynamicCache(config=model.config), [], prompt.to(model.device)
     mine = longest_input(model.config)
     for _ in range(min(tokens, mine - prompt.shape[1])):
-        started = time.perf_counter()
+        started = _now()
         token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
-        seconds.append(time.perf_counter() - started)
+        seconds.append(_now() - started)
     again = []
     for _ in range(20):
-        started = time.perf_counter()
+        started = _now()
         model(prompt.repeat(1, window // prompt.shape[1]).to(model.device), use_cache=False)
-        again.append(time.perf_counter() - started)
+        again.append(_now() - started)
     milliseconds = {"first": seconds[1:1001], "last": seconds[-1000:], "window read for each token": again}
     return {name: 1000 * sorted(times)[len(times) // 2] for name, times in milliseconds.items()} | {
         "tokens": len(seconds),
@@ -145,10 +145,17 @@ def reading(model: PreTrainedModel, text: torch.Tensor) -> float:
     """Return milliseconds a token of reading (N, L) at once, the median of five; N * L is the same for all lengths."""
     times, text = [], text.to(model.device)
     for _ in range(5):
-        started = time.perf_counter()
+        started = _now()
         model.base_model(text, use_cache=False)
-        times.append(time.perf_counter() - started)
+        times.append(_now() - started)
     return 1000 * sorted(times)[2] / text.numel()
+
+
+def _now() -> float:
+    """Return the time in seconds, once a GPU has done what it was asked to."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 if __name__ == "__main__":

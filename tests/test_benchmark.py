@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 import hf_posswap as posswap
 from hf_posswap.errors import PosswapError
@@ -119,12 +120,19 @@ def test_refusals(benchmark, config, options, says):
         replace(config, **options)
 
 
-def test_the_loop_and_a_bare_one_do_the_same(recipe, make_model, tmp_path):
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_loop_and_a_bare_one_do_the_same(recipe, make_model, tmp_path, precision):
     """What recipes/benchmark_loop.py times on both sides takes the same steps: where nothing is drawn, to the same loss."""
     make_model("gpt2").save_pretrained(tmp_path / "model")
     loop = recipe("benchmark_loop")
-    config = loop.Config(model=str(tmp_path / "model"), batch_size=4, length=16, steps=3, pairs=1)
-    result = loop.run(config, tmp_path, False)
+    config = loop.Config(
+        model=str(tmp_path / "model"), batch_size=4, length=16, steps=3, pairs=1, mixed_precision=precision
+    )  # fmt: skip
+    AcceleratorState._reset_state()  # a process keeps the precision it began with
+    try:
+        result = loop.run(config, tmp_path, False)
+    finally:
+        AcceleratorState._reset_state()
     figures, pairs = result["figures"], result["details"]["pairs"]
     assert len(pairs) == 1 and figures["least_overhead"] <= figures["overhead"] <= figures["most_overhead"]
     for pair in pairs:

@@ -1,7 +1,7 @@
 """The fused kernel against the definition of Shaw et al. 2018 in float64, in Triton's interpreter; and that it compiles.
 
 The interpreter must be chosen before triton is imported, which some other test of this process may have done: the checks
-run in a process of their own, started by `test_in_the_interpreter`. To run some of them:
+run in a process of their own, started by `test_in_the_interpreter`. To run some, on a GPU without the variable:
 
     TRITON_INTERPRET=1 pytest -n 0 -o python_functions="check_*" tests/test_relative_triton.py -k padded
 """
@@ -18,6 +18,7 @@ import torch
 
 from hf_posswap.errors import PosswapError
 
+DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not to be had here")
 
 
@@ -87,13 +88,14 @@ def test_compiles(kernel, dtype, head_dim, flags, monkeypatch, tmp_path):
     assert 0 < compiled.metadata.shared <= 99 * 1024
 
 
-# -- checks, in the interpreter ----------------------------------------------------------------------------------------
+# -- checks, in the interpreter or on a GPU ----------------------------------------------------------------------------
 
 
 def attention(query, key, value, key_table, value_table, *, clip, causal, key_mask, scale):
     """The definition, with its (Q, K, D) tensors; a query without keys gives zeros."""
     length, key_length = query.shape[2], key.shape[2]
-    distance = torch.arange(key_length)[None] - (torch.arange(length)[:, None] + key_length - length)  # (Q, K)
+    places = torch.arange(key_length, device=query.device)
+    distance = places[None] - places[key_length - length :, None]  # (Q, K)
     index = distance.clamp(-clip, clip) + clip
     heads = query.shape[1]
     key_vectors = key_table.expand(heads, -1, -1)[:, index]  # (H, Q, K, D)
@@ -144,13 +146,13 @@ def compare(module, monkeypatch, dtype, situation):
         "key_table": table,
         "value_table": table,
     }
-    start = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    start = {name: torch.randn(shape, generator=generator).to(DEVICE, dtype) for name, shape in shapes.items()}
     if not case["values"]:
         start["value_table"] = None
-    gradient = torch.randn(shapes["query"], generator=generator).to(dtype)
+    gradient = torch.randn(shapes["query"], generator=generator).to(DEVICE, dtype)
     key_mask = None
     if case["mask"]:
-        key_mask = torch.ones(case["batch"], case["key_length"], dtype=torch.bool)
+        key_mask = torch.ones(case["batch"], case["key_length"], dtype=torch.bool, device=DEVICE)
         for row, (first, last) in zip(key_mask, case["mask"], strict=True):
             row[first:last] = False
     settings = dict(clip=case["clip"], causal=case["causal"], key_mask=key_mask, scale=0.7 * case["head_dim"] ** -0.5)
@@ -174,10 +176,10 @@ def compare(module, monkeypatch, dtype, situation):
 
 @pytest.fixture
 def module():
-    """The module with interpreted kernels."""
+    """The module with kernels that run here."""
     from hf_posswap.functional import relative_triton
 
-    assert relative_triton.why_not(torch.zeros(4)) is None
+    assert relative_triton.why_not(torch.zeros(4, device=DEVICE)) is None
     return relative_triton
 
 
@@ -200,6 +202,8 @@ def check_low_precision(dtype, module, monkeypatch, bfloat16_as_on_a_gpu):
 @pytest.fixture
 def bfloat16_as_on_a_gpu(monkeypatch):
     """The interpreter would multiply the bits of bfloat16 matrices as integers, and cut numbers off instead of rounding."""
+    if DEVICE == "cuda":
+        return
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -221,9 +225,10 @@ def bfloat16_as_on_a_gpu(monkeypatch):
 
 def check_why_not(module):
     """What the kernels cannot do is named."""
-    assert "head_dim" in module.why_not(torch.zeros(1, 257))
-    assert "float64" in module.why_not(torch.zeros(1, dtype=torch.float64))
-    assert "bfloat16" in module.why_not(torch.zeros(1, dtype=torch.bfloat16))
+    assert "head_dim" in module.why_not(torch.zeros(1, 257, device=DEVICE))
+    assert "float64" in module.why_not(torch.zeros(1, dtype=torch.float64, device=DEVICE))
+    if DEVICE == "cpu":
+        assert "bfloat16" in module.why_not(torch.zeros(1, dtype=torch.bfloat16))
 
 
 def check_band_too_large(module):

@@ -13,6 +13,7 @@ destroy a pretrained model. `project=True` puts a linear map behind them, fitted
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal
@@ -105,8 +106,10 @@ class ProjectedCode(PositionEmbedding):
 
     def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
         signal = self.code(position_ids)
-        # The sum has large terms of both signs: in a bfloat16 model it is taken in float32 and rounded once.
-        projected = (signal / self.width @ self.projection.float() + self.bias.float()).to(self.projection.dtype)
+        # The sum has large terms of both signs: also under autocast it is taken in float32, and rounded once.
+        kind = signal.device.type
+        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():  # not on meta
+            projected = (signal / self.width @ self.projection.float() + self.bias.float()).to(self.projection.dtype)
         return torch.where(position_ids[..., None] == 0, self.first, projected)
 
 
