@@ -206,15 +206,15 @@ def measure(embedder, original, config: Config, asked: dict[str, tuple[list, lis
     figures, seconds = {}, {}
     for name, (texts, passages) in asked.items():
         started = time.perf_counter()
-        long = embedder.encode(texts, batch_size=8, convert_to_tensor=True)
+        long = embedder.encode(texts, batch_size=8, convert_to_tensor=True).cpu()  # which waits for a GPU
         seconds[name] = time.perf_counter() - started
-        short = embedder.encode([one.text for one in passages], convert_to_tensor=True)
+        short = embedder.encode([one.text for one in passages], convert_to_tensor=True).cpu()
         hits = recall(long, short, [one.document for one in passages]).float().view(len(texts), EACH)
         figures[name] = hits.mean(1)
         if name == "recall":
             third = max(1, EACH // 3)
             figures |= {"early": hits[:, :third].mean(1), "late": hits[:, -third:].mean(1)}
-    before = original.encode([one.text for one in passages], convert_to_tensor=True)
+    before = original.encode([one.text for one in passages], convert_to_tensor=True).cpu()
     figures["kept"] = functional.cosine_similarity(short, before, dim=-1).view(-1, EACH).mean(1)
     if config.sts:
         figures |= {"sts": sts(embedder, config.sts), "sts_original": sts(original, config.sts)}

@@ -91,6 +91,8 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
             asked = {"question": config.QUESTION, "meaning": config.FIGURES} if config.QUESTION else {}
             kept = {"weights": weight_hashes(output / "model")} if keep else {}
             about = {"format": FORMAT, "recipe": program, **asked, **provenance(run_by), "config": asdict(config)}
+            if PartialState().device.type == "cpu":  # also where there is a GPU that was not to be used
+                about["hardware"]["accelerator"] = None
             write_json(output / "result.json", {**about, "inputs": inputs, **answer, **kept})
             _show(answer["figures"], output / "result.json")
 
