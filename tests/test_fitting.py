@@ -74,6 +74,7 @@ def changed(model, before: dict) -> set[str]:
         *((("bert", "bert-decoder", "gpt2")[(turn + turn // 3) % 3], *case) for turn, case in enumerate(CASES)),
         ("roberta", "relative:clip=4", "float32", "left"),
         ("opt", "rotary", "float32", "right"),
+        ("albert", "relative:clip=4", "bfloat16", "right"),
     ],
 )
 def test_contract(make_model, family, scheme, dtype, side, tmp_path):
