@@ -8,10 +8,10 @@ and its self-attention is fitted so that the layer's output comes near that of t
    if they help on held-out text.
 
 So only one layer is trained at a time, and later layers can correct errors of earlier ones. Where one module is several layers
-(ALBERT), these are fitted together: what counts is the sum of their errors, each with the states that the module's own earlier
-runs give it, and gradients stay inside a layer. The approach is that of layer-wise
-reconstruction in quantization (Nagel et al. 2020, https://arxiv.org/abs/2004.10568, section 4; Li et al. 2021, BRECQ,
-https://arxiv.org/abs/2102.05426). Hidden states are kept on disk: memory does not grow with the amount of text.
+(ALBERT), these are one: the closed form sees all of them, and what counts is the sum of their errors, with gradients through
+all runs of the module. The approach is that of layer-wise reconstruction in quantization (Nagel et al. 2020,
+https://arxiv.org/abs/2004.10568, section 4; Li et al. 2021, BRECQ, https://arxiv.org/abs/2102.05426). Hidden states are kept
+on disk: memory does not grow with the amount of text.
 
 The swapped model reads text longer than the original's input whole, the original in windows (`teacher`). The closed form, which
 needs all pairs of tokens in both models, uses only the beginnings of such text.
@@ -190,11 +190,11 @@ class Walk:
                 group["lr"] = rate * group["factor"]
             optimizer.zero_grad()
             with torch.enable_grad():
-                for error, spread in self._compare(stage, i):
-                    (error / spread).backward()  # layer by layer, in the memory of one; gradients add up
+                errors = [error / spread for error, spread in self._compare(stage, i)]
+                sum(errors).backward()
             optimizer.step()
             bar.update()
-            bar.set_postfix(layer=stage[-1], error=f"{(error / spread).item():.4f}")
+            bar.set_postfix(layer=stage[-1], error=f"{errors[-1].item():.4f}")
 
     def _compare(self, stage: range, i: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield, layer by layer, the squared error of our output on one batch, and the spread of the original's."""

@@ -39,12 +39,12 @@ class States:
             self.write("states", i, self._call(i)[0])
 
     def run(self, indices: Iterable[int], i: int, what: str = "states") -> Iterator[torch.Tensor]:
-        """Yield the output of one layer after the other on one batch, (B, L, E); gradients stay inside a layer."""
+        """Yield the output of one layer after the other on one batch, (B, L, E)."""
         _, args, kwargs = self._call(i)
         states = self.read(what, i)
         for index in indices:
             layer = self.layers[index]
-            out = layer(states.detach().to(next(layer.parameters())), *args, **kwargs)
+            out = layer(states.to(next(layer.parameters())), *args, **kwargs)
             states = out[0] if isinstance(out, tuple) else out
             yield states
 

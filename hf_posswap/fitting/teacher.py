@@ -60,6 +60,7 @@ class Teacher:
             self._say(place)
 
     def _say(self, place: int) -> None:
+        """Write the outputs of the layer at this place, batch by batch; of windows each token's own."""
         windowed = [i for i, parts in enumerate(self.parts) if parts[0][1] is not None]
         traces = self._traces([i for i in windowed if i in self.fitted] or windowed) if windowed and not self.causal else None
         for i, parts in enumerate(self.parts):
@@ -68,7 +69,7 @@ class Teacher:
                 states = self.states.read("next", number)
                 if windows is None:
                     said = states
-                    continue
+                    break
                 if traces is not None:
                     states = torch.where(windows.edges[..., None], states, (states - traces).to(states))
                 if said is None:
