@@ -9,9 +9,9 @@ and its self-attention is fitted so that the layer's output comes near that of t
 
 So only one layer is trained at a time, and later layers can correct errors of earlier ones. Where one module is several layers
 (ALBERT), these are one: the closed form sees all of them, and what counts is the sum of their errors, with gradients through
-all runs of the module. The approach is that of layer-wise reconstruction in quantization (Nagel et al. 2020,
-https://arxiv.org/abs/2004.10568, section 4; Li et al. 2021, BRECQ, https://arxiv.org/abs/2102.05426). Hidden states are kept
-on disk: memory does not grow with the amount of text.
+all runs of the module, in the memory that these take. The approach is that of layer-wise reconstruction in quantization (Nagel
+et al. 2020, https://arxiv.org/abs/2004.10568, section 4; Li et al. 2021, BRECQ, https://arxiv.org/abs/2102.05426). Hidden
+states are kept on disk: memory does not grow with the amount of text.
 
 The swapped model reads text longer than the original's input whole, the original in windows (`teacher`). The closed form, which
 needs all pairs of tokens in both models, uses only the beginnings of such text.
