@@ -81,6 +81,7 @@ class _SwappedConfigs(ModuleType):
 
 
 _CONFIGS = {
+    "albert": "PosswapAlbertConfig",
     "bert": "PosswapBertConfig",
     "biogpt": "PosswapBioGptConfig",
     "camembert": "PosswapCamembertConfig",

@@ -96,7 +96,7 @@ class PositionedAttention(nn.Module):
             output, probabilities = self.architecture.backend(self)(
                 self, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
             )
-        return self.architecture.output(self, output.flatten(-2)), probabilities
+        return self.architecture.output(self, output.flatten(-2), hidden_states), probabilities
 
     def _banded(self, query, key, value, shared_positions: Shared, causal: bool, dropout: float) -> torch.Tensor:
         scaling = self.architecture.scaling(self)

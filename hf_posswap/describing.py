@@ -61,7 +61,7 @@ def describe(model: PreTrainedModel) -> Description:
     """
     target, architecture = find_target(model)
     base = target.base_model
-    attentions = architecture.self_attentions(base)
+    attentions, layers = architecture.self_attentions(base), architecture.attention_of_layers(base)
     owner, name = architecture.table_owner(base)
     state = state_of(target)
     swapped = state is not None
@@ -81,8 +81,8 @@ def describe(model: PreTrainedModel) -> Description:
         parameters_dropped=dropped,
         trained_positions=trained_positions,
         max_positions=longest,
-        layers=len(attentions),
-        layers_patched=sum(hasattr(a, "positions") for a in attentions),
+        layers=len(layers),
+        layers_patched=sum(hasattr(attention, "positions") for attention in layers),
         swapped=swapped,
         can_restore=undo is not None,
         span=state.span if swapped else None,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import cycle
 
 import torch
 from torch import nn
@@ -32,13 +33,16 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 def watching(modules: Iterable[nn.Module], see: Callable[[int, nn.Module, torch.Tensor, dict], None]) -> Iterator[None]:
     """Before each forward of a module call `see(index, module, hidden_states, keywords)`.
 
+    A module that runs several times in a forward of the model may be listed as often: then each run has its own index.
     Some families pass hidden states as the first argument, others by name.
     """
+    modules = list(modules)
+    places = {module: cycle([i for i, one in enumerate(modules) if one is module]) for module in modules}
 
-    def watch(index: int):
-        return lambda module, args, kwargs: see(index, module, args[0] if args else kwargs["hidden_states"], kwargs)
+    def watch(module, args, kwargs):
+        see(next(places[module]), module, args[0] if args else kwargs["hidden_states"], kwargs)
 
-    hooks = [module.register_forward_pre_hook(watch(index), with_kwargs=True) for index, module in enumerate(modules)]
+    hooks = [module.register_forward_pre_hook(watch, with_kwargs=True) for module in places]
     try:
         yield
     finally:

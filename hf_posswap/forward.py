@@ -119,7 +119,7 @@ def _share(base, first, arguments: dict, positions: torch.Tensor, slots: torch.T
         use_cache = arguments.get("use_cache")
         use_cache = base.config.use_cache if use_cache is None else use_cache
         wanted = use_cache and not (base.training and base.is_gradient_checkpointing)
-        layers = len(base.architecture.self_attentions(base))
+        layers = len(base.architecture.layers(base))
         cache = keep_span(cache, state.span, layers=layers, wanted=wanted, counted=positions is slots)
     needed = first.needs_key_positions or state.span is not None
     if needed:

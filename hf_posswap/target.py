@@ -16,7 +16,6 @@ from hf_posswap.pipelines import unwrap
 _PAIRS = "its encoder and its decoder each have a table, and a scheme would have to go into both"
 _BUCKETS = "it has no table: its positions are a bias on scores already"
 WHY_NOT = {
-    "albert": "all its layers share one self-attention and would share its positions, but a fit goes layer by layer",
     "bart": _PAIRS,
     "clip": "its embeddings read the size of the table, so nothing else can take its place",
     "clip_text_model": "its embeddings read the size of the table, so nothing else can take its place",

@@ -25,22 +25,25 @@ def balances(architecture: Architecture, config) -> bool:
 def query_key_moments(
     model: PreTrainedModel, architecture: Architecture, *, rows: int = 16, length: int = 128
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return E[q q^T] and E[k k^T] of every layer, each (H, D, D) float64, while the model reads random tokens.
+    """Return E[q q^T] and E[k k^T] of every self-attention, each (H, D, D) float64, while the model reads random tokens.
 
-    Tokens drawn uniformly from the vocabulary need no data, and come close to what real text gives.
+    Tokens drawn uniformly from the vocabulary need no data, and come close to what real text gives. One that layers share
+    has the sum over them: for a balanced basis the scale does not matter.
     """
     base = model.base_model
     config = model.config
     length = min(length, architecture.longest_input(config))
     generator = torch.Generator(device="cpu").manual_seed(0)
     tokens = torch.randint(config.vocab_size, (rows, length), generator=generator, device="cpu")
-    moments = []
+    attentions = architecture.self_attentions(base)
+    moments = [(0.0, 0.0)] * len(attentions)
 
     def record(index, attention, hidden_states, keywords):
-        query, key, _ = architecture.project(attention, hidden_states)
-        moments.append(tuple(second_moment(states.transpose(0, 1).flatten(1, 2)) for states in (query, key)))
+        states = architecture.project(attention, hidden_states)[:2]
+        found = [second_moment(one.transpose(0, 1).flatten(1, 2)) for one in states]
+        moments[index] = tuple(total + one for total, one in zip(moments[index], found, strict=True))
 
-    with evaluating(base), watching(architecture.self_attentions(base), record):
+    with evaluating(base), watching(attentions, record):
         base(input_ids=tokens.to(base.get_input_embeddings().weight.device))
     return moments
 

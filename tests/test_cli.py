@@ -108,7 +108,7 @@ def test_export(folder, tmp_path, program):
 
 
 BROKEN = {  # what is done to config.json, and what the one line says
-    "llama": ({"model_type": "llama"}, "a 'llama' model; positions can be swapped in bert, "),
+    "llama": ({"model_type": "llama"}, "a 'llama' model; positions can be swapped in albert, bert, "),
     "unknown": ({"model_type": "nonsense"}, "a 'nonsense' model"),
     "nameless": ({"model_type": None}, "names no model_type"),
     "shape": ({"hidden_size": 64}, "their shapes are not those that config.json says"),
@@ -229,7 +229,7 @@ def test_too_much_memory_is_one_line(program, monkeypatch):
     assert code == 2 and "not enough memory" in err
 
 
-@pytest.mark.parametrize("family", ["roberta", "distilbert", "gpt2", "opt"])
+@pytest.mark.parametrize("family", ["albert", "roberta", "distilbert", "gpt2", "opt"])
 def test_checkpoint_without_its_table(make_model, program, tmp_path, family):
     """A position table that the weights lack would be random: that is refused, whatever the family calls it."""
     make_model(family).save_pretrained(place := tmp_path / "plain")

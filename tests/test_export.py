@@ -123,7 +123,7 @@ def test_rotary_heads_of_kin(make_swapped, bert_tokenizer, head):
     assert set(native.certificate.random) == {16, 128} and native.certificate.left_out == ()
 
 
-@pytest.mark.parametrize("family", ["biogpt", "electra", "esm", "opt", "roberta"])
+@pytest.mark.parametrize("family", ["albert", "biogpt", "electra", "esm", "opt", "roberta"])
 def test_tables_of_kin(make_swapped, family):
     """Sinusoids become the plain table in families whose table has rows in front, another size or another place."""
     native = posswap.export_native(make_swapped(family, "sinusoidal", max_positions=64))

@@ -204,8 +204,8 @@ def test_what_stands_under_padding_does_not_matter(make_model, family, scheme, m
     models, mask = [posswap.swap(make_model(family).double(), scheme) for _ in range(2)], padded(rows=60)["attention_mask"]
     before, evidence, inner = models[0](text()).logits, [], layerwise.Walk._evidence
 
-    def watched(self, index):
-        for one in inner(self, index):
+    def watched(self, *args):
+        for one in inner(self, *args):
             evidence.append(one.tokens(one.query).sum(1))
             yield one
 
@@ -248,14 +248,14 @@ def test_report(make_model, capsys):
 
 
 def test_memory(make_model, monkeypatch, tmp_path):
-    """A fit keeps two files of hidden states for each batch, and gradients of one layer at a time."""
+    """A fit keeps three files of hidden states for each batch, and gradients of one layer at a time."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model, seen = posswap.swap(make_model("gpt2"), "relative:clip=4"), []
-    inner, compare = layerwise.Walk.fit_layer, layerwise.Walk._compare
+    inner, compare = layerwise.Walk.fit_layers, layerwise.Walk._compare
 
     def watched(self, *args):
         done = inner(self, *args)
-        seen.append((len(list(self.folder.iterdir())), 2 * len(self.batches)))
+        seen.append((len(list(self.folder.iterdir())), 3 * len(self.batches)))
         return done
 
     def watched_compare(self, *args):
@@ -263,10 +263,10 @@ def test_memory(make_model, monkeypatch, tmp_path):
         assert all(parameter.grad is None for parameter in self.theirs.states.base.h.parameters())
         return compare(self, *args)
 
-    monkeypatch.setattr(layerwise.Walk, "fit_layer", watched)
+    monkeypatch.setattr(layerwise.Walk, "fit_layers", watched)
     monkeypatch.setattr(layerwise.Walk, "_compare", watched_compare)
     quick(model, list(text().split(10)))
-    assert seen == [(10, 10), (10, 10)] or seen == [(seen[0][1],) * 2] * 2
+    assert seen == [(15, 15), (15, 15)] or seen == [(seen[0][1],) * 2] * 2
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

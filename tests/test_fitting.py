@@ -74,6 +74,7 @@ def changed(model, before: dict) -> set[str]:
         *((("bert", "bert-decoder", "gpt2")[(turn + turn // 3) % 3], *case) for turn, case in enumerate(CASES)),
         ("roberta", "relative:clip=4", "float32", "left"),
         ("opt", "rotary", "float32", "right"),
+        ("albert", "relative:clip=4", "bfloat16", "right"),
     ],
 )
 def test_contract(make_model, family, scheme, dtype, side, tmp_path):
@@ -319,9 +320,9 @@ def test_a_smaller_rate_is_tried(make_model, monkeypatch):
     """Where the given rate makes a layer worse, a tenth of it is tried before the layer is left as it was."""
     rates, inner = [], layerwise.Walk._reconstruct
 
-    def watched(self, index, attention, steps, rate, bar):
+    def watched(self, stage, attentions, steps, rate, bar):
         rates.append(rate)
-        return inner(self, index, attention, steps, 1e3 if len(rates) == 1 else rate, bar)
+        return inner(self, stage, attentions, steps, 1e3 if len(rates) == 1 else rate, bar)
 
     monkeypatch.setattr(layerwise.Walk, "_reconstruct", watched)
     report = quick(posswap.swap(make_model("gpt2"), "rotary"))

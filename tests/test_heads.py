@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 from transformers import (
-    AlbertConfig,
     AutoModel,
     BertLMHeadModel,
     BertModel,
@@ -25,6 +24,7 @@ import hf_posswap as posswap
 from hf_posswap.checkpoint import SWAPPED_CLASSES
 
 LABELS = {
+    "AlbertForPreTraining": {"labels": (2, 12), "sentence_order_label": (2,)},
     "ForPreTraining": {"labels": (2, 12), "next_sentence_label": (2,)},
     "LMHeadModel": {"labels": (2, 12)},
     "ForMaskedLM": {"labels": (2, 12)},
@@ -72,6 +72,7 @@ def test_every_head_is_here():
     names = {head.__name__ for head in SWAPPED_CLASSES}
     assert {"BertForPreTraining", "GPT2DoubleHeadsModel", "RobertaForCausalLM", "XLMRobertaForMultipleChoice"} <= names
     kin = {"electra": 8, "distilbert": 6, "esm": 4, "opt": 4, "biogpt": 4, "roberta": 7, "xlm-roberta": 7, "camembert": 7}
+    kin |= {"albert": 7}
     found = Counter(head.config_class.model_type for head in SWAPPED_CLASSES)
     assert found == kin | {"bert": 9, "gpt2": 6} and len(set(SWAPPED_CLASSES.values())) == len(names)
 
@@ -163,7 +164,6 @@ def test_inside_an_encoder_decoder(make_swapped, tokens, encoder, head, decoder)
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (AlbertConfig(hidden_size=32, num_attention_heads=2, num_hidden_layers=1), "all its layers share one self-attention"),
         (GPTNeoConfig(hidden_size=32, num_layers=1, attention_types=[[["local"], 1]], num_heads=2), "it has local layers"),
         (
             MPNetConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2),

@@ -107,11 +107,11 @@ def test_it_reads_on(pair, monkeypatch):
     # Tokens from other places of their windows.
     advance = teacher.Teacher.advance
 
-    def shifted(self, index):
-        advance(self, index)
+    def shifted(self, indices):
+        advance(self, indices)
         for i, windowed in enumerate(self.parts):
             if windowed[0][1] is not None:
-                self.states.write("said", i, self.said(i).roll(WINDOW // 2, dims=1))
+                self.states.write("said-0", i, self.said(0, i).roll(WINDOW // 2, dims=1))
 
     monkeypatch.setattr(teacher.Teacher, "advance", shifted)
     broken, before = longer(original, scheme), longer(original, scheme)
@@ -126,7 +126,7 @@ def test_memory_and_files(pair, monkeypatch, tmp_path):
     monkeypatch.setattr(teacher, "_TOKENS_AT_ONCE", 128)
     original, text = pair
     sizes, read = [], []
-    inner, call = layerwise.Walk.fit_layer, teacher.States._call
+    inner, call = layerwise.Walk.fit_layers, teacher.States._call
 
     def watched(self, *args):
         done = inner(self, *args)
@@ -138,12 +138,12 @@ def test_memory_and_files(pair, monkeypatch, tmp_path):
             read.append(self.batches[i]["input_ids"].shape)
         return call(self, i)
 
-    monkeypatch.setattr(layerwise.Walk, "fit_layer", watched)
+    monkeypatch.setattr(layerwise.Walk, "fit_layers", watched)
     monkeypatch.setattr(teacher.States, "_call", watched_call)
     quick(longer(original, "relative:clip=4"), TextBatches([text[1]], text.select[1:], text.report[1:]), reconstruct=2)
     tokens, windows = 70 * LONG, 70 * 9 * WINDOW  # windows at 0, 8, ... 64
     opened = 60 * WINDOW  # what the closed form looks at, in both models
-    states = 4 * 32 * (2 * tokens + windows + 2 * opened)
+    states = 4 * 32 * (2 * tokens + windows + 3 * opened)
     assert len(sizes) == 2 and all(states < size < 1.1 * states for size in sizes)
     assert max(rows * length for rows, length in read if rows > 4) <= 60 * WINDOW and all(
         length <= WINDOW for _, length in read
@@ -165,9 +165,9 @@ def test_parts_decide_apart(pair, monkeypatch):
     seen = []
     compare = layerwise.Walk._compare
 
-    def watched(self, index, i):
+    def watched(self, stage, i):
         seen.append(self.batches[i]["input_ids"])
-        return compare(self, index, i)
+        return compare(self, stage, i)
 
     monkeypatch.setattr(layerwise.Walk, "_compare", watched)
     quick(longer(original, "relative:clip=4"), text, reconstruct=2)

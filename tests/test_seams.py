@@ -94,7 +94,7 @@ def test_a_cache_counts_on(scheme):
         assert torch.equal(whole, expected)
 
 
-@pytest.mark.parametrize("family", ["biogpt", "distilbert", "electra", "esm", "opt"])
+@pytest.mark.parametrize("family", ["albert", "biogpt", "distilbert", "electra", "esm", "opt"])
 @torch.no_grad()
 def test_ids_are_the_familys_own(make_model, family):
     """With its own table a swapped model reads, in every form of input, what the plain one reads; others see no padding."""

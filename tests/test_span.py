@@ -69,6 +69,7 @@ def test_blocks_are_what_the_mask_says(make, family, scheme, first, text):
 
 
 OTHERS = [("roberta", "rotary"), ("esm", "rotary"), ("distilbert", "relative:clip=3"), ("opt", "alibi"), ("biogpt", "none")]
+OTHERS += [("albert", "rotary")]
 
 
 @pytest.mark.parametrize(("other", "scheme"), OTHERS)

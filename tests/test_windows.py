@@ -65,8 +65,8 @@ def test_what_a_teacher_says(make_model, family, tmp_path):
     found = naive(mask, causal=family == "gpt2")
     with torch.no_grad():
         for index in range(2):
-            teacher.advance(index)
-            states, said = {}, teacher.said(0)
+            teacher.advance(range(index, index + 1))
+            states, said = {}, teacher.said(0, 0)
             for row, token in found:
                 places = found[row, token]
                 out = model.base_model(
@@ -76,9 +76,9 @@ def test_what_a_teacher_says(make_model, family, tmp_path):
                 states[row, token] = out.hidden_states[index + 1][0], places
             whole = model.base_model(**short, output_hidden_states=True).hidden_states[index + 1]
             if family == "gpt2" and index == 1:
-                said, whole_said = (model.transformer.ln_f(one) for one in (said, teacher.said(1)))
+                said, whole_said = (model.transformer.ln_f(one) for one in (said, teacher.said(0, 1)))
             else:
-                whole_said = teacher.said(1)
+                whole_said = teacher.said(0, 1)
             torch.testing.assert_close(
                 whole_said[short["attention_mask"]], whole[short["attention_mask"]], rtol=1e-4, atol=1e-5
             )

@@ -2,6 +2,7 @@
 
 from transformers import PreTrainedConfig
 
+from hf_posswap.architectures.albert import Albert
 from hf_posswap.architectures.base import Architecture, Inputs, QueryKey
 from hf_posswap.architectures.bert import Bert
 from hf_posswap.architectures.biogpt import BioGpt
@@ -17,6 +18,7 @@ __all__ = [
     "ARCHITECTURES",
     "GPT2",
     "OPT",
+    "Albert",
     "Architecture",
     "Bert",
     "BioGpt",
@@ -53,6 +55,6 @@ def longest_input(config: PreTrainedConfig) -> int:
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    architecture.model_type: architecture
-    for architecture in (Bert(), BioGpt(), Camembert(), DistilBert(), Electra(), Esm(), GPT2(), OPT(), Roberta(), XLMRoberta())
+    family.model_type: family()
+    for family in (Albert, Bert, BioGpt, Camembert, DistilBert, Electra, Esm, GPT2, OPT, Roberta, XLMRoberta)
 }

@@ -39,11 +39,16 @@ class Architecture(ABC):
 
     @abstractmethod
     def layers(self, base: PreTrainedModel) -> list[nn.Module]:
-        """Return the layers, first one first; each takes hidden states as its first argument and returns new ones."""
+        """Return the layers in the order in which they run, each as often as it does; they map hidden states to new ones."""
 
     @abstractmethod
     def self_attentions(self, base: PreTrainedModel) -> list[nn.Module]:
-        """Return the self-attention modules, first layer first; never cross-attention."""
+        """Return the self-attention modules, first layer first, each once; never cross-attention."""
+
+    def attention_of_layers(self, base: PreTrainedModel) -> list[nn.Module]:
+        """Return the self-attention of each of `layers`: one that they share is there as often as it runs."""
+        own = set(self.self_attentions(base))
+        return [next(module for module in layer.modules() if module in own) for layer in self.layers(base)]
 
     def resize(self, base: PreTrainedModel, max_positions: int) -> None:
         """Make everything but the table and the config fit another length."""
@@ -95,8 +100,8 @@ class Architecture(ABC):
         return attention.scaling
 
     @abstractmethod
-    def output(self, attention: nn.Module, attention_output: torch.Tensor) -> torch.Tensor:
-        """Map (B, L, H * D) to what the family's own forward returns first."""
+    def output(self, attention: nn.Module, attention_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Map (B, L, H * D) to what the family's own forward returns first; `hidden_states` (B, L, E) are what it was given."""
 
     @abstractmethod
     def dropout(self, attention: nn.Module) -> float:

@@ -34,7 +34,7 @@ class Bert(Architecture):
         base.embeddings.register_buffer("position_ids", position_ids, persistent=False)
         base.embeddings.register_buffer("token_type_ids", torch.zeros_like(position_ids), persistent=False)
 
-    def output(self, attention, attention_output):
+    def output(self, attention, attention_output, hidden_states):
         return attention_output
 
     def dropout(self, attention):

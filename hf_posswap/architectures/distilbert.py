@@ -36,7 +36,7 @@ class DistilBert(Architecture):
         super().set_longest_input(config, positions)
         config.sinusoidal_pos_embds = False
 
-    def output(self, attention, attention_output):
+    def output(self, attention, attention_output, hidden_states):
         return attention.out_lin(attention_output)
 
     def dropout(self, attention):

@@ -34,7 +34,7 @@ class GPT2(Architecture):
         fused = attention.c_attn(hidden_states).split(attention.split_size, dim=2)
         return tuple(states.view(shape).transpose(1, 2) for states in fused)
 
-    def output(self, attention, attention_output):
+    def output(self, attention, attention_output, hidden_states):
         return attention.resid_dropout(attention.c_proj(attention_output))
 
     def dropout(self, attention):

@@ -47,7 +47,7 @@ class OPT(Architecture):
             return None
         return (mask.cumsum(-1) * mask - 1).long()[:, -inputs.shape[-1] :]
 
-    def output(self, attention, attention_output):
+    def output(self, attention, attention_output, hidden_states):
         return attention.out_proj(attention_output)
 
     def dropout(self, attention):

@@ -254,6 +254,8 @@ def gradient_checkpointing(subject: Subject) -> None:
     A layer may run twice: do not count calls or consume values, and share values between layers by what `prepare` returns.
     """
     model = subject.swapped().train()
+    if not model.supports_gradient_checkpointing:
+        raise NotApplicable("transformers has none for this family")
     expected = gradients_of(model)
     # transformers 5.23 renamed it, and warns of the old name
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)

@@ -24,6 +24,7 @@ BACKENDS = ("eager", "sdpa")
 FAMILIES = ("bert", "bert-decoder", "gpt2")  # families in a report; the checks work with all others, too
 # Config fields of tiny models that differ from BERT's.
 _SIZES = {
+    "albert": {"embedding_size": 24},
     "distilbert": {"hidden_dim": 64, "dropout": 0.0, "attention_dropout": 0.0},
     "electra": {"embedding_size": 24},
     # like the 350m checkpoint: projections in and out, post-norm

@@ -184,7 +184,8 @@ def fit(
             lengths, or of dicts with `input_ids`, `attention_mask` and `token_type_ids`. Mix lengths up to the longest input
             you care about, also longer than the original's, which then reads through a window that slides by a quarter. None: a
             causal model writes text itself, an encoder gets random tokens; real text is better.
-        reconstruct: Steps of Adam for each layer; 0: only the closed form, if the scheme has one.
+        reconstruct: Steps of Adam for each layer, those that share a module taking theirs together; 0: only the closed form,
+            if the scheme has one.
         original_model: The original, if this process does not keep it: for a model loaded from a swapped checkpoint.
         learning_rate: Peak learning rate of weights; that of position tables is 30 times as high.
         seed: Of the order of steps, and of text that the model writes.
@@ -250,10 +251,9 @@ def fit(
         if window or start > 1e-7:  # otherwise it is the original's own table, with nothing to fit
             with rewriting_attention(target), tempfile.TemporaryDirectory(prefix="posswap-") as folder:
                 walk = Walk(target, teacher, architecture, fitted, select, Path(folder), seed, window)
-                count = len(walk.ours.layers)
                 quiet = {} if progress else {"disable": True}  # None or False would overrule TQDM_DISABLE
-                with tqdm(total=count * (reconstruct + 1), desc="fit", unit="step", **quiet) as bar:
-                    layers = tuple(walk.fit_layer(index, reconstruct, learning_rate, bar) for index in range(count))
+                with tqdm(total=len(walk.stages) * (reconstruct + 1), desc="fit", unit="step", **quiet) as bar:
+                    layers = tuple(f for stage in walk.stages for f in walk.fit_layers(stage, reconstruct, learning_rate, bar))
                 if not reconstruct and not any(fit.kept for fit in layers):
                     raise PosswapError(
                         f"{target.base_model.position_scheme} positions have no closed form here, or it makes no layer better: "

@@ -7,9 +7,11 @@ and its self-attention is fitted so that the layer's output comes near that of t
 2. reconstruction: a few steps of Adam on the weights of self-attention and of its positions, on the layer's own error; kept
    if they help on held-out text.
 
-So only one layer is trained at a time, and later layers can correct errors of earlier ones. The approach is that of layer-wise
-reconstruction in quantization (Nagel et al. 2020, https://arxiv.org/abs/2004.10568, section 4; Li et al. 2021, BRECQ,
-https://arxiv.org/abs/2102.05426). Hidden states are kept on disk: memory does not grow with the amount of text.
+So only one layer is trained at a time, and later layers can correct errors of earlier ones. Where one module is several layers
+(ALBERT), these are one: the closed form sees all of them, and what counts is the sum of their errors, with gradients through
+all runs of the module, in the memory that these take. The approach is that of layer-wise reconstruction in quantization (Nagel
+et al. 2020, https://arxiv.org/abs/2004.10568, section 4; Li et al. 2021, BRECQ, https://arxiv.org/abs/2102.05426). Hidden
+states are kept on disk: memory does not grow with the amount of text.
 
 The swapped model reads text longer than the original's input whole, the original in windows (`teacher`). The closed form, which
 needs all pairs of tokens in both models, uses only the beginnings of such text.
@@ -17,6 +19,7 @@ needs all pairs of tokens in both models, uses only the beginnings of such text.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +40,10 @@ _TABLE_FACTOR = 30.0  # entries of position tables are about 30 times as large a
 
 @dataclass(frozen=True)
 class LayerFit:
-    """One layer's relative error on held-out text, given the swapped model's own states up to it."""
+    """One layer's relative error on held-out text, given the swapped model's own states up to it.
+
+    Layers that are one module share `kept` and `reconstructed`, which the sum of their errors decides.
+    """
 
     layer: int
     before: float
@@ -51,6 +57,16 @@ class LayerFit:
 def _write(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
     for name, parameter in module.named_parameters():
         parameter.copy_(values[name])
+
+
+def _stages(layers: list[nn.Module]) -> list[range]:
+    """Return the layers, by index, in the shortest runs that have no module in common: of length 1 if none is used again."""
+    last, starts, end = {layer: index for index, layer in enumerate(layers)}, [], -1
+    for index, layer in enumerate(layers):
+        if index > end:
+            starts.append(index)
+        end = max(end, last[layer])
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(layers)], strict=True)]
 
 
 def opening(batch: Batch, window: int) -> Batch:
@@ -86,79 +102,83 @@ class Walk:
             self.batches += [] if short[i] is self.batches[i] else [short[i]]
         self.ours = States(target, architecture, self.batches, folder, "swapped")
         self.theirs = Teacher(teacher, architecture, self.batches, self.fitted, folder, window)
+        self.stages = _stages(self.ours.layers)
         self.error_unfitted = 0.0
         for i in self.unfitted:
             self.ours.write("unfitted", i, self.ours.last(i))
 
-    def fit_layer(self, index: int, steps: int, learning_rate: float, bar: tqdm) -> LayerFit:
-        """Fit one layer, then move all hidden states past it."""
-        layer, attention, reconstructed = self.ours.layers[index], self.ours.attentions[index], False
-        self.theirs.advance(index)
-        dtypes = [parameter.dtype for parameter in layer.parameters()]
-        asked = [parameter.requires_grad for parameter in layer.parameters()]
+    def fit_layers(self, stage: range, steps: int, learning_rate: float, bar: tqdm) -> list[LayerFit]:
+        """Fit one of `stages`, then move all hidden states past it."""
+        layers = nn.ModuleList(dict.fromkeys(self.ours.layers[index] for index in stage))
+        attentions = nn.ModuleList(dict.fromkeys(self.ours.attentions[index] for index in stage))
+        reconstructed = False
+        self.theirs.advance(stage)
+        dtypes = [parameter.dtype for parameter in layers.parameters()]
+        asked = [parameter.requires_grad for parameter in layers.parameters()]
         try:
-            for parameter in layer.parameters():  # half precision would lose steps of a thousandth
+            for parameter in layers.parameters():  # half precision would lose steps of a thousandth
                 parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-            before = self._error(index, self.held)
-            solved, kept = self._solve(index, attention, before)
+                parameter.requires_grad_(False)
+            before = self._errors(stage, self.held)
+            solved, kept = self._solve(stage, attentions, before)
             bar.update()
-            reached = solved if kept else before
-            found = {name: parameter.clone() for name, parameter in attention.named_parameters()}
+            reached = sum(solved if kept else before)
+            found = {name: parameter.clone() for name, parameter in attentions.named_parameters()}
             # Near the optimum the usual rate only adds noise: then try a tenth of it, then none.
             for rate in (learning_rate, learning_rate / 10) if steps else ():
                 bar.total += 0 if rate == learning_rate else steps
-                self._reconstruct(index, attention, steps, rate, bar)
-                reconstructed = self._error(index, self.held) < reached
+                self._reconstruct(stage, attentions, steps, rate, bar)
+                reconstructed = sum(self._errors(stage, self.held)) < reached
                 if reconstructed:
                     break
-                _write(attention, found)
+                _write(attentions, found)
         finally:
-            for parameter, dtype, wanted in zip(layer.parameters(), dtypes, asked, strict=True):
+            for parameter, dtype, wanted in zip(layers.parameters(), dtypes, asked, strict=True):
                 parameter.data = parameter.data.to(dtype)
                 parameter.requires_grad_(wanted)
                 parameter.grad = None
         with torch.no_grad():
-            after = self._error(index, self.held)
+            after = self._errors(stage, self.held)
             for i in range(len(self.batches)):
-                self.ours.write("states", i, self.ours.run(index, i))
-            if layer is self.ours.layers[-1]:
-                self.error_unfitted = _mean(self._distance(self.ours.read("unfitted", i), i) for i in self.unfitted)
+                *_, out = self.ours.run(stage, i)
+                self.ours.write("states", i, out)
+            if stage is self.stages[-1]:
+                last = len(stage) - 1
+                self.error_unfitted = _mean(self._distance(self.ours.read("unfitted", i), last, i) for i in self.unfitted)
         self.theirs.move_on()
-        return LayerFit(index, before, solved, kept, reconstructed, after)
+        errors = zip(stage, before, solved or [None] * len(stage), after, strict=True)
+        return [LayerFit(index, start, middle, kept, reconstructed, end) for index, start, middle, end in errors]
 
     @torch.no_grad()
-    def _solve(self, index: int, attention: nn.Module, error: float) -> tuple[float | None, bool]:
-        """Try the scheme's closed form; keep it if it makes the layer's `error` on held-out text smaller."""
-        positions = getattr(attention, "positions", None)
-        before = {name: parameter.clone() for name, parameter in attention.named_parameters()}
-        if positions is None:
+    def _solve(self, stage: range, attentions: nn.ModuleList, errors: list[float]) -> tuple[list[float] | None, bool]:
+        """Try the scheme's closed form; keep it if it makes the layers' `errors` on held-out text smaller."""
+        before = {name: parameter.clone() for name, parameter in attentions.named_parameters()}
+        for attention in attentions:
+            if hasattr(attention, "positions"):
+                query_key = self.architecture.query_key(attention)
+                evidence = partial(self._evidence, stage, attention)
+                attention.positions.solve(evidence, query_key, self.architecture.scaling(attention))
+        if all(torch.equal(parameter, before[name]) for name, parameter in attentions.named_parameters()):
             return None, False
-        query_key = self.architecture.query_key(attention)
-        positions.solve(lambda: self._evidence(index), query_key, self.architecture.scaling(attention))
-        if all(torch.equal(parameter, before[name]) for name, parameter in attention.named_parameters()):
-            return None, False
-        solved = self._error(index, self.held)
-        if solved < error:
+        solved = self._errors(stage, self.held)
+        if sum(solved) < sum(errors):
             return solved, True
-        _write(attention, before)
+        _write(attentions, before)
         return solved, False
 
-    def _evidence(self, index: int) -> Iterator[Evidence]:
+    def _evidence(self, stage: range, attention: nn.Module) -> Iterator[Evidence]:
         for i in self.solved_on:
-            ours, theirs = self.ours.observe(index, i), self.theirs.states.observe(index, self.theirs.parts[i][0][0])
-            allowed = self.ours.visible(i).to(ours.query.device)
-            yield Evidence(
-                ours.query, ours.key, ours.value, theirs.probabilities.to(ours.query), theirs.output.to(ours.query), allowed
-            )
+            both = self.ours.observe(stage, i), self.theirs.states.observe(stage, self.theirs.parts[i][0][0])
+            for index, ours, theirs in zip(stage, *both, strict=True):
+                if self.ours.attentions[index] is attention:
+                    allowed = self.ours.visible(i).to(ours.query.device)
+                    wanted = theirs.probabilities.to(ours.query), theirs.output.to(ours.query)
+                    yield Evidence(ours.query, ours.key, ours.value, *wanted, allowed)
 
-    def _reconstruct(self, index: int, attention: nn.Module, steps: int, learning_rate: float, bar: tqdm) -> None:
-        """Take steps of Adam on the layer's error, one batch per step; the rate warms up, then falls to 0."""
-        layer = self.ours.layers[index]
-        positions = getattr(attention, "positions", None)
-        tables = {id(p) for p in ([] if positions is None else positions.parameters())}
-        for parameter in layer.parameters():
-            parameter.requires_grad_(False)
-        own = [p.requires_grad_(True) for p in attention.parameters()]
+    def _reconstruct(self, stage: range, attentions: nn.ModuleList, steps: int, learning_rate: float, bar: tqdm) -> None:
+        """Take steps of Adam on the layers' errors, one batch per step; the rate warms up, then falls to 0."""
+        tables = {id(p) for a in attentions if hasattr(a, "positions") for p in a.positions.parameters()}
+        own = [p.requires_grad_(True) for p in attentions.parameters()]
         groups = [
             {"params": [p for p in own if id(p) not in tables], "factor": 1.0},
             {"params": [p for p in own if id(p) in tables], "factor": _TABLE_FACTOR},
@@ -173,25 +193,27 @@ class Walk:
                 group["lr"] = rate * group["factor"]
             optimizer.zero_grad()
             with torch.enable_grad():
-                error, spread = self._compare(index, i)
-                (error / spread).backward()
+                errors = [error / spread for error, spread in self._compare(stage, i)]
+                sum(errors).backward()
             optimizer.step()
             bar.update()
-            bar.set_postfix(layer=index, error=f"{(error / spread).item():.4f}")
+            bar.set_postfix(layer=stage[-1], error=f"{errors[-1].item():.4f}")
 
-    def _compare(self, index: int, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the squared error of our layer's output on one batch, and the spread of the original's."""
-        return self._distance(self.ours.run(index, i), i)
+    def _compare(self, stage: range, i: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield, layer by layer, the squared error of our output on one batch, and the spread of the original's."""
+        for place, out in enumerate(self.ours.run(stage, i)):
+            yield self._distance(out, place, i)
 
-    def _distance(self, out: torch.Tensor, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _distance(self, out: torch.Tensor, place: int, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         mask = self.batches[i]["attention_mask"].to(out.device)
         # A plain layer norm, as the next layer would apply.
-        got, wanted = (functional.layer_norm(s, s.shape[-1:])[mask] for s in (out, self.theirs.said(i).to(out)))
+        got, wanted = (functional.layer_norm(s, s.shape[-1:])[mask] for s in (out, self.theirs.said(place, i).to(out)))
         return (got - wanted).pow(2).sum(), (wanted - wanted.mean(0)).pow(2).sum()
 
     @torch.no_grad()
-    def _error(self, index: int, batches: Iterable[int]) -> float:
-        return _mean(self._compare(index, i) for i in batches)
+    def _errors(self, stage: range, batches: Iterable[int]) -> list[float]:
+        """Return each layer's relative error over some batches."""
+        return [_mean(pairs) for pairs in zip(*(list(self._compare(stage, i)) for i in batches), strict=True)]
 
 
 def _mean(found: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:

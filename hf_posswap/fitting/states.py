@@ -1,5 +1,7 @@
-"""Hidden states of one model on all batches, layer by layer, kept on disk for the current layer only."""
+"""Hidden states of one model on all batches, kept on disk for the current layers only."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -10,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_posswap.architectures import Architecture
 from hf_posswap.attention import Observation, observe, visible
 from hf_posswap.data.calibration import Batch
+from hf_posswap.evaluating import watching
 
 
 class _Reached(Exception):
@@ -17,7 +20,7 @@ class _Reached(Exception):
 
 
 class States:
-    """The states of one model before its current layer ("states") and after it ("next"), batch by batch.
+    """The states of one model before its current layers ("states") and after one of them ("next"), batch by batch.
 
     `name` distinguishes the files of several models in one folder.
     """
@@ -31,16 +34,19 @@ class States:
             name,
         )
         self.layers: list[nn.Module] = architecture.layers(self.base)
-        self.attentions: list[nn.Module] = architecture.self_attentions(self.base)
+        self.attentions: list[nn.Module] = architecture.attention_of_layers(self.base)
         for i in range(len(batches)):
             self.write("states", i, self._call(i)[0])
 
-    def run(self, index: int, i: int) -> torch.Tensor:
-        """Return a layer's output on one batch, (B, L, E)."""
-        layer = self.layers[index]
+    def run(self, indices: Iterable[int], i: int, what: str = "states") -> Iterator[torch.Tensor]:
+        """Yield the output of one layer after the other on one batch, (B, L, E)."""
         _, args, kwargs = self._call(i)
-        out = layer(self.read("states", i).to(next(layer.parameters())), *args, **kwargs)
-        return out[0] if isinstance(out, tuple) else out
+        states = self.read(what, i)
+        for index in indices:
+            layer = self.layers[index]
+            out = layer(states.to(next(layer.parameters())), *args, **kwargs)
+            states = out[0] if isinstance(out, tuple) else out
+            yield states
 
     @torch.no_grad()
     def last(self, i: int) -> torch.Tensor:
@@ -55,26 +61,22 @@ class States:
             self._forward(i)
         finally:
             hook.remove()
-        return seen[0]
+        return seen[-1]
 
-    def observe(self, index: int, i: int) -> Observation:
-        """Return what a layer's self-attention computes on one batch."""
-        seen = []
+    def observe(self, indices: Iterable[int], i: int) -> Iterator[Observation]:
+        """Yield what the self-attention of each of these layers computes on one batch."""
+        attentions, seen = [self.attentions[index] for index in indices], []
 
-        def stop(attention, args, kwargs):
-            seen.append((args[0] if args else kwargs["hidden_states"], kwargs.get("shared_positions")))
-            raise _Reached
+        def see(place, attention, hidden_states, kwargs):
+            seen.append((attention, hidden_states, kwargs.get("shared_positions")))
+            if len(seen) == len(attentions):
+                raise _Reached
 
-        hook = self.attentions[index].register_forward_pre_hook(stop, with_kwargs=True)
-        try:
-            self.run(index, i)
-        except _Reached:
-            pass
-        finally:
-            hook.remove()
-        hidden_states, shared = seen[0]
-        allowed = self.visible(i).to(hidden_states.device)
-        return observe(self.attentions[index], self.architecture, hidden_states, allowed, shared)
+        with suppress(_Reached), watching(attentions, see):
+            for _ in self.run(indices, i):
+                pass
+        for attention, hidden_states, shared in seen:
+            yield observe(attention, self.architecture, hidden_states, self.visible(i).to(hidden_states.device), shared)
 
     def visible(self, i: int) -> torch.Tensor:
         """Return which keys each query of one batch may see, (B, 1, L, L) bool."""

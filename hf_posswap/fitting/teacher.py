@@ -51,30 +51,38 @@ class Teacher:
         self.states = States(model, architecture, read, folder, "original")
 
     @torch.no_grad()
-    def advance(self, index: int) -> None:
-        """Run one layer on all batches, and compute its output for every token."""
-        for number in range(len(self.states.batches)):
-            self.states.write("next", number, self.states.run(index, number))
+    def advance(self, indices: range) -> None:
+        """Run these layers on all batches, and compute their outputs for every token."""
+        for place, index in enumerate(indices):
+            for number in range(len(self.states.batches)):
+                (out,) = self.states.run([index], number, "next" if place else "states")
+                self.states.write("next", number, out)
+            self._say(place)
+
+    def _say(self, place: int) -> None:
+        """Write the outputs of the layer at this place, batch by batch; of windows each token's own."""
         windowed = [i for i, parts in enumerate(self.parts) if parts[0][1] is not None]
         traces = self._traces([i for i in windowed if i in self.fitted] or windowed) if windowed and not self.causal else None
-        for i in windowed:
+        for i, parts in enumerate(self.parts):
             said = None
-            for number, windows in self.parts[i]:
+            for number, windows in parts:
                 states = self.states.read("next", number)
+                if windows is None:
+                    said = states
+                    break
                 if traces is not None:
                     states = torch.where(windows.edges[..., None], states, (states - traces).to(states))
                 if said is None:
                     said = states.new_zeros(*self.shapes[i], states.shape[-1])
                 windows.put(states, said)
-            self.states.write("said", i, said)
+            self.states.write(f"said-{place}", i, said)
 
-    def said(self, i: int) -> torch.Tensor:
-        """Return the current layer's output for each token of one batch, (B, L, E) on the CPU."""
-        number, windows = self.parts[i][0]
-        return self.states.read("next", number) if windows is None else self.states.read("said", i)
+    def said(self, place: int, i: int) -> torch.Tensor:
+        """Return the output of the current layer at this place for each token of one batch, (B, L, E) on the CPU."""
+        return self.states.read(f"said-{place}", i)
 
     def move_on(self) -> None:
-        """Go on to the next layer."""
+        """Go on to the next layers."""
         self.states.move_on()
 
     def _traces(self, batches: Collection[int]) -> torch.Tensor:

@@ -28,7 +28,8 @@ def attention_by_distance(
     base = model.base_model
     architecture = family_of(model.config)
     causal = architecture.is_causal(model.config)
-    profiles = [0.0 for _ in architecture.self_attentions(base)]
+    attentions = architecture.attention_of_layers(base)
+    profiles = [0.0 for _ in attentions]
     queries = 0
 
     def see(layer: int, attention, hidden_states: torch.Tensor, keywords: dict) -> None:
@@ -40,7 +41,7 @@ def attention_by_distance(
         summed = probabilities.new_zeros(len(probabilities), 2 * reach + 1)
         profiles[layer] = profiles[layer] + summed.index_add_(1, index, probabilities.flatten(1)).cpu()
 
-    with evaluating(model), watching(architecture.self_attentions(base), see):
+    with evaluating(model), watching(attentions, see):
         for batch in batches:
             mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
             queries += int(mask.sum())

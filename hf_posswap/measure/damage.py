@@ -131,9 +131,10 @@ def _layer_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     def see(module, args, output):
         seen.append(output if isinstance(output, torch.Tensor) else output[0])
 
-    hooks = [module.register_forward_hook(see) for module in (*architecture.layers(base)[:-1], base)]
+    hooks = [module.register_forward_hook(see) for module in (*dict.fromkeys(architecture.layers(base)), base)]
     try:
         yield seen
+        del seen[-2]
     finally:
         for hook in hooks:
             hook.remove()

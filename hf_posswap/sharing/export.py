@@ -7,7 +7,7 @@
 | rotary, RoBERTa, XLM-RoBERTa, CamemBERT | JinaEmbeddingsV3 |
 | rotary, ESM | ESM with `position_embedding_type` "rotary" |
 | rotary, GPT-2 and OPT | GPT-NeoX |
-| rotary, ELECTRA, DistilBERT and BioGPT | none |
+| rotary, ALBERT, ELECTRA, DistilBERT and BioGPT | none |
 | relative | none: no class has Shaw's vectors |
 
 Weights are rewritten, exactly, to the conventions of the stock class (`native_encoders`, `native_decoders`). The mean vector
