@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hf_posswap_cli
 import pytest
+import torch
 from conftest import WORDS, run_python
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -227,6 +228,18 @@ def test_too_much_memory_is_one_line(program, monkeypatch):
     monkeypatch.setattr("hf_posswap.commands.describe.open_model", lambda *_, **__: bytearray(2**62))
     code, out, err = program("describe", "x")
     assert code == 2 and "not enough memory" in err
+
+
+def test_options_reach_the_swap(folder, tmp_path, program):
+    """The command's model is the one that a swap in Python makes with the same options."""
+    options = {"max_positions": 48, "span": 8, "first": 2}
+    for cold in (False, True):
+        given = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)] + ["--cold"] * cold
+        program("swap", folder, "--scheme", "relative:clip=4", *given, "--output", tmp_path / f"out{cold}")
+        found = AutoModel.from_pretrained(tmp_path / f"out{cold}")
+        wanted = posswap.swap(AutoModel.from_pretrained(folder), "relative:clip=4", warm_start=not cold, **options)
+        assert posswap.describe(found).span == posswap.describe(wanted).span and posswap.describe(found).max_positions == 48
+        assert all(torch.equal(value, wanted.get_parameter(name)) for name, value in found.named_parameters())
 
 
 @pytest.mark.parametrize("family", ["albert", "roberta", "distilbert", "gpt2", "opt"])
