@@ -1,5 +1,6 @@
 """What a fit is measured and told with: damage, the report, text that is at hand, memory, and the command line."""
 
+import json
 import tempfile
 
 import pytest
@@ -276,8 +277,12 @@ def test_command_line(save, program, family, tmp_path):
     text_file = tmp_path / "text.txt"
     text_file.write_text("\n".join(" ".join(WORDS[(i * j) % len(WORDS)] for j in range(40)) for i in range(1, 60)))
     options = ["--scheme", "relative:clip=4", "--output", tmp_path / "out", "--reconstruct", "3", "--fit-tokens", "1500"]
-    code, out, err = program("swap", save(family), *options, "--fit", text_file if family == "bert" else "auto")
+    options += ["--max-positions", "64", "--fit", text_file] if family == "bert" else ["--fit", "auto"]
+    code, out, err = program("swap", save(family), *options)
     assert code == 0, err
+    if family == "bert":  # it reads 32 tokens: blocks of as many are fitted on, too
+        report = json.loads((tmp_path / "out" / "posswap_fit.json").read_text())["report"]
+        assert set(report["after"]["by_length"]) == {"16", "32"} and report["window"] == 32
     assert "error before" in out and "fitted on 1," in out and "learned -> relative:clip=4" in out
     saved = open_model(str(tmp_path / "out"))
     assert all(bool(parameter.any()) for name, parameter in saved.named_parameters() if "key_table" in name)
