@@ -13,7 +13,7 @@ import torch
 from conftest import WORDS, run_python
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModel, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, AutoTokenizer, BertForTokenClassification, PreTrainedModel
 from typer.testing import CliRunner
 
 import hf_posswap as posswap
@@ -228,6 +228,19 @@ def test_too_much_memory_is_one_line(program, monkeypatch):
     monkeypatch.setattr("hf_posswap.commands.describe.open_model", lambda *_, **__: bytearray(2**62))
     code, out, err = program("describe", "x")
     assert code == 2 and "not enough memory" in err
+
+
+def test_a_head_that_is_not_known(make_model, tmp_path, program):
+    """Weights of a class that is not known here would be lost: that is refused."""
+    make_model("bert", head=BertForTokenClassification).save_pretrained(tmp_path / "plain")
+    config = json.loads((tmp_path / "plain/config.json").read_text()) | {"architectures": ["BertForSpelling"]}
+    (tmp_path / "plain/config.json").write_text(json.dumps(config))
+    code, out, err = program("swap", tmp_path / "plain", "--scheme", "rotary", "--output", tmp_path / "out")
+    assert (
+        code == 2
+        and "a BertForSpelling, which is not known here, so classifier.bias" in err
+        and not (tmp_path / "out").exists()
+    )
 
 
 def test_options_reach_the_swap(folder, tmp_path, program):

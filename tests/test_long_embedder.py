@@ -119,12 +119,29 @@ def test_the_brake_and_the_select_text(recipe, monkeypatch):
     apart = 1 - torch.cosine_similarity(model(features[0])["sentence_embedding"], labels).mean()
     torch.testing.assert_close(losses[1] - losses[0], 2 * apart)
     monkeypatch.setattr(module, "tune", lambda _, __, drawn, *rest: seen.update(trained={long for _, long in drawn}))
+    monkeypatch.setattr(module, "recall", lambda long, short, documents: torch.tensor([True, False] * len(long)))
     measure = module.measure
     monkeypatch.setattr(module, "measure", lambda *given: seen.update(asked=given[-1]) or measure(*given))
-    run(scheme="original", max_steps=40)
+    figures = run(scheme="original", max_steps=40)["figures"]
+    assert (figures["early"], figures["late"], figures["recall"]) == (1.0, 0.0, 0.5)  # of each two passages the first is found
     select, report = (set(seen["asked"][name][0]) for name in ("select", "recall"))
     assert len(seen["trained"]) > 20 and select and report
     assert not seen["trained"] & select and not seen["trained"] & report and not select & report
+
+
+def test_no_document_twice_in_a_batch(recipe, monkeypatch):
+    """Each would be a false negative of the other, however few documents there are."""
+    run, _ = recipe
+    module, batches = sys.modules["long_embedder"], []
+    compute = module.PairsWithBrake.forward
+    monkeypatch.setattr(
+        module.PairsWithBrake,
+        "forward",
+        lambda self, features, labels: batches.append(features[1]["input_ids"].tolist()) or compute(self, features, labels),
+    )
+    monkeypatch.setattr(module, "pairs", lambda *given: 2 * [(text(6, seed), text(60, seed)) for seed in range(4)])
+    run(scheme="original", max_steps=2)
+    assert len(batches) == 2 and all(len(set(map(tuple, batch))) == len(batch) == 4 for batch in batches)
 
 
 @pytest.mark.parametrize(
