@@ -1,16 +1,12 @@
-"""Which examples a step sees, and padded and packed batches: what is packed must compute what it computes alone."""
+"""Which examples a step sees, and padded batches."""
 
-import pytest
 import torch
 
-from hf_posswap import PosswapError
 from hf_posswap.training.batching import (
     BatchOrder,
     MicroBatches,
-    collate_packed,
     count_terms,
     count_tokens,
-    pack,
     pad,
     predicts_next,
 )
@@ -88,63 +84,3 @@ def test_heads_that_predict_the_next_token(make_model, make_swapped):
     """Causal heads predict the next token, swapped or not; BERT's masked head does not."""
     assert predicts_next(make_model("gpt2")) and predicts_next(make_swapped("gpt2", "rotary"))
     assert predicts_next(make_model("bert-decoder")) and not predicts_next(make_swapped("bert", "rotary"))
-
-
-def test_packing_fills_rows():
-    """Every sequence appears once, rows are nearly full, tokens are counted without padding."""
-    rows = _rows(LENGTHS)
-    packed = pack(rows, 32)
-    assert sum(int(row["num_tokens"]) for row in packed) == sum(LENGTHS)
-    assert len(packed) == -(-sum(LENGTHS) // 32)  # no packing needs fewer
-    assert all(len(value) == 32 for row in packed for name, value in row.items() if name != "num_tokens")
-    batch = {name: torch.stack([row[name] for row in packed]) for name in packed[0]}
-    assert count_tokens(batch) == sum(LENGTHS) and batch["labels"].ne(-100).sum() == sum(LENGTHS)
-    for wrong in (_rows((33,)), _rows((4, 0))):
-        with pytest.raises(PosswapError, match="1 to 32"):
-            pack(wrong, 32)
-
-
-@pytest.mark.parametrize("scheme", [None, "relative:clip=4"])
-def test_packed_sequences_are_alone(make_model, make_swapped, family, backend, scheme):
-    """Logits of each sequence in a packed row, and the loss of all, are those of the sequences by themselves."""
-    model = make_swapped(family, scheme, backend) if scheme else make_model(family, backend)
-    rows = _rows((9, 5, 1, 7, 6, 12))
-    batch = collate_packed(model)(pack(rows, 24))
-    assert len(batch["input_ids"]) == 2
-    del batch["num_tokens"]
-    with torch.no_grad():
-        outputs = model(**batch)
-        starts = [(r, c) for r, c in (batch["position_ids"] == 0).nonzero().tolist()]
-        terms, total, seen = 0, 0.0, 0
-        for row in rows:
-            tokens = row["input_ids"]
-            length = len(tokens)
-            here = [(r, c) for r, c in starts if torch.equal(batch["input_ids"][r, c : c + length], tokens)]
-            assert len(here) == 1
-            ((r, c),) = here
-            alone = model(input_ids=tokens[None], labels=tokens[None])
-            torch.testing.assert_close(outputs.logits[r, c : c + length], alone.logits[0], atol=2e-5, rtol=1e-4)
-            count = length - predicts_next(model)
-            if count:
-                terms, total = terms + count, total + alone.loss.item() * count
-            seen += 1
-    assert seen == 6
-    assert outputs.loss.item() == pytest.approx(total / terms, rel=1e-4)
-    assert int(count_terms(batch, shifted=predicts_next(model))) == terms
-
-
-def test_packing_without_its_mask_would_show(make_swapped):
-    """The test above can fail: without the mask, sequences see each other."""
-    model = make_swapped("bert", "rotary")
-    batch = collate_packed(model)(pack(_rows((9, 5)), 24))
-    del batch["num_tokens"]
-    blind = model(**{**batch, "attention_mask": torch.ones(1, 24, dtype=torch.long)})
-    assert (blind.logits - model(**batch).logits)[0, :14].abs().max() > 0.1
-
-
-def test_packing_refuses_other_attention(make_model):
-    """An implementation that takes no mask for each pair of tokens is refused when batches are made."""
-    model = make_model("gpt2")
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(PosswapError, match="sdpa"):
-        collate_packed(model)

@@ -1,6 +1,6 @@
 """The one training loop, on accelerate, and what belongs to it.
 
-`loop`: the loop. `budget`: what a run may spend and has spent. `batching`: order of examples, padding, packing. `run_state`:
+`loop`: the loop. `budget`: what a run may spend and has spent. `batching`: order of examples, padding. `run_state`:
 checkpoints and stopping. `run_log`: losses, progress bar, trackers. `launching`: processes. `evaluation`: metrics on them.
 """
 

@@ -1,18 +1,13 @@
-"""Which examples a step sees, and how they become one batch: shuffling, grouping by length, padding and packing.
+"""Which examples a step sees, and how they become one batch: shuffling, grouping by length and padding.
 
 Shapes: B rows in a batch, L tokens in a row.
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.utils.data import Sampler
-from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-from hf_posswap.architectures import find_family
-from hf_posswap.errors import DataError, UnsupportedModelError
 
 IGNORED = -100  # the label that transformers' losses ignore
 _SORTED_TOGETHER = 50  # batches sorted by length together: a larger number means less padding, but also less shuffling
@@ -90,79 +85,6 @@ def pad(rows: list[dict], pad_token_id: int = 0) -> dict[str, torch.Tensor]:
     return batch
 
 
-def pack(rows: Sequence[dict], max_length: int, pad_token_id: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Put several short sequences into each row of `max_length` tokens. Positions start at 0 in each sequence.
-
-    Rows hold `input_ids` and, if they are labelled, `labels` for each token. Collate with `collate_packed(model)`, whose mask
-    keeps sequences apart. `num_tokens` counts tokens without padding; `train` reads it and removes it from the batch.
-
-    Raises:
-        DataError: A sequence is empty or longer than `max_length`.
-    """
-    # Best fit decreasing: longest first, each into the fullest row that still has room for it.
-    filled: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, row), sorted
-    lengths = [len(row["input_ids"]) for row in rows]
-    for place in sorted(range(len(rows)), key=lambda place: -lengths[place]):
-        length = lengths[place]
-        if not 0 < length <= max_length:
-            raise DataError(f"sequence {place} has {length} tokens; 1 to {max_length} can be packed: split or truncate it")
-        fit = bisect_left(room, (length, -1))
-        left, row = room.pop(fit) if fit < len(room) else (max_length, len(filled))
-        if row == len(filled):
-            filled.append([])
-        filled[row].append(place)
-        if left > length:
-            insort(room, (left - length, row))
-    return [_packed([rows[place] for place in places], max_length, pad_token_id) for places in filled]
-
-
-def _packed(rows: list[dict], max_length: int, pad_token_id: int) -> dict[str, torch.Tensor]:
-    tokens = sum(len(row["input_ids"]) for row in rows)
-    padding = max_length - tokens
-    lengths = [len(row["input_ids"]) for row in rows] + [padding]  # padding is one more sequence, which sees only itself
-    packed = {"position_ids": torch.cat([torch.arange(length) for length in lengths]), "num_tokens": torch.tensor(tokens)}
-    for name, fill in (("input_ids", pad_token_id), ("labels", IGNORED)):
-        if name in rows[0]:
-            parts = [torch.as_tensor(row[name]) for row in rows]
-            packed[name] = torch.cat([*parts, parts[0].new_full((padding,), fill)])
-    return packed
-
-
-def collate_packed(model: PreTrainedModel) -> Callable[[list[dict]], dict]:
-    """Return a collate function for packed rows, such that no token sees or predicts a token of another sequence.
-
-    The batch gets a mask (B, 1, L, L) in the form that the model's attention implementation takes. transformers can find the
-    sequences from their positions, but only for some families and only without a cache.
-
-    Raises:
-        UnsupportedModelError: The attention implementation takes no such mask.
-    """
-    config = model.config
-    architecture = find_family(config.model_type)
-    causal = architecture.is_causal(config) if architecture else config.is_decoder
-    implementation = config._attn_implementation
-    if implementation not in ("eager", "sdpa"):
-        raise UnsupportedModelError(
-            f"packing takes eager or sdpa attention, not {implementation!r}: call model.set_attn_implementation('sdpa')"
-        )
-
-    def collate(rows: list[dict]) -> dict:
-        batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        starts = batch["position_ids"] == 0
-        sequence = starts.cumsum(-1)
-        mask = sequence[:, None, :, None] == sequence[:, None, None, :]
-        if causal:
-            mask = mask & torch.ones_like(mask[0, 0]).tril()
-            if "labels" in batch:  # the first token of a sequence would be predicted from the sequence before it
-                batch["labels"] = batch["labels"].masked_fill(starts, IGNORED)
-        if implementation == "eager":  # which adds the mask to the scores
-            mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
-        return {**batch, "attention_mask": mask}
-
-    return collate
-
-
 def predicts_next(model: torch.nn.Module) -> bool:
     """Whether the model's own loss is that of next-token prediction: it shifts the labels by one."""
     heads = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
@@ -184,8 +106,6 @@ def count_terms(batch: dict, *, shifted: bool) -> torch.Tensor:
 
 def count_tokens(batch: dict) -> torch.Tensor:
     """Return the number of tokens, without padding if the batch marks it: an int64 scalar on the batch's device."""
-    if "num_tokens" in batch:
-        return batch["num_tokens"].sum()
     mask = batch.get("attention_mask")
     if mask is not None and mask.dim() == 2:
         return mask.ne(0).sum()

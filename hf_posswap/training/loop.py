@@ -178,7 +178,6 @@ class _Loop:
         weights = terms * averaged_over / all_terms.clamp(min=1)
         step_loss, norm = 0.0, None
         for batch, weight in zip(batches, weights, strict=True):
-            batch.pop("num_tokens", None)
             with accelerator.accumulate(model):
                 loss = self.compute_loss(model, batch) if self.compute_loss else _own_loss(model, batch)
                 # The mean loss of a part without labels is NaN: leave it out.
