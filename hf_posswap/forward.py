@@ -128,7 +128,8 @@ def _share(base, first, arguments: dict, positions: torch.Tensor, slots: torch.T
     given = {} if cache is None else {"past_key_values": cache}
     if state.span is not None:
         written = _with_padding(positions, mask)
-        if causal and positions is not slots and (mask is not None or not isinstance(past, int) or past):
+        # A static cache on a GPU counts in a tensor, and its keys are longer than what it holds.
+        if causal and positions is not slots and isinstance(past, int) and (past or mask is not None):
             _check_one_text(keys, written, mask)
         # A text no longer than the span needs no mask for it.
         if not isinstance(past, int) or past or keys.shape[-1] > state.span.span:
@@ -166,11 +167,11 @@ def _with_padding(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.T
 
 
 def _check_one_text(keys: torch.Tensor, new: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Raise PosswapError if positions of keys (B or 1, K) go back, padding apart: a second text, which a mask would show."""
+    """Raise PosswapError if positions of keys (B or 1, K) go back, padding apart; the last of them are `new` (B or 1, Q)."""
     if (mask is not None and mask.dim() == 4) or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return
-    old = keys[:, : keys.shape[-1] - new.shape[-1]].expand(len(new), -1)
-    all_keys = torch.cat([old, new], dim=-1)
+    old, rows = keys[:, : keys.shape[-1] - new.shape[-1]], max(len(keys), len(new))
+    all_keys = torch.cat([old.expand(rows, -1), new.expand(rows, -1)], dim=-1)
     all_keys = all_keys.masked_fill(all_keys == PADDING, -1)
     if bool(((all_keys[:, 1:] >= 0) & (all_keys[:, 1:] <= all_keys.cummax(-1).values[:, :-1])).any()):
         raise PosswapError(

@@ -147,6 +147,8 @@ def test_packed_texts_stay_apart(make, text, backend):
         with pytest.raises(posswap.PosswapError, match="position_ids go back"):
             model(**given)
     assert begun.get_seq_length() == 25
+    rest = model(text[:, 25:], past_key_values=begun, position_ids=torch.arange(25, 40)[None]).logits  # one row for all
+    assert_close(rest, model(text, use_cache=False).logits[:, 25:], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
