@@ -22,11 +22,13 @@ from hf_posswap.data.calibration import random_tokens, written_text
 from hf_posswap.data.tables import read_table
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_model, load_original
 from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextOptions
-from hf_posswap.measure import kl_divergence, perplexity, pooled_cosine, pooled_states
+from hf_posswap.measure.damage import block_kl, pooled_states
+from hf_posswap.measure.losses import row_perplexities, token_losses
 from hf_posswap.measure.word_order import sentence_vectors
 from hf_posswap.training.run_log import announce
 
@@ -70,17 +72,17 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         report = posswap.fit(model, _batches(text, original), reconstruct=config.fit_steps, seed=config.seed)
     announce("measuring")
     if causal:
-        found = perplexity(model, held[longest])
-        kl = kl_divergence(model, original, held[longest][::4])
-        figures = {"ratio": found / perplexity(original, held[longest]), "kl": kl, "perplexity": found}
+        losses, before = (token_losses(one, held[longest]) for one in (model, original))
+        figures = {"ratio": row_perplexities(losses - before), "kl": block_kl(model, original, held[longest])}
+        figures |= {"perplexity": row_perplexities(losses)}
     else:
-        states = {n: pooled_states(original, blocks) for n, blocks in held.items()}
-        figures = {f"cosine_{n}": pooled_cosine(model, blocks, states[n]) for n, blocks in held.items()}
+        states = {n: [pooled_states(one, blocks) for one in (model, original)] for n, blocks in held.items()}
+        figures = {f"cosine_{n}": torch.cosine_similarity(*both) for n, both in states.items()}
     if pairs:
         figures["spearman"] = _spearman(model, text.tokenizer, *pairs)
     spent = {} if report is None else {"seconds": report.seconds, "tokens": report.tokens}
     layers = [] if report is None else [asdict(layer) for layer in report.layers]
-    return {"figures": figures, "cost": {**cost(model), **spent}, "model": model, "details": {"layers": layers}}
+    return {**averaged(figures), "cost": {**cost(model), **spent}, "model": model, "details": {"layers": layers}}
 
 
 def _batches(text: RunText, original) -> list[torch.Tensor]:

@@ -18,16 +18,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 from transformers import PreTrainedModel
 
 from hf_posswap.data.text import stdlib_prose
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_model, load_original
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextConfig
 from hf_posswap.fitting.distillation import distillation_loss
-from hf_posswap.measure.damage import kl_divergence, perplexity, pooled_cosine, pooled_states
+from hf_posswap.measure.damage import block_kl, pooled_states
+from hf_posswap.measure.losses import row_perplexities, token_losses
 from hf_posswap.measure.word_order import word_order_examples, word_order_preference, word_order_probe
 from hf_posswap.training import train
 from hf_posswap.training.run_log import announce
@@ -90,14 +93,14 @@ def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
     original = load_original(config.model).to(model.device)
     states = None if causal else {n: pooled_states(original, cut) for n, cut in cuts.items()}
 
-    def measure(model: PreTrainedModel, stage: str) -> dict[str, float]:
+    def measure(model: PreTrainedModel, stage: str) -> dict[str, float | torch.Tensor]:
         announce("measuring")
         if causal:
-            figures = {f"perplexity_{n}": perplexity(model, cut) for n, cut in cuts.items()}
-            figures["kl"] = kl_divergence(model, original, cuts[trained])
+            figures = {f"perplexity_{n}": row_perplexities(token_losses(model, cut)) for n, cut in cuts.items()}
+            figures["kl"] = block_kl(model, original, cuts[trained])
             figures["word_order"] = word_order_preference(model, tokenizer, probe[1][0])
         else:
-            figures = {f"cosine_{n}": pooled_cosine(model, cut, states[n]) for n, cut in cuts.items()}
+            figures = {f"cosine_{n}": torch.cosine_similarity(pooled_states(model, cut), states[n]) for n, cut in cuts.items()}
             figures["word_order"] = word_order_probe(model, tokenizer, *probe)
         return {f"{stage}{name}": value for name, value in figures.items()}
 
@@ -106,7 +109,7 @@ def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
     distil = None if causal else distillation_loss(original)
     model, done = train(model, rows, config, compute_loss=distil, output=folder, resume=resume, description="tuning")
     return {
-        "figures": figures | measure(model, "tuned_"),
+        **averaged(figures | measure(model, "tuned_")),
         "cost": cost(model, done),
         "model": model,
         "details": {

@@ -171,12 +171,18 @@ def perplexity(model: PreTrainedModel, blocks: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def kl_divergence(model: PreTrainedModel, original: PreTrainedModel, blocks: torch.Tensor) -> float:
-    """Return the mean over tokens of KL(original || model) of the next-token distributions, in nats: 0 is no damage."""
-    total = 0.0
+def block_kl(model: PreTrainedModel, original: PreTrainedModel, blocks: torch.Tensor) -> torch.Tensor:
+    """Return, for each block (N, L), the mean over tokens of KL(original || model) of next tokens, in nats: (N,) on the CPU."""
+    found = []
     with evaluating(model, original):
         for rows in _batches(blocks, model):
             target = original(input_ids=rows.to(original.device), use_cache=False).logits.float().log_softmax(-1)
             given = model(input_ids=rows, use_cache=False).logits.float().log_softmax(-1)
-            total += functional.kl_div(given, target.to(rows.device), reduction="sum", log_target=True).item()
-    return total / blocks.numel()
+            kl = functional.kl_div(given, target.to(rows.device), reduction="none", log_target=True)
+            found.append(kl.sum(-1).mean(1).cpu())
+    return torch.cat(found)
+
+
+def kl_divergence(model: PreTrainedModel, original: PreTrainedModel, blocks: torch.Tensor) -> float:
+    """Return the mean over tokens of KL(original || model) of the next-token distributions, in nats: 0 is no damage."""
+    return block_kl(model, original, blocks).double().mean().item()
