@@ -193,3 +193,27 @@ def test_command_lines_fit_each_other(make_model):
             scheme = swapped[str(given["folder"])]
             assert all(scheme in compared[str(folder)] for folder in given["results"] or ())
     assert {"swap", "export", "compare", "card", "push"} <= {name for name, _ in lines}
+
+
+def test_the_data_of_the_results_has_a_source(tmp_path, capsys):
+    """Each file that a result was measured on is in recipes/data.py by its hash; a copy is checked, another file is named."""
+    data = runpy.run_path(str(ROOT / "recipes" / "data.py"))
+    known = {digest for one in data["SETS"].values() for digest in one.files.values()}
+    read = [
+        {
+            file: digest
+            for option, files in run.get("inputs", {}).items()
+            for file, digest in files.items()
+            if option != "model" and not file.endswith(".md")  # a note beside a folder's texts
+        }
+        for path in (ROOT / "recipes" / "results").rglob("comparison.json")
+        for run in json.loads(path.read_text())["runs"]
+    ]
+    assert any(read) and set().union(*(one.values() for one in read)) <= known
+    states = data["check"](tmp_path)
+    assert set(states.values()) == {"missing"}
+    (tmp_path / "cola").mkdir()
+    (tmp_path / "cola" / "dev.csv").write_text("sentence,label\n")
+    with pytest.raises(posswap.PosswapError, match="differ"):
+        data["data"](tmp_path)
+    assert "cola/dev.csv: another" in capsys.readouterr().out
