@@ -43,7 +43,7 @@ class Description:
         table.add_row("attention layers patched", f"{self.layers_patched} of {self.layers}")
         original = "kept: posswap.restore(model)" if self.can_restore else "not kept in this process"
         table.add_row("original", original if self.swapped else "this is it")
-        console = Console(width=100, highlight=False, color_system=None, force_jupyter=False)
+        console = Console(width=100, highlight=False, markup=False, color_system=None, force_jupyter=False)
         with console.capture() as capture:
             console.print(table)
         return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -137,8 +137,8 @@ def _share_kind(base, first, kind, mask, cache, positions, slots, past, known: i
     """Return what layers of a kind share; `first` is the module of the first one."""
     written = keys = span = key_mask = own = None
     if first.needs_key_positions or kind.span is not None:
-        written = positions
-        keys = key_positions(cache, positions, slots, past, state_of(base).geometry.head_dim, kind.first)
+        written, where = positions, (slots, past, state_of(base).geometry.head_dim, kind.first)
+        keys = key_positions(cache, positions, *where)
     if kind.span is not None:
         written = _with_padding(positions, mask)
         # A static cache on a GPU counts in a tensor, and its keys are longer than what it holds.
@@ -150,8 +150,9 @@ def _share_kind(base, first, kind, mask, cache, positions, slots, past, known: i
                 span, key_mask = kind.span, None if mask is None else mask.bool()
                 mask = own = None if mask is None else key_mask[:, None, None]
             else:
+                seen = _of_the_whole_cache(key_positions(cache, written, *where), cache, slots)
                 keys = _of_the_whole_cache(keys, cache, slots)
-                mask = _near(kind.span, positions, keys, mask, slots, past, causal)
+                mask = _near(kind.span, positions, seen, mask, slots, past, causal)
                 mask = own = _additive(mask, base.dtype) if base.config._attn_implementation == "eager" else mask
     shared = first.prepare(positions, slots, known, keys, mask if isinstance(mask, torch.Tensor) else None)
     if span is None and first.key_mask(shared) is not None:
