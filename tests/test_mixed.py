@@ -165,7 +165,6 @@ def test_warm_start_balances_turning_layers(make_model):
         ("mixed:layers=[mixed:layers=[rotary]]", {}, "cannot be part of a mix"),
         ("mixed:layers=[none:span=5]", {}, "span=5 in layers must be true or false"),
         ("mixed:layers=[rotary, learned]", {}, "learned adds vectors to the embeddings, which all layers get"),
-        ("mixed:layers=[rotary, sinusoidal]", {}, "mix schemes of attention .rotary, relative, alibi"),
         ("mixed:layers=[rotary, none, none]", {}, "3 entries are too many for a model of 2 layers"),
         ("mixed:layers=[rotary:fraction=0.1, none]", {}, "rotary: fraction=0.1 of head_dim 16"),
         ("mixed:layers=[none:span=false]", SPAN, "span=6 holds in no layer"),
