@@ -40,6 +40,7 @@ _PUBLIC = {
         "Buckets",
         "Ladder",
         "Learned",
+        "Mixed",
         "NoPositions",
         "Relative",
         "Rotary",

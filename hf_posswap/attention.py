@@ -20,11 +20,11 @@ from hf_posswap.schemes import Places
 
 
 class Shared(NamedTuple):
-    """What all layers of one forward share. A tuple, so that accelerate moves its tensors to each layer's device."""
+    """What all layers of one kind share in a forward. A tuple, so that accelerate moves its tensors to each layer's device."""
 
     scheme: Any  # what the scheme's `prepare` returned
     written: torch.Tensor | None = None  # positions that new keys take into the cache, (B or 1, Q); None: none
-    in_each_layer: bool = False  # keys take them in all layers, not only in the first
+    carrier: int | None = None  # the layer whose keys take them; None: all of this kind
     span: Span | None = None  # attend block by block within this span; None: as the mask says
     key_mask: torch.Tensor | None = None  # used with `span`, (B, K) bool, True = attend
     mask: torch.Tensor | None = None  # replaces the mask that the layers pass on
@@ -45,24 +45,25 @@ class PositionedAttention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         past_key_values=None,
         *,
-        shared_positions: Shared,
+        shared_positions: tuple[Shared, ...],
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Do what the family's own forward does, with the scheme's hooks in it.
 
         transformers' models pass unknown keywords on to their attention layers: so `shared_positions` gets here from
-        `forward.positioned_forward`.
+        `forward.positioned_forward`, one `Shared` for each kind of layer.
         """
         query, key, value = self.architecture.project(self, hidden_states)
-        shared, scaling = shared_positions.scheme, self.architecture.scaling(self)
-        attention_mask = attention_mask if shared_positions.mask is None else shared_positions.mask
+        mine = shared_positions[self.positions.kind]
+        shared, scaling = mine.scheme, self.architecture.scaling(self)
+        attention_mask = attention_mask if mine.mask is None else mine.mask
         query = self.positions("rotate", query, shared)  # one after the other: the second reuses the first's memory
         key = self.positions("rotate", key, shared)
         if past_key_values is not None:
             if isinstance(past_key_values, EncoderDecoderCache):
                 past_key_values = past_key_values.self_attention_cache
-            written, head_dim = shared_positions.written, key.shape[-1]
-            carries = written is not None and (self.layer_idx == 0 or shared_positions.in_each_layer)
+            written, head_dim = mine.written, key.shape[-1]
+            carries = written is not None and mine.carrier in (None, self.layer_idx)
             if carries:
                 key = write_positions(key, written)
             key, value = past_key_values.update(key, value, self.layer_idx)
@@ -70,8 +71,8 @@ class PositionedAttention(nn.Module):
                 key = key[..., :head_dim]
         dropout = self.architecture.dropout(self) if self.training else 0.0
         causal = self.is_causal and getattr(self.config, "is_causal", True)
-        if shared_positions.span is not None:
-            output, probabilities = self._banded(query, key, value, shared_positions, causal, dropout).transpose(1, 2), None
+        if mine.span is not None:
+            output, probabilities = self._banded(query, key, value, mine, causal, dropout).transpose(1, 2), None
         elif self.positions.attend is not None:
             output, probabilities = self.positions(
                 "attend",
@@ -98,11 +99,11 @@ class PositionedAttention(nn.Module):
             )
         return self.architecture.output(self, output.flatten(-2), hidden_states), probabilities
 
-    def _banded(self, query, key, value, shared_positions: Shared, causal: bool, dropout: float) -> torch.Tensor:
+    def _banded(self, query, key, value, mine: Shared, causal: bool, dropout: float) -> torch.Tensor:
         scaling = self.architecture.scaling(self)
 
         def attend(query, key, value, mask, queries, keys):
-            shared = shared_positions.scheme
+            shared = mine.scheme
             if isinstance(shared, Places):
                 shared = shared.block(queries, keys)
             if self.positions.attend is not None:
@@ -113,7 +114,7 @@ class PositionedAttention(nn.Module):
             backend = self.architecture.backend(self)
             return backend(self, query, key, value, mask, dropout=dropout, scaling=scaling)[0].transpose(1, 2)
 
-        return banded_attention(attend, query, key, value, shared_positions.span, shared_positions.key_mask, causal=causal)
+        return banded_attention(attend, query, key, value, mine.span, mine.key_mask, causal=causal)
 
 
 def add_bias(mask, bias: torch.Tensor, seen: torch.Tensor | None, implementation: str):
@@ -136,9 +137,9 @@ def add_bias(mask, bias: torch.Tensor, seen: torch.Tensor | None, implementation
     return bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
 
 
-# A cache does not store the positions of its keys, but schemes by distance need them. So keys of the first layer carry theirs
-# as three base-256 digits behind the head's own dimensions (exact in half precision). Whatever reorders, selects, crops,
-# copies, offloads or rebuilds a cache then moves the positions with the keys.
+# A cache does not store the positions of its keys, but schemes by distance need them. So keys of a kind's first layer carry
+# theirs as three base-256 digits behind the head's own dimensions (exact in half precision). Whatever reorders, selects,
+# crops, copies, offloads or rebuilds a cache then moves the positions with the keys.
 DIGITS = 3
 MOST_POSITIONS = 256**DIGITS
 
@@ -155,10 +156,15 @@ def read_positions(keys: torch.Tensor) -> torch.Tensor:
     return sum(digits[..., place] * 256**place for place in range(DIGITS))
 
 
-def key_positions(cache: Cache | None, positions: torch.Tensor, slots: torch.Tensor, past, head_dim: int) -> torch.Tensor:
-    """Return the positions of all keys that queries at `positions` (B or 1, Q) will see, those in the cache first."""
+def key_positions(
+    cache: Cache | None, positions: torch.Tensor, slots: torch.Tensor, past, head_dim: int, carrier: int
+) -> torch.Tensor:
+    """Return the positions of all keys that queries at `positions` (B or 1, Q) will see, those in the cache first.
+
+    The cache holds them in the layer `carrier`.
+    """
     cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    layer = cache.layers[0] if cache is not None and cache.layers else None
+    layer = cache.layers[carrier] if cache is not None and len(cache.layers) > carrier else None
     if layer is None or not layer.is_initialized or (isinstance(past, int) and past == 0):
         return positions
     if layer.keys.shape[-1] == head_dim:  # put there by something else, such as a learned prefix: positions count from 0
@@ -197,7 +203,7 @@ def observe(
     architecture: Architecture,
     hidden_states: torch.Tensor,
     allowed: torch.Tensor,
-    shared_positions: Shared | None,
+    shared_positions: tuple[Shared, ...] | None,
 ) -> Observation:
     """Return all that a self-attention module computes, swapped or not; `allowed` is (B, 1, L, L) bool.
 
@@ -205,7 +211,7 @@ def observe(
     """
     query, key, value = architecture.project(attention, hidden_states)
     positions = getattr(attention, "positions", None)
-    shared = None if shared_positions is None else shared_positions.scheme
+    shared = None if shared_positions is None else shared_positions[positions.kind].scheme
     if positions is not None and positions.attend is not None:
         output, probabilities = positions(
             "attend",

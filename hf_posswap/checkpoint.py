@@ -189,9 +189,9 @@ class SwappedModel(InitialisesPositions):
 
     def init_continuous_batching(self, *args, **kwargs):
         """As in transformers, for `generate_batch`, whose paged cache knows neither distances nor spans."""
-        first = getattr(self.architecture.self_attentions(self.base_model)[0], "positions", None)
+        ours = [module for module in self.modules() if isinstance(module, AttentionPositions)]
         span = state_of(self).span is not None
-        if span or (first is not None and (first.needs_key_positions or first.attend is not None or first.bias is not None)):
+        if span or any(one.needs_key_positions or one.attend is not None or one.bias is not None for one in ours):
             raise PosswapError(
                 f"{self.position_scheme.name} positions{' with a span' * span} cannot use the paged cache of generate_batch: "
                 "call generate with a padded batch"

@@ -29,6 +29,7 @@ class Description:
     swapped: bool
     can_restore: bool
     span: Span | None = None  # how far attention looks; None: everywhere
+    layers_with_span: int = 0
 
     def __str__(self) -> str:
         table = Table(show_header=False, box=None, pad_edge=False)
@@ -37,11 +38,12 @@ class Description:
         table.add_row("parameters", f"+{self.parameters_added:,} -{self.parameters_dropped:,}")
         table.add_row("max positions", f"{self.max_positions:,} (trained with {self.trained_positions:,})")
         if self.span is not None:
-            table.add_row("attention", f"to distances below {self.span.span:,} and the first {self.span.first} tokens")
+            where = f", in {self.layers_with_span} of {self.layers} layers" * (self.layers_with_span < self.layers)
+            table.add_row("attention", f"to distances below {self.span.span:,} and the first {self.span.first} tokens{where}")
         table.add_row("attention layers patched", f"{self.layers_patched} of {self.layers}")
         original = "kept: posswap.restore(model)" if self.can_restore else "not kept in this process"
         table.add_row("original", original if self.swapped else "this is it")
-        console = Console(width=100, highlight=False, color_system=None, force_jupyter=False)
+        console = Console(width=100, highlight=False, markup=False, color_system=None, force_jupyter=False)
         with console.capture() as capture:
             console.print(table)
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
@@ -86,4 +88,5 @@ def describe(model: PreTrainedModel) -> Description:
         swapped=swapped,
         can_restore=undo is not None,
         span=state.span if swapped else None,
+        layers_with_span=sum(state.kinds[one.positions.kind].span is not None for one in layers if hasattr(one, "positions")),
     )

@@ -40,9 +40,8 @@ def positioned_forward(base_class: type):
         known = past + slots.shape[-1] if positions is slots and isinstance(past, int) else None
         _check_length(self, scheme, positions, past, slots.shape[-1], known)
         arguments["position_ids"] = ids
-        first = getattr(self.architecture.self_attentions(self)[0], "positions", None)
-        if first is not None:
-            arguments |= _share(self, first, arguments, positions, slots, past, known)
+        if hasattr(self.architecture.self_attentions(self)[0], "positions"):
+            arguments |= _share(self, arguments, positions, slots, past, known)
         return base_class.forward(self, **arguments)
 
     return forward
@@ -99,7 +98,8 @@ def _check_length(base, scheme, positions: torch.Tensor, past, length: int, know
             f"call posswap.swap(model, {str(scheme)!r}, max_positions={needed}), or truncate the input"
         )
     fitted = base.config.position_scheme.get("fitted_length")
-    if fitted and needed > _FAR * fitted and state_of(base).span is None and not torch.compiler.is_compiling():
+    far = fitted and needed > _FAR * fitted and any(kind.span is None for kind in state_of(base).kinds)
+    if far and not torch.compiler.is_compiling():
         warnings.warn(
             f"this model was fitted to texts of at most {fitted} tokens, and reads more than {_FAR} times as many: swap with "
             "span=, or fit on longer text (text_batches(..., max_length=, window=))",
@@ -107,11 +107,14 @@ def _check_length(base, scheme, positions: torch.Tensor, past, length: int, know
         )
 
 
-def _share(base, first, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, past, known: int | None) -> dict:
-    """Return the arguments to replace: what layers share of positions, the mask and the cache."""
+def _share(base, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, past, known: int | None) -> dict:
+    """Return the arguments to replace: what layers share of positions, by kind, the mask and the cache."""
     state, causal = state_of(base), base.architecture.is_causal(base.config) and getattr(base.config, "is_causal", True)
-    mask, cache, keys = arguments.get("attention_mask"), arguments.get("past_key_values"), None
-    if (first.attend is not None or state.span is not None) and not (mask is None or isinstance(mask, torch.Tensor)):
+    mask, cache = arguments.get("attention_mask"), arguments.get("past_key_values")
+    modules = [attention.positions for attention in base.architecture.self_attentions(base)]
+    firsts = [modules[kind.first] for kind in state.kinds]
+    attends = state.span is not None or any(first.attend is not None for first in firsts)
+    if attends and not (mask is None or isinstance(mask, torch.Tensor)):
         raise PosswapError(
             f"{state.scheme.name} positions take attention masks as tensors of 2 or 4 dimensions, not {type(mask).__name__}"
         )
@@ -119,34 +122,42 @@ def _share(base, first, arguments: dict, positions: torch.Tensor, slots: torch.T
         use_cache = arguments.get("use_cache")
         use_cache = base.config.use_cache if use_cache is None else use_cache
         wanted = use_cache and not (base.training and base.is_gradient_checkpointing)
-        layers = len(base.architecture.layers(base))
-        cache = keep_span(cache, state.span, layers=layers, wanted=wanted, counted=positions is slots)
-    needed = first.needs_key_positions or state.span is not None
-    if needed:
-        keys = key_positions(cache, positions, slots, past, state.geometry.head_dim)
-    written, span, key_mask = positions if needed else None, None, None
+        spans = [state.kinds[module.kind].span for module in modules]
+        cache = keep_span(cache, spans, wanted=wanted, counted=positions is slots)
     given = {} if cache is None else {"past_key_values": cache}
-    if state.span is not None:
+    rest = mask, cache, positions, slots, past, known, causal
+    shared = tuple(_share_kind(base, first, kind, *rest) for first, kind in zip(firsts, state.kinds, strict=True))
+    given["shared_positions"] = shared
+    if all(one.mask is not None for one in shared) and not base.architecture.embeddings_read_mask:
+        given["attention_mask"] = shared[0].mask  # of 4 dimensions, passed on as it is: the model makes no (Q, K) mask
+    return given
+
+
+def _share_kind(base, first, kind, mask, cache, positions, slots, past, known: int | None, causal: bool) -> Shared:
+    """Return what layers of a kind share; `first` is the module of the first one."""
+    written = keys = span = key_mask = own = None
+    if first.needs_key_positions or kind.span is not None:
+        written, where = positions, (slots, past, state_of(base).geometry.head_dim, kind.first)
+        keys = key_positions(cache, positions, *where)
+    if kind.span is not None:
         written = _with_padding(positions, mask)
         # A static cache on a GPU counts in a tensor, and its keys are longer than what it holds.
         if causal and positions is not slots and isinstance(past, int) and (past or mask is not None):
             _check_one_text(keys, written, mask)
         # A text no longer than the span needs no mask for it.
-        if not isinstance(past, int) or past or keys.shape[-1] > state.span.span:
+        if not isinstance(past, int) or past or keys.shape[-1] > kind.span.span:
             if _in_blocks(base, mask, positions, slots, past):
-                span, key_mask = state.span, None if mask is None else mask.bool()
-                mask = None if mask is None else key_mask[:, None, None]
+                span, key_mask = kind.span, None if mask is None else mask.bool()
+                mask = own = None if mask is None else key_mask[:, None, None]
             else:
+                seen = _of_the_whole_cache(key_positions(cache, written, *where), cache, slots)
                 keys = _of_the_whole_cache(keys, cache, slots)
-                mask = _near(state.span, positions, keys, mask, slots, past, causal)
-                mask = _additive(mask, base.dtype) if base.config._attn_implementation == "eager" else mask
-            given["attention_mask"] = mask
+                mask = _near(kind.span, positions, seen, mask, slots, past, causal)
+                mask = own = _additive(mask, base.dtype) if base.config._attn_implementation == "eager" else mask
     shared = first.prepare(positions, slots, known, keys, mask if isinstance(mask, torch.Tensor) else None)
     if span is None and first.key_mask(shared) is not None:
-        given["attention_mask"] = first.key_mask(shared)[:, None, None]  # 4D: passed on as it is
-    own = given.pop("attention_mask", None) if base.architecture.embeddings_read_mask else None
-    given["shared_positions"] = Shared(shared, written, state.span is not None, span, key_mask, own)
-    return given
+        own = first.key_mask(shared)[:, None, None]
+    return Shared(shared, written, kind.first if kind.span is None else None, span, key_mask, own)
 
 
 def _of_the_whole_cache(keys: torch.Tensor, cache, slots: torch.Tensor) -> torch.Tensor:

@@ -48,8 +48,8 @@ class SpanLayer(DynamicLayer):
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return the number of keys that `update` will return, and their offset, 0."""
-        return (self.keys.shape[-2] if self.is_initialized else 0) + query_length, 0
+        """Return how many keys there were, and their offset, 0: for the mask of layers that forget none."""
+        return self.seen + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end; PosswapError if keys have been forgotten."""
@@ -67,23 +67,23 @@ class SpanLayer(DynamicLayer):
         self.seen = 0
 
 
-def keep_span(cache: Cache | None, span: Span, *, layers: int, wanted: bool, counted: bool) -> Cache | None:
-    """Return the cache for a model with this span: an empty dynamic one is given span layers, in place.
+def keep_span(cache: Cache | None, spans: list[Span | None], *, wanted: bool, counted: bool) -> Cache | None:
+    """Return the cache for a model with each layer's span or None: an empty dynamic one is given such layers, in place.
 
     If there is none and one is `wanted`, a new one is made. `counted`: positions count on from the cache's length. Static
     caches stay as they are.
     """
     if cache is None:
-        return _filled(DynamicCache(), span, layers) if wanted else None
+        return _filled(DynamicCache(), spans) if wanted else None
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    kinds = [layer for layer in own.layers if isinstance(layer, SpanLayer)]
-    if any(layer.span != span for layer in kinds):
-        raise PosswapError(f"this cache was made for {kinds[0].span}, the model has {span}: start with a new cache")
+    made = [layer.span if isinstance(layer, SpanLayer) else None for layer in own.layers]
+    if any(made) and made != spans:
+        raise PosswapError(f"this cache was made for {_told(made)}, the model has {_told(spans)}: start with a new cache")
     plain = isinstance(own, DynamicCache) and all(type(layer) is DynamicLayer for layer in own.layers)
     if plain and own.get_seq_length() == 0:
-        _filled(own, span, layers)
+        _filled(own, spans)
     elif plain and counted:  # built from tensors: its length leaves out forgotten keys
-        positions = read_positions(own.layers[0].keys)
+        positions = read_positions(own.layers[next(layer for layer, span in enumerate(spans) if span)].keys)
         if positions.masked_fill(positions == PADDING, 0).max() >= own.get_seq_length():
             raise PosswapError(
                 "this cache was built from one that had forgotten keys, and does not know how many tokens were read: pass "
@@ -92,6 +92,10 @@ def keep_span(cache: Cache | None, span: Span, *, layers: int, wanted: bool, cou
     return cache
 
 
-def _filled(cache: DynamicCache, span: Span, layers: int) -> DynamicCache:
-    cache.layers = [SpanLayer(span) for _ in range(layers)]
+def _told(spans: list[Span | None]) -> str:
+    return " and ".join(map(str, dict.fromkeys(spans)))
+
+
+def _filled(cache: DynamicCache, spans: list[Span | None]) -> DynamicCache:
+    cache.layers = [DynamicLayer() if span is None else SpanLayer(span) for span in spans]
     return cache

@@ -7,6 +7,7 @@ import functools
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -45,6 +46,13 @@ class Undo:
     limits: dict[str, int]  # of the pipeline around it
 
 
+class Kind(NamedTuple):
+    """Layers that share what a scheme prepares: the first one, and how far their attention looks (None: everywhere)."""
+
+    first: int
+    span: Span | None
+
+
 @dataclass
 class SwapState:
     """What a swapped model remembers of its swap, as one attribute of the headless model."""
@@ -52,6 +60,7 @@ class SwapState:
     scheme: Scheme
     geometry: Geometry
     span: Span | None
+    kinds: list[Kind]
     inside: bool  # the headless model is part of a swapped one with a head, whose config names the scheme
     undo: Undo | None = None  # None: the model was loaded, without the original
 
@@ -75,12 +84,14 @@ def undo_of(model: PreTrainedModel) -> Undo | None:
 
 def geometry_of(config: PreTrainedConfig, max_positions: int, trained_positions: int) -> Geometry:
     """Return the sizes that a scheme needs to know."""
+    family = family_of(config)
     return Geometry(
-        hidden_size=family_of(config).embedding_size(config),
+        hidden_size=family.embedding_size(config),
         num_heads=config.num_attention_heads,
         head_dim=config.hidden_size // config.num_attention_heads,
         max_positions=max_positions,
         trained_positions=trained_positions,
+        num_layers=family.own_layers(config),
     )
 
 
@@ -128,22 +139,26 @@ def install(
         count = functools.partial(_count_from_zero, architecture.first_id(base.config))
         embedding.register_forward_pre_hook(count, with_kwargs=True)
     setattr(owner, name, embedding.train(owner.training))
-    for attention in architecture.self_attentions(base):
-        positions = scheme.attention_module(geometry)
-        if positions is None and span is not None:
-            positions = AttentionPositions()  # no scheme in attention, and yet a span
+    kinds, attentions = scheme.kinds(), architecture.self_attentions(base)
+    layers = [scheme.kind_of(index) for index in range(len(attentions))]
+    for attention, kind in zip(attentions, layers, strict=True):
+        positions = kinds[kind][0].attention_module(geometry)
+        if positions is None and (span is not None or len(kinds) > 1):
+            positions = AttentionPositions()  # no scheme in this layer's attention, and yet a span, or others beside it
         if positions is None:
             _set_positions(attention, architecture.attention_class, None)
         else:
             like = next(attention.parameters())  # layers of one model may live on several devices
             positions = positions.to(device=like.device, dtype=like.dtype).train(model.training)
+            positions.kind = kind
             _set_positions(attention, POSITIONED_CLASSES[architecture.model_type], positions)
     architecture.resize(base, geometry.max_positions)
     if config is not None:
         _set_config(model, config, config)
     for part in _parts(model, architecture):
         part.__class__ = classes.get(type(part), type(part))
-    _set_state(base, architecture, SwapState(scheme, geometry, span, inside=base is not model))
+    found = [Kind(layers.index(kind), span if spans else None) for kind, (_, spans) in enumerate(kinds)]
+    _set_state(base, architecture, SwapState(scheme, geometry, span, found, inside=base is not model))
     return embedding
 
 

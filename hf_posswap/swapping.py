@@ -63,7 +63,7 @@ def swap(
         warm_start: Start as close to the original as its weights allow: project sinusoids onto the old table, keep the
             table's mean vector and row 0, give rotary a balanced basis in encoders. False drops the table.
         span: Attend only to keys at a distance below this, in tokens; None: to all. Reading then takes linear time and memory,
-            and each generated token constant ones (`functional.banded`).
+            and each generated token constant ones (`functional.banded`); but see `Mixed`.
         first: With a span, how many tokens at the beginning all tokens also attend to; in encoders these attend to all.
 
     `posswap.fit` wins back most of what a warm start loses, in minutes. A second swap starts from the original again, not from
@@ -104,16 +104,18 @@ def swap(
     geometry = geometry_of(target.config, max_positions, _trained_positions(start))
     scheme.check(geometry)
     near = _check_span(span, first, max_positions)
-    order = balanced_order(target, architecture, scheme, geometry, start) if warm_start else None
-    before = take_snapshot(target, architecture, weights=order is not None or start.query_keys is not None)
+    if near is not None and not any(spans for _, spans in scheme.kinds()):
+        raise PosswapError(f"span={span} holds in no layer of {scheme}: take span=false out of an entry, or leave out span")
+    orders = balanced_order(target, architecture, scheme, geometry, start) if warm_start else None
+    before = take_snapshot(target, architecture, weights=orders is not None or start.query_keys is not None)
     if start.attention_weights is not None:  # fitted since: going back to the original undoes that
         before.attention_weights = copy_attention_weights(architecture.self_attentions(target.base_model))
     try:
         if undo is not None:
             revert(target, architecture, start)
         # Query and key weights are kept only when they are about to be rewritten: restore touches nothing else.
-        original = take_snapshot(target, architecture, weights=order is not None)
-        _install(target, architecture, scheme, geometry, near, warm_start, order)
+        original = take_snapshot(target, architecture, weights=orders is not None)
+        _install(target, architecture, scheme, geometry, near, warm_start, orders)
     except BaseException:
         revert(target, architecture, before)
         raise
@@ -128,14 +130,14 @@ def swap(
     return model
 
 
-def _install(target, architecture: Architecture, scheme: Scheme, geometry, span: Span | None, warm_start: bool, order):
+def _install(target, architecture: Architecture, scheme: Scheme, geometry, span: Span | None, warm_start: bool, orders):
     owner, name = architecture.table_owner(target.base_model)
     old = getattr(owner, name)
     table = _rows(target, architecture, geometry.trained_positions)
     if not torch.isfinite(table).all():
         raise PosswapError("the position table holds NaN or infinite numbers: the checkpoint is broken, load it again")
-    moments = None if order is None else query_key_moments(target, architecture)
     attentions = architecture.self_attentions(target.base_model)
+    moments = [] if orders is None else query_key_moments(target, architecture)
     state = state_of(target)
     same = state is not None and state.scheme == scheme
     if same and not scheme.resizable and geometry.max_positions != state.geometry.max_positions:
@@ -164,8 +166,8 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
     elif warm_start or embedding.keeps_table:
         with torch.no_grad():
             embedding.fit_table(table)
-    if order is not None:
-        for attention, (query, key) in zip(attentions, moments, strict=True):
+    for attention, (query, key), order in zip(attentions, moments, orders or (), strict=orders is not None):
+        if order is not None:
             balance(architecture.query_key(attention), query, key, order)
 
 

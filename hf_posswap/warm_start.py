@@ -50,13 +50,14 @@ def query_key_moments(
 
 def balanced_order(
     target: PreTrainedModel, architecture: Architecture, scheme: Scheme, geometry: Geometry, start: Snapshot
-) -> torch.Tensor | None:
-    """Return the order of dimensions for a balanced basis, or None where the warm start leaves projections alone."""
-    positions = scheme.attention_module(geometry)
-    order = None if positions is None else positions.dims_slow_to_fast()
-    # In a model that is rotary already, directions are in the right planes.
-    rotated = any(p is not None and p.dims_slow_to_fast() is not None for _, p in start.attentions)
-    if order is None or rotated or not balances(architecture, target.config):
+) -> list[torch.Tensor | None] | None:
+    """Return each layer's order of dimensions for a balanced basis; None where the warm start leaves projections alone."""
+    modules = [own.attention_module(geometry) for own, _ in scheme.kinds()]
+    order = [None if one is None else one.dims_slow_to_fast() for one in modules]
+    # In a layer that is rotary already, directions are in the right planes.
+    rotated = [p is not None and p.dims_slow_to_fast() is not None for _, p in start.attentions]
+    orders = [None if turns else order[scheme.kind_of(layer)] for layer, turns in enumerate(rotated)]
+    if all(one is None for one in orders) or not balances(architecture, target.config):
         return None
     if not plain_projections(target, architecture):
         warnings.warn(
@@ -65,7 +66,7 @@ def balanced_order(
             stacklevel=4,
         )
         return None
-    return order
+    return orders
 
 
 def plain_projections(target: PreTrainedModel, architecture: Architecture) -> bool:

@@ -62,6 +62,7 @@ CASES = {
     "alibi": Case(posswap.Alibi(), 64),
     "alibi-fixed": Case(posswap.Alibi(slopes="fixed")),
     "buckets": Case(posswap.Buckets(buckets=6, reach=20)),
+    "mixed": Case(posswap.Mixed(layers=["rotary", "relative:clip=4"]), 64),
     "none": Case(posswap.NoPositions()),
 }
 

@@ -193,6 +193,7 @@ TURNS = {
         ({}, {"scaling": {"rope_type": "linear", "factor": 2.0}}),
         ({}, {"mark_first": False}),
     ],
+    "mixed": [({}, {"layers": ["rotary", "none"]})],
     "none": [],
     "ladder": [({}, {"rung": "dials"}), ({}, {"combine": "concatenate"})],
 }

@@ -141,7 +141,7 @@ assert log.level == level and log.handlers[:-1] == handlers and type(log.handler
 assert picture() == before
 assert list(__import__("warnings").filters) == warnings
 assert torch.get_num_threads() == threads and torch.equal(torch.get_rng_state(), generator)
-sizes = {"vocab_size": 9, "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+sizes = {"vocab_size": 9, "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 for model in (BertForMaskedLM(BertConfig(**sizes, intermediate_size=8)), GPT2LMHeadModel(GPT2Config(**sizes))):
     for scheme in hf_posswap.SCHEMES:
         hf_posswap.swap(model, scheme)

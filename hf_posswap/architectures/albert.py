@@ -26,6 +26,9 @@ class Albert(Bert):
     def self_attentions(self, base):
         return [layer.attention for layer in dict.fromkeys(self.layers(base))]
 
+    def own_layers(self, config):
+        return min(config.num_hidden_groups, config.num_hidden_layers) * config.inner_group_num
+
     def embedding_size(self, config):
         return config.embedding_size
 

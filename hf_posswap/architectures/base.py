@@ -50,6 +50,10 @@ class Architecture(ABC):
         own = set(self.self_attentions(base))
         return [next(module for module in layer.modules() if module in own) for layer in self.layers(base)]
 
+    def own_layers(self, config: PreTrainedConfig) -> int:
+        """Return how many `self_attentions` a model of this config has."""
+        return config.num_hidden_layers
+
     def resize(self, base: PreTrainedModel, max_positions: int) -> None:
         """Make everything but the table and the config fit another length."""
 

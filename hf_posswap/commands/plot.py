@@ -121,7 +121,8 @@ def _table(wish: Wish) -> Figure:
     if isinstance(one, PreTrainedModel):
         attentions = find_target(one)[1].self_attentions(one.base_model)
         layers = [attention.positions for attention in attentions if hasattr(attention, "positions")]
-        if layers and hasattr(layers[0], "key_vectors"):  # relative positions have vectors in each layer, by distance
+        # Relative positions have vectors in each layer, by distance.
+        if len({layer.kind for layer in layers}) == 1 and hasattr(layers[0], "key_vectors"):
             norms = torch.stack([torch.atleast_2d(layer.key_vectors().detach().norm(dim=-1)) for layer in layers])
             if not norms.any():
                 raise PosswapError(f"the relative vectors of {wish.sources[0]} are all zeros: fit or train the model first")

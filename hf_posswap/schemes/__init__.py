@@ -11,6 +11,7 @@ from hf_posswap.schemes.base import AttentionPositions, Constant, Geometry, Plac
 from hf_posswap.schemes.distance_bias import Alibi, Buckets
 from hf_posswap.schemes.ladder import Ladder
 from hf_posswap.schemes.learned import Learned
+from hf_posswap.schemes.mixed import Mixed
 from hf_posswap.schemes.none import NoPositions
 from hf_posswap.schemes.relative import Relative, set_relative_implementation
 from hf_posswap.schemes.rotary import Rotary
@@ -25,6 +26,7 @@ __all__ = [
     "Geometry",
     "Ladder",
     "Learned",
+    "Mixed",
     "NoPositions",
     "Places",
     "PositionEmbedding",
@@ -39,7 +41,7 @@ __all__ = [
 ]
 
 SCHEMES: dict[str, type[Scheme]] = {
-    scheme.name: scheme for scheme in (Learned, Sinusoidal, Relative, Rotary, Alibi, Buckets, NoPositions, Ladder)
+    scheme.name: scheme for scheme in (Learned, Sinusoidal, Relative, Rotary, Alibi, Buckets, NoPositions, Mixed, Ladder)
 }
 
 
@@ -71,6 +73,11 @@ def parse_scheme(scheme: Scheme | str) -> Scheme:
             f"{scheme!r} is no scheme: pass an instance such as posswap.Rotary(theta=10_000), or a string such as "
             f"'rotary:theta=500000'; names are {', '.join(SCHEMES)}"
         )
+    return scheme_from_dict(options_in(scheme))
+
+
+def options_in(scheme: str) -> dict[str, Any]:
+    """Return the name and the options that a string holds, as config.json would; their values are not checked."""
     name, _, options = scheme.partition(":")
     try:
         # A YAML flow mapping reads numbers, booleans, null and nested scalings alike.
@@ -79,7 +86,7 @@ def parse_scheme(scheme: Scheme | str) -> Scheme:
         given = None
     if not isinstance(given, dict):
         raise UnknownSchemeError(f"cannot read the options of {scheme!r}; write name:option=value,option=value")
-    return scheme_from_dict({"name": name.strip(), **given})
+    return {"name": name.strip(), **given}
 
 
 def scheme_from_dict(entry: dict[str, Any]) -> Scheme:

@@ -24,6 +24,7 @@ class Geometry:
     head_dim: int
     max_positions: int  # the longest input of the swapped model
     trained_positions: int  # rows of the original's table
+    num_layers: int | None = None  # modules of self-attention; None where there is no model
 
 
 class PositionEmbedding(nn.Module):
@@ -110,6 +111,7 @@ class AttentionPositions(nn.Module):
 
     # Whether `prepare` wants the positions of keys; those of cached keys then travel inside the cache.
     needs_key_positions: ClassVar[bool] = False
+    kind = 0  # of `Scheme.kinds`, set by the swap
 
     def forward(self, hook: str, *arguments, **options) -> Any:
         """Call `rotate`, `bias` or `attend`. Models call the module, so that hooks on modules (offloading) run."""
@@ -123,7 +125,7 @@ class AttentionPositions(nn.Module):
         key_positions: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
     ) -> Any:
-        """Compute once for each forward what all layers share; called on the first layer's module.
+        """Compute once for each forward what all layers of a kind share; called on the first one's module.
 
         `position_ids` (B or 1, Q) are the positions of the queries, `slots` (1, Q) their places in the sequence or
         cache, `length` the sequence length where it is known without looking at values (else None), `key_positions` (B or 1, K)
@@ -194,6 +196,14 @@ class Scheme(ABC):
     def attention_module(self, geometry: Geometry) -> AttentionPositions | None:
         """Build one layer's attention-side module, or None to leave attention as it is."""
         return None
+
+    def kinds(self) -> "list[tuple[Scheme, bool]]":
+        """Return the schemes that layers have, and whether a span holds in those layers; one, except in a mix."""
+        return [(self, True)]
+
+    def kind_of(self, layer: int) -> int:
+        """Return which of `kinds` a layer has."""
+        return 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, defaults included, as config.json stores them."""

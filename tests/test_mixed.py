@@ -1,0 +1,192 @@
+"""Layers with different schemes: against each scheme alone, against models put together by hand, with spans and caches."""
+
+import json
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+import hf_posswap as posswap
+from hf_posswap.contract.subject import padded
+from hf_posswap.schemes import parse_scheme
+from hf_posswap.span_cache import SpanLayer
+
+SPAN = {"span": 6, "first": 2}
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture
+def make(make_model, position_parameters):
+    """A factory of swapped models with random positions."""
+
+    def build(family, scheme, backend="sdpa", **options):
+        model = posswap.swap(make_model(family, backend), scheme, max_positions=64, warm_start=False, **options)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in position_parameters(model).values():
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        return model
+
+    return build
+
+
+@pytest.mark.parametrize("span", [{}, SPAN])
+@pytest.mark.parametrize("scheme", ["none", "rotary:{theta=100,fraction=0.5}", "relative:clip=3", "alibi"])
+@torch.no_grad()
+def test_all_alike_is_the_scheme(make, family, scheme, span, tokens):
+    """A mix of one scheme is that scheme, bit for bit: with padding, with a span, and with a cache."""
+    models = [make(family, scheme.replace("{", "").replace("}", ""), **span)]
+    models.append(make(family, f"mixed:layers=[{scheme}, {scheme}]", **span))
+    for inputs in ({}, padded(before=7), padded(after=7)):
+        assert torch.equal(*(model(tokens, **inputs).logits for model in models))
+    if family == "gpt2":
+        caches = [model(tokens[:, :15]).past_key_values for model in models]
+        steps = [model(tokens[:, 15:], past_key_values=cache).logits for model, cache in zip(models, caches, strict=True)]
+        assert torch.equal(*steps)
+
+
+MIXES = [
+    ("sdpa", {}, "rotary", "none"),
+    ("eager", {}, "none", "relative:clip=3"),
+    ("sdpa", {}, "relative:clip=3", "rotary"),
+    ("sdpa", {}, "alibi", "relative:clip=3"),
+    ("sdpa", SPAN, "none:span=false", "rotary"),
+    ("eager", SPAN, "rotary", "alibi:slopes=fixed,span=false"),
+    ("sdpa", SPAN, "relative:clip=3", "none:span=false"),
+    ("eager", SPAN, "relative:clip=3,span=false", "relative:clip=3"),
+]
+mixes = pytest.mark.parametrize(("backend", "span", "first", "second"), MIXES, ids=lambda value: str(value))
+
+
+def by_hand(make, family, mixed, entries, backend, span):
+    """Return a function like `mixed`, made of two models of one scheme each: the second is handed what the first has read."""
+    models = []
+    for entry in entries:
+        scheme = entry.replace(":span=false", "").replace(",span=false", "")
+        models.append(make(family, scheme, backend, **({} if scheme != entry else span)))
+        models[-1].load_state_dict(mixed.state_dict(), strict=False)
+    first, second = models
+
+    def run(tokens, **inputs):
+        states = first.base_model(tokens, output_hidden_states=True, use_cache=False, **inputs).hidden_states[1]
+        layer = second.architecture.layers(second.base_model)[1]
+        hook = layer.register_forward_pre_hook(lambda _, arguments: (states, *arguments[1:]))
+        logits = second(tokens, use_cache=False, **inputs).logits
+        hook.remove()
+        return logits
+
+    return run
+
+
+@mixes
+@torch.no_grad()
+def test_layers_have_their_own(make, family, backend, span, first, second, tokens):
+    """Each layer computes what it does in a model of its scheme alone, within the span or beyond, padded or not."""
+    model = make(family, posswap.Mixed(layers=[first, second]), backend, **span)
+    expected = by_hand(make, family, model, (first, second), backend, span)
+    for inputs in ({}, padded(after=7), padded(before=7)):
+        real = inputs.get("attention_mask", torch.ones_like(tokens)).bool()
+        assert_close(model(tokens, use_cache=False, **inputs).logits[real], expected(tokens, **inputs)[real], **CLOSE)
+    turned = make(family, posswap.Mixed(layers=[second, first]), backend, **span)
+    assert (turned(tokens).logits - model(tokens).logits).abs().max() > 0.01
+
+
+@mixes
+@torch.no_grad()
+def test_caches(make, backend, span, first, second, tokens):
+    """With a cache, dynamic or static, padded or not, in parts of any size, as without; layers with a span forget."""
+    model = make("gpt2", posswap.Mixed(layers=[first, second]), backend, **span)
+    for inputs in (padded(), padded(before=13)):
+        mask, positions = inputs.values()
+        whole = model(tokens, use_cache=False, **inputs).logits[mask.bool()]
+        for cache in (None, DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=24)):
+            start, logits = 0, []
+            for part in tokens.split((11, 1, 5, 1, 2), dim=1):
+                end = start + part.shape[1]
+                given = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+                out = model(part, past_key_values=cache, **given)
+                cache, start, logits = out.past_key_values, end, [*logits, out.logits]
+            assert_close(torch.cat(logits, dim=1)[mask.bool()], whole, **CLOSE)
+            if isinstance(cache, DynamicCache):
+                forgets = [bool(span) and "span=false" not in entry for entry in (first, second)]
+                assert [type(layer) is SpanLayer for layer in cache.layers] == forgets
+                assert [layer.keys.shape[-2] for layer in cache.layers] == [7 if one else 20 for one in forgets]
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "attention_mask": mask[:, :12], "num_beams": 2}
+    assert torch.equal(*(model.generate(tokens[:, :12], use_cache=cached, **options) for cached in (True, False)))
+
+
+@torch.no_grad()
+def test_saved_described_restored(make, make_model, tmp_path, tokens):
+    """config.json holds every option of every layer; a loaded model computes the same; `restore` gives the original back."""
+    model = make("gpt2", "mixed:layers=[none:span=false, rotary:{theta=100,layout=half}]", **SPAN)
+    model.save_pretrained(tmp_path)
+    entry = json.loads((tmp_path / "config.json").read_text())["position_scheme"]
+    assert [(one["name"], one.get("span", True), one.get("theta")) for one in entry["layers"]] == [
+        ("none", False, None),
+        ("rotary", True, 100),
+    ]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(tokens).logits, model(tokens).logits) and again.position_scheme == model.position_scheme
+    told = str(posswap.describe(again))
+    assert "-> mixed:layers=[none:{span=false}, rotary:{theta=100,layout=half}]" in " ".join(told.split())
+    assert "below 6 and the first 2 tokens, in 1 of 2 layers" in told
+    with pytest.raises(posswap.UnsupportedModelError):
+        posswap.export_native(model)
+    assert torch.equal(posswap.restore(model)(tokens).logits, make_model("gpt2", "sdpa")(tokens).logits)
+
+
+def test_fit(make_model, family):
+    """Each layer is solved by its own scheme's closed form, and a layer without one is left to the steps."""
+    model = posswap.swap(make_model(family), "mixed:layers=[relative:clip=4, none]")
+    text = torch.randint(2, 98, (40, 24), generator=torch.Generator().manual_seed(0))
+    report = posswap.fit(model, text, reconstruct=5, progress=False)
+    assert [layer.solved is None for layer in report.layers] == [False, True]
+    assert report.after.total < report.before.total
+
+
+def test_warm_start_balances_turning_layers(make_model):
+    """In an encoder the basis of a rotary layer is balanced, and that of another one is left alone."""
+    plain, model = make_model("bert"), posswap.swap(make_model("bert"), "mixed:layers=[none, rotary]")
+    pairs = zip(*(one.base_model.encoder.layer for one in (plain, model)), strict=True)
+    same = [torch.equal(one.attention.self.query.weight, other.attention.self.query.weight) for one, other in pairs]
+    assert same == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "message"),
+    [
+        ("mixed:layers=[]", {}, r"layers=\[\] must be a list of schemes"),
+        ("mixed:layers=rotary", {}, "layers='rotary' must be a list of schemes"),
+        ("mixed:layers=[rotary, rotery]", {}, "unknown scheme 'rotery' .did you mean 'rotary'"),
+        ("mixed:layers=[rotary, 5]", {}, "mixed: 5 in layers is no scheme"),
+        ("mixed:layers=[rotary:theta=100,fraction=0.5]", {}, "unknown scheme 'fraction'"),
+        ("mixed:layers=[rotary:{theta=auto}]", {}, "cannot be part of a mix: .* numbers for 'auto'"),
+        ("mixed:layers=[mixed:layers=[rotary]]", {}, "cannot be part of a mix"),
+        ("mixed:layers=[none:span=5]", {}, "span=5 in layers must be true or false"),
+        ("mixed:layers=[rotary, learned]", {}, "learned adds vectors to the embeddings, which all layers get"),
+        ("mixed:layers=[rotary, none, none]", {}, "3 entries are too many for a model of 2 layers"),
+        ("mixed:layers=[rotary:fraction=0.1, none]", {}, "rotary: fraction=0.1 of head_dim 16"),
+        ("mixed:layers=[none:span=false]", SPAN, "span=6 holds in no layer"),
+    ],
+)
+def test_refused(make_model, scheme, options, message):
+    """What cannot be is one error before anything is changed."""
+    model = make_model("gpt2")
+    with pytest.raises(posswap.PosswapError, match=message):
+        posswap.swap(model, scheme, **options)
+    assert not posswap.describe(model).swapped
+
+
+def test_claims_and_shared_layers(make_model):
+    """What a mix claims follows from its entries; layers that share their weights count once."""
+    one, other = parse_scheme("mixed:layers=[alibi, relative, none]"), posswap.Mixed()
+    assert (one.implementations, one.shift_invariant, one.resizable) == (("eager", "sdpa"), True, True)
+    assert other.implementations is None
+    with pytest.raises(posswap.PosswapError, match="2 entries are too many for a model of 1 layers"):
+        posswap.swap(make_model("albert"), other)
+    posswap.swap(make_model("albert", num_hidden_groups=2), other)
+    model = posswap.swap(
+        make_model("gpt2", n_layer=5), "mixed:layers=[none, rotary]"
+    )  # an odd number: the last repeat ends early
+    assert [hasattr(block.attn.positions, "planes") for block in model.transformer.h] == [False, True] * 2 + [False]
