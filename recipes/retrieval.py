@@ -19,6 +19,7 @@ from typing import Annotated
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.embedders import EmbedderOptions, load_embedder, sts, swap_embedder
+from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import documents
@@ -30,6 +31,7 @@ from hf_posswap.training.run_log import announce
 
 with extra():
     from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+    from sentence_transformers.util import cos_sim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,20 +72,35 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     figures = {}
     for length in config.lengths:
         announce(f"looking in documents of {length} tokens")
-        figures[f"passkey_{length}"] = found(embedder, passkeys(embedder.tokenizer, length), "accuracy@1")
-        figures[f"needle_{length}"] = found(embedder, needles(embedder.tokenizer, length, text), "accuracy@1")
+        figures[f"passkey_{length}"] = found(embedder, passkeys(embedder.tokenizer, length)).first
+        figures[f"needle_{length}"] = found(embedder, needles(embedder.tokenizer, length, text)).first
     for name, one in beir.items():
         announce(f"looking in {name}")
-        figures[f"beir_{name}"] = found(embedder, one, "ndcg@10")
+        figures[f"beir_{name}"] = found(embedder, one).ndcg
     if config.sts:
         figures["sts"] = sts(embedder, config.sts)
-    return {"figures": figures, "cost": cost(unwrap(embedder)), "model": embedder}
+    return {**averaged(figures), "cost": cost(unwrap(embedder)), "model": embedder}
 
 
-def found(embedder, one: RetrievalSet, figure: str) -> float:
-    """Return a figure of sentence-transformers' evaluator on one set."""
-    scores = InformationRetrievalEvaluator(*one, batch_size=8, write_csv=False)(embedder)
-    return next(float(value) for name, value in scores.items() if name.endswith(f"cosine_{figure}"))
+class Evaluator(InformationRetrievalEvaluator):
+    """sentence-transformers' evaluator, which also keeps which queries find an answer in the first place."""
+
+    first: list[bool]
+    ndcg: float
+
+    def compute_metrics(self, queries_result_list: list) -> dict:
+        tops = [min(hits, key=lambda hit: (-hit["score"], hit["corpus_id"]))["corpus_id"] for hits in queries_result_list]
+        self.first = [top in self.relevant_docs[query] for query, top in zip(self.queries_ids, tops, strict=True)]
+        found = super().compute_metrics(queries_result_list)
+        self.ndcg = float(found["ndcg@k"][10])
+        return found
+
+
+def found(embedder, one: RetrievalSet) -> Evaluator:
+    """Return the evaluator of one set after it has looked, by the cosine of vectors."""
+    evaluator = Evaluator(*one, batch_size=8, write_csv=False, score_functions={"cosine": cos_sim})
+    evaluator(embedder)
+    return evaluator
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def test_recipe(recipe, save, bert_tokenizer, beir, tmp_path):
     given = {"model": str(save("bert")), "lengths": (96,), "beir": (str(beir),), "start": "swap", **texts}
     for options in ({"scheme": "rotary", "span": 8}, {"read": "chunks", "chunk": 16}):
         found = module.run(module.Config(**given, **options), tmp_path, False)
-        assert set(found["figures"]) == {"passkey_96", "needle_96", "beir_tiny-beir"}
+        assert set(found["figures"]) == {"passkey_96", "needle_96", "beir_tiny-beir"} and len(found["items"]["needle_96"]) == 50
         embedder, keys = found["model"], passkeys(bert_tokenizer, 96)
         vectors = [embedder.encode(list(part.values()), convert_to_tensor=True) for part in (keys.corpus, keys.queries)]
         assert found["figures"]["passkey_96"] == pytest.approx(float(recall(*vectors, range(50)).float().mean()))
