@@ -84,16 +84,20 @@ def weight_hashes(folder: Path) -> dict[str, str]:
 
 
 def input_hashes(options: dict) -> dict[str, dict[str, str]]:
-    """Return, for each option that names files or folders, the SHA-256 of those files and of the folders' files, by name."""
+    """Return, for each option that names files or folders, the SHA-256 of those files and of all files below the folders.
+
+    Files are named from the folder on; where an option takes several folders, with the folder's own name.
+    """
     found = {}
     for name, value in options.items():
-        several = isinstance(value, tuple)  # of folders whose files have the same names
-        places = [Path(one) for one in (value if several else (value,)) if isinstance(one, str) and one]
-        files = [
-            file for place in places for file in (sorted(place.iterdir()) if place.is_dir() else [place]) if file.is_file()
-        ]
-        if files:
-            found[name] = {"/".join(file.parts[-1 - several :]): _sha256(file) for file in files}
+        several = isinstance(value, tuple)
+        hashes = {}
+        for place in (Path(one) for one in (value if several else (value,)) if isinstance(one, str) and one):
+            start = place.parent if several or not place.is_dir() else place
+            files = sorted(place.rglob("*")) if place.is_dir() else [place]
+            hashes |= {file.relative_to(start).as_posix(): _sha256(file) for file in files if file.is_file()}
+        if hashes:
+            found[name] = hashes
     return found
 
 

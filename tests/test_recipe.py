@@ -17,7 +17,7 @@ from hf_posswap.experiments.classification import ClassificationConfig
 from hf_posswap.experiments.models import cost, load_model, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig, read_config
 from hf_posswap.experiments.text_tasks import TextConfig
-from hf_posswap.provenance import lock
+from hf_posswap.provenance import input_hashes, lock
 
 RECIPE = '''
 """How deep?
@@ -187,6 +187,16 @@ def test_inputs_are_named_as_they_were(start, tmp_path):
     assert code == 0 and not (tmp_path / "weights").exists(), out
     inputs = json.loads((tmp_path / "out" / "result.json").read_text())["inputs"]
     assert inputs == {"model": {"weights": hashlib.sha256(b"0.5").hexdigest()}}
+
+
+def test_inputs_in_folders(tmp_path):
+    """A folder is hashed as deep as it is read; several folders whose files have the same names stay apart."""
+    for place in ("one/deep/a.txt", "two/deep/a.txt"):
+        (tmp_path / place).parent.mkdir(parents=True)
+        (tmp_path / place).write_text(place)
+    one, two = (hashlib.sha256(f"{name}/deep/a.txt".encode()).hexdigest() for name in ("one", "two"))
+    found = input_hashes({"train_file": str(tmp_path / "one"), "beir": (str(tmp_path / "one"), str(tmp_path / "two")), "n": 3})
+    assert found == {"train_file": {"deep/a.txt": one}, "beir": {"one/deep/a.txt": one, "two/deep/a.txt": two}}
 
 
 def test_figures_that_are_no_numbers(start, tmp_path):
