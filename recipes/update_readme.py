@@ -169,8 +169,9 @@ def index(kinds: dict[str, str]) -> str:
         kind = next(words for prefix, words in kinds.items() if place.as_posix().startswith(prefix))
         pages = [page for page, starts in SHOWN_IN.items() if place.as_posix().startswith(starts)]
         links = ", ".join(f"[{Path(page).stem}](../../{page})" for page in pages)
-        rows.append([f"[{place}]({place})", kind, ", ".join(commits), links])
-    return table(["result file", "what is in it", "measured at", "also in"], rows, align="---")
+        kept = [what for what in ("inputs", "items") if all(run.get(what) for run in runs)]
+        rows.append([f"[{place}]({place})", kind, ", ".join(commits), ", ".join(kept), links])
+    return table(["result file", "what is in it", "measured at", "kept", "also in"], rows, align="---")
 
 
 def speed_tables(folder: Path) -> str:
