@@ -148,8 +148,8 @@ def comparison_table(place: str, *figures: str) -> str:
     runs, vary = content["runs"], content["vary"]
     files = f"[All figures, and differences seed by seed]({place}/comparison.md), [runs]({place}/comparison.json)"
     asked = {"vary": vary, "figures": figures}
-    tables = filter(None, (tidy(markdown(runs, **asked)), interval_table(runs, **asked)))
-    return "\n\n".join([*tables, f"{background(runs)} {files}."])
+    tables = filter(None, (markdown(runs, **asked), interval_table(runs, **asked)))
+    return "\n\n".join([*map(tidy, tables), f"{background(runs)} {files}."])
 
 
 def ladder_table(place: str, figure: str) -> str:
