@@ -5,7 +5,7 @@ import torch
 from transformers import BertForSequenceClassification
 
 from hf_posswap import PosswapError
-from hf_posswap.measure.metrics import Accuracy
+from hf_posswap.measure.metrics import Metric
 from hf_posswap.training.batching import pad
 from hf_posswap.training.evaluation import evaluate_batches
 
@@ -20,7 +20,7 @@ def _rows(count=21):
 def test_share_of_right_classes(make_model):
     """An `evaluate.Metric` says what is right example by example; the model's mode comes back, no gradient is kept."""
     model, rows = make_model("bert", head=BertForSequenceClassification, num_labels=2).train(), _rows()
-    found = evaluate_batches(model, rows, Accuracy(), collate=pad, batch_size=4, progress=False)
+    found = evaluate_batches(model, rows, Metric("accuracy"), collate=pad, batch_size=4, progress=False)
     assert model.training
     model.eval()
     with torch.no_grad():
@@ -37,7 +37,7 @@ def test_tokens_without_a_reference_are_left_out(make_model):
     def copy(model, batch):
         return batch["input_ids"] + (batch["labels"] == -100), batch["labels"]
 
-    assert evaluate_batches(make_model("bert"), rows, Accuracy(), collate=pad, predict=copy, progress=False) == {
+    assert evaluate_batches(make_model("bert"), rows, Metric("accuracy"), collate=pad, predict=copy, progress=False) == {
         "accuracy": 1.0
     }
 
@@ -46,7 +46,7 @@ def test_nothing_to_evaluate(make_model):
     """An empty data set is an error, and a model that fails is left in its mode."""
     model = make_model("bert").train()
     with pytest.raises(PosswapError, match="empty"):
-        evaluate_batches(model, [], Accuracy())
+        evaluate_batches(model, [], Metric("accuracy"))
     with pytest.raises(KeyError):
-        evaluate_batches(model, [{"input_ids": torch.tensor([1, 2])}], Accuracy(), progress=False)
+        evaluate_batches(model, [{"input_ids": torch.tensor([1, 2])}], Metric("accuracy"), progress=False)
     assert model.training
