@@ -51,13 +51,7 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
         raise UnsupportedModelError(
             f"RoFormer's head applies {config.hidden_act} where BERT's pooler applies tanh: share the swapped model as it is"
         )
-    mean, _, marked = native.constant(model)
-    tied = config.tie_word_embeddings and model.get_output_embeddings() is not None
-    weights, prefix = native.without(model, model.base_model.embeddings.position_embeddings)
-    embeddings = prefix.removesuffix("position_embeddings")
-    types, words = (f"{embeddings}{name}.weight" for name in ("token_type_embeddings", "word_embeddings"))
-    weights[types] = (weights[types].double() + mean).to(model.dtype)
-    holds_for = native.mark_cls(model, words, weights, tokenizer, "RoFormer")
+    weights, holds_for, tied = native.without_constant(model, tokenizer, "RoFormer", onto="token_type")
     native.reorder(weights, native.pairs_first(positions), config.num_attention_heads)
     pooler = {name: weights.pop(name) for name in list(weights) if ".pooler." in f".{name}"}
     head = {BertForMultipleChoice: "sequence_summary.summary", BertForSequenceClassification: "classifier.dense"}.get(stock)
@@ -75,7 +69,7 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
         RoFormerConfig(
             **native.common(config, *_SAME, "max_position_embeddings", "is_decoder", "add_cross_attention"),
             **(summary if stock is BertForMultipleChoice else {}),
-            tie_word_embeddings=tied and not marked,
+            tie_word_embeddings=tied,
         ),
         weights,
         model,
@@ -102,13 +96,7 @@ def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
             f"JinaEmbeddingsV3 rotates all dimensions of a head, and here {positions.rotary_dim} of "
             f"{positions.geometry.head_dim} rotate: swap with fraction=1, or share the swapped model as it is"
         )
-    mean, _, _ = native.constant(model)
-    own, prefix = native.without(model, model.base_model.embeddings.position_embeddings)
-    embeddings = prefix.removesuffix("position_embeddings")
-    tied = config.tie_word_embeddings and model.get_output_embeddings() is not None
-    types = f"{embeddings}token_type_embeddings.weight"
-    own[types] = (own[types].double() + mean).to(model.dtype)
-    holds_for = native.mark_cls(model, f"{embeddings}word_embeddings.weight", own, tokenizer, "JinaEmbeddingsV3")
+    own, holds_for, tied = native.without_constant(model, tokenizer, "JinaEmbeddingsV3", onto="token_type")
     native.reorder(own, native.halves_first(positions), config.num_attention_heads)
     weights = {}
     for name, value in own.items():
@@ -122,7 +110,7 @@ def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
             **native.common(config, *_SAME, "classifier_dropout"),
             max_position_embeddings=longest,
             rope_parameters=parameters,
-            tie_word_embeddings=tied and not holds_for,
+            tie_word_embeddings=tied,
         ),
         weights,
         model,
@@ -157,16 +145,12 @@ def esm(model: SwappedModel, stock: type, tokenizer) -> Converted:
             "the vector that the swap kept of the table has no place in ESM, which rescales its words (token_dropout) or "
             "norms them: swap with warm_start=False, fit, and export that"
         )
-    weights, prefix = native.without(model, model.base_model.embeddings.position_embeddings)
-    words = f"{prefix.removesuffix('position_embeddings')}word_embeddings.weight"
-    weights[words] = (weights[words].double() + mean).to(model.dtype)  # a tied head keeps the old ones
-    holds_for = native.mark_cls(model, words, weights, tokenizer, "ESM")
+    weights, holds_for, tied = native.without_constant(model, tokenizer, "ESM", onto="word")
     pairs = native.pairs_first(positions)
     native.reorder(weights, torch.cat([pairs[0::2], pairs[1::2]]), config.num_attention_heads)
     base = "" if stock is EsmModel else "esm."
     frequencies = nn.functional.pad(frequencies, (0, head_dim // 2 - len(frequencies)))
     weights[f"{base}rotary_embeddings.inv_freq"] = frequencies.float()
-    tied = bool(config.tie_word_embeddings and not (mean.any() or difference.any()))
     turns = {"position_embedding_type": "rotary", "rope_theta": float(positions.scheme.theta)}
     own = native.family_config(model, **turns, tie_word_embeddings=tied)
     return native.build(ESM[stock], own, weights, model), (), holds_for
