@@ -105,8 +105,8 @@ class FitReport:
         heads = ("layer", "error before", "closed form", "after steps", "states before", "states after")
         told = "which decided nothing" if self.part == "report" else "which also told what to keep"
         words = [
-            f"damage: {_MEASURES[self.before.measure]}; 0 is the original. error: of a layer's output, after the layers before it "
-            "were fitted; states: of the whole model, after the layer; both relative to the original's variance.",
+            f"damage: {_MEASURES[self.before.measure]}; 0 is the original. error: of a layer's output, after the layers before "
+            "it were fitted; states: of the whole model, after the layer; both relative to the original's variance.",
             f"fitted on {self.tokens:,} tokens, {self.text}, in {self.seconds:.0f} s; measured on {self.tokens_held_out:,} "
             f"others, {told}",
         ]
@@ -335,9 +335,7 @@ def _check(
         if not is_unchanged(target):
             raise PosswapError("attention has changed since it was swapped (trained, cast, loaded): fit right after the swap")
         if any("forward" in vars(module) for module in target.modules()):
-            raise UnsupportedModelError(
-                f"accelerate has dispatched this model, or a patcher changed it. Fit before; or {_LOAD_IT}"
-            )
+            raise UnsupportedModelError(f"accelerate or another patcher has changed this model: fit before. {_LOAD_IT}")
         # A half-precision layer becomes float32 while it is fitted; the original must not change with it.
         wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in target.parameters())
         return original(target, share_weights=wide)
