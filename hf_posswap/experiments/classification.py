@@ -24,7 +24,7 @@ from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_family, load_model, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.measure.word_order import word_order_examples
-from hf_posswap.training import TrainingRun, evaluate_batches, pad, train
+from hf_posswap.training import TrainingRun, pad, predict, train
 from hf_posswap.training.run_log import announce
 
 WORD_ORDER = {"train": 4000, "validation": 1000}  # examples of the embedded task, unless max_*_samples are given
@@ -54,6 +54,12 @@ class Encoded:
     rows: list[dict]  # input_ids (L,), labels (), and token_type_ids (L,) for pairs
     lengths: list[int]  # before they were cut
     truncated: int
+
+    def sizes(self, split_at: int | None) -> dict:
+        """Return how many rows there are, and how many were cut, or are long."""
+        sizes = {"rows": len(self.rows), "longest": max(self.lengths), "truncated": self.truncated}
+        sizes["truncated_share"] = self.truncated / len(self.rows)
+        return sizes if split_at is None else sizes | {"long": sum(length > split_at for length in self.lengths)}
 
 
 def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *, split_at: int | None = None) -> dict:
@@ -85,21 +91,21 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     parts = {"train": task.train, "validation": task.validation} | ({"test": task.test} if task.test else {})
     encoded = {split: encode(rows, tokenizer, longest, split) for split, rows in parts.items()}
 
-    fitted = config.start == "fit" and config.scheme != ORIGINAL
     options = {"num_labels": 1, "problem_type": "regression"}
     if not task.is_regression:
         names = dict(enumerate(task.label_names))
         options = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
         options["problem_type"] = "single_label_classification"
-    enough = sum(encoded["train"].lengths) >= max(config.fit_tokens, 2 * min(trained, config.max_positions or trained))
-    fit_on = task.train if enough else None
-    model = load_model(
-        config,
-        AutoModelForSequenceClassification,
-        fit_batches=lambda: _fit_batches(config, fit_on, tokenizer, trained),
-        tokenizer=tokenizer,
-        **options,
-    )
+    reads = min(trained, held)
+    enough = sum(encoded["train"].lengths) >= max(config.fit_tokens, 2 * reads)
+
+    def fit_batches() -> list[torch.Tensor]:
+        _, causal = load_family(config.model)
+        texts = [*task.train.texts, *(task.train.pairs or [])] if enough else embedded_documents("train", causal=causal)
+        return text_batches(texts, tokenizer, reads, tokens=config.fit_tokens, causal=causal)
+
+    auto_class = AutoModelForSequenceClassification
+    model = load_model(config, auto_class, fit_batches=fit_batches, tokenizer=tokenizer, **options)
     pad_token_id = model.config.pad_token_id
 
     def measure(model: PreTrainedModel, split: str) -> dict:
@@ -122,6 +128,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
         resume=resume,
     )
     announce("measuring")
+    fitted = config.start == "fit" and config.scheme != ORIGINAL
     figures = measure(model, "validation")
     point = {"step": len(run.losses), "tokens": run.tokens, "seconds": run.seconds, **averaged(figures)["figures"]}
     if task.test:
@@ -142,7 +149,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
             "source": task.source,
             "labels": list(task.label_names),
             "max_length": longest,
-            "splits": {split: _sizes(part, split_at) for split, part in encoded.items()},
+            "splits": {split: part.sizes(split_at) for split, part in encoded.items()},
         },
         "fitted_on": ("the training texts" if enough else "the embedded text") if fitted else None,
     }
@@ -193,33 +200,6 @@ def encode(rows: Rows, tokenizer: PreTrainedTokenizerBase, longest: int, split: 
     return Encoded(encoded, lengths, len(long))
 
 
-def predict(model: PreTrainedModel, rows: list[dict], pad_token_id: int, batch_size: int) -> torch.Tensor:
-    """Return the logits (N, C) of all rows, in their order and on all processes; each process computes its share."""
-    order = sorted(range(len(rows)), key=lambda place: len(rows[place]["input_ids"]))  # similar lengths need little padding
-    logits = evaluate_batches(
-        model,
-        [rows[place] for place in order],
-        _Kept(),
-        collate=lambda few: pad(few, pad_token_id),
-        batch_size=batch_size,
-        predict=lambda model, batch: (model(**batch).logits.float(), batch["labels"]),
-        progress=False,
-    )
-    restored = torch.empty_like(logits)
-    restored[order] = logits
-    return restored
-
-
-class _Kept(list):
-    """Takes the place of a metric and keeps the predictions, from which several metrics and the loss are computed."""
-
-    def add_batch(self, *, predictions: torch.Tensor, references: torch.Tensor) -> None:
-        self.append(predictions)
-
-    def compute(self) -> torch.Tensor:
-        return torch.cat(list(self))
-
-
 def _figures(model: PreTrainedModel, rows: list[dict], metrics: tuple[str, ...], pad_token_id: int, batch_size: int) -> dict:
     """Return figures; those that are means over rows as their values (N,)."""
     from hf_posswap.measure.metrics import compute_metrics
@@ -232,17 +212,3 @@ def _figures(model: PreTrainedModel, rows: list[dict], metrics: tuple[str, ...],
         guesses, loss = logits.argmax(-1), functional.cross_entropy(logits, labels, reduction="none")
     figures = compute_metrics(metrics, guesses.tolist(), labels.tolist())
     return figures | ({"accuracy": guesses == labels} if "accuracy" in figures else {}) | {"loss": loss}
-
-
-def _fit_batches(config: ClassificationConfig, rows: Rows | None, tokenizer, trained: int) -> list[torch.Tensor]:
-    """Return the token ids to fit on: those of the training rows, or of the embedded text if there are too few rows."""
-    _, causal = load_family(config.model)
-    longest = min(trained, config.max_positions or trained)
-    texts = embedded_documents("train", causal=causal) if rows is None else [*rows.texts, *(rows.pairs or [])]
-    return text_batches(texts, tokenizer, longest, tokens=config.fit_tokens, causal=causal)
-
-
-def _sizes(part: Encoded, split_at: int | None) -> dict:
-    sizes = {"rows": len(part.rows), "longest": max(part.lengths), "truncated": part.truncated}
-    sizes["truncated_share"] = part.truncated / len(part.rows)
-    return sizes if split_at is None else sizes | {"long": sum(length > split_at for length in part.lengths)}
