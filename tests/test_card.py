@@ -302,7 +302,7 @@ def test_folders_that_are_refused(swapped, fitted, results, make_model, tmp_path
         (tmp_path / "empty", {"base_model": BASE}, "has no weights"),
         (swapped, {"base_model": "local:"}, "give a name after local:"),
         (swapped, {"base_model": "local:/home/me/tiny"}, "give a name after local:"),
-        (swapped, {"base_model": BASE, "repo_id": "tiny"}, "does not say whose it is"),
+        (swapped, {"base_model": BASE, "repo_id": "tiny"}, "give owner/name"),
         (swapped, {"base_model": BASE, "license": "a: b"}, "no identifier of a licence"),
         (tmp_path / "nothing", {"base_model": BASE}, "there is no folder"),
         (swapped, {}, "give base_model"),

@@ -136,10 +136,8 @@ def write_card(
 
 def check_repo_id(repo_id: str) -> None:
     """Raise unless this is owner/name."""
-    if not is_repo_id(repo_id):
+    if not is_repo_id(repo_id) or "/" not in repo_id:
         raise PosswapError(f"repo_id={repo_id!r} is no name for a repository: give owner/name")
-    if "/" not in repo_id:
-        raise PosswapError(f"repo_id={repo_id!r} does not say whose it is: give owner/name")
 
 
 def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResult]]:
@@ -356,8 +354,8 @@ def _eval_results(content: dict, asked: Sequence[str]) -> list[dict]:
         runs = [run for run in runs if run["figures"].get(figure) is not None and _on_unseen_text(run)]
         if len(runs) != 1:
             raise PosswapError(
-                f"eval_results={one!r}: the results have {len(runs)} runs that measured {figure!r} on the weights in the "
-                "folder, and one is needed: share the folder `model` of a run with --save-model, and pass that run as results"
+                f"eval_results={one!r}: the results have {len(runs)} runs that measured it on these weights, not one: "
+                "share the folder `model` of a run with --save-model, and pass that run as results"
             )
         (run,) = runs
         notes = f"hf_posswap {run['recipe']}, {run['config']['scheme']}, seed {run['config']['seed']}"

@@ -107,8 +107,7 @@ def without_constant(
             raise UnsupportedModelError(NO_PLACE.format(f"{native} as a decoder"))
         if cls is None:
             raise UnsupportedModelError(
-                f"the first token has a vector of its own, of [CLS] in {native}: pass the tokenizer, or swap with "
-                "mark_first=False"
+                f"the first token's vector is for [CLS] in {native}: pass the tokenizer, which knows it"
             )
         weights[words] = weights[words].clone()
         weights[words][cls] = (weights[words][cls].double() + difference).to(model.dtype)

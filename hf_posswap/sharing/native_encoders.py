@@ -49,7 +49,7 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
         raise UnsupportedModelError(f"RoFormer rotates pairs of dimensions, and head_dim {positions.geometry.head_dim} is odd")
     if stock is BertForSequenceClassification and config.hidden_act != "tanh":
         raise UnsupportedModelError(
-            f"RoFormer's head applies {config.hidden_act} where BERT's pooler applies tanh: share the swapped model as it is"
+            f"RoFormer's head applies {config.hidden_act} where BERT's pooler applies tanh: share as it is"
         )
     weights, holds_for, tied = native.without_constant(model, tokenizer, "RoFormer", onto="token_type")
     native.reorder(weights, native.pairs_first(positions), config.num_attention_heads)
@@ -92,10 +92,8 @@ def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
     if config.is_decoder:
         raise UnsupportedModelError("JinaEmbeddingsV3 is no decoder")
     if positions.rotary_dim != positions.geometry.head_dim:
-        raise UnsupportedModelError(
-            f"JinaEmbeddingsV3 rotates all dimensions of a head, and here {positions.rotary_dim} of "
-            f"{positions.geometry.head_dim} rotate: swap with fraction=1, or share the swapped model as it is"
-        )
+        few = f"{positions.rotary_dim} of {positions.geometry.head_dim}"
+        raise UnsupportedModelError(f"JinaEmbeddingsV3 rotates all dimensions of a head, not {few}: swap with fraction=1")
     own, holds_for, tied = native.without_constant(model, tokenizer, "JinaEmbeddingsV3", onto="token_type")
     native.reorder(own, native.halves_first(positions), config.num_attention_heads)
     weights = {}
@@ -142,8 +140,7 @@ def esm(model: SwappedModel, stock: type, tokenizer) -> Converted:
     mean, difference, _ = native.constant(model)
     if (mean.any() or difference.any()) and (config.token_dropout or config.emb_layer_norm_before):
         raise UnsupportedModelError(
-            "the vector that the swap kept of the table has no place in ESM, which rescales its words (token_dropout) or "
-            "norms them: swap with warm_start=False, fit, and export that"
+            "what the swap kept of the table has no place in ESM, which rescales its words: swap with warm_start=False, and fit"
         )
     weights, holds_for, tied = native.without_constant(model, tokenizer, "ESM", onto="word")
     pairs = native.pairs_first(positions)
