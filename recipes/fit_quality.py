@@ -22,7 +22,7 @@ from hf_posswap.data.calibration import random_tokens, written_text
 from hf_posswap.data.tables import read_table
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.models import cost, load_model, load_original
+from hf_posswap.experiments.models import cost, load_original
 from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextOptions
@@ -62,8 +62,8 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     pairs = config.pairs and _read_pairs(config.pairs)
     lengths = [longest] if causal else sorted({longest // 4, longest})
     held = {n: text.held(n)[n] for n in lengths}
-    fitted = replace(config, start="swap") if config.start == "fit" else config  # the fit follows below, for its report
-    model = load_model(fitted, text.auto_class, tokenizer=text.tokenizer)
+    text.config = replace(config, start="swap") if config.start == "fit" else config  # the fit follows below, for its report
+    model = text.load()
     original, report = load_original(config.model).to(model.device), None
     if config.start == "fit" and config.scheme != ORIGINAL:
         announce("fitting")

@@ -26,7 +26,7 @@ from hf_posswap.data.calibration import text_batches
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.curve import Curve
-from hf_posswap.experiments.models import cost, load_model, load_original
+from hf_posswap.experiments.models import cost, load_original
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextConfig
 from hf_posswap.fitting.distillation import distillation_loss
@@ -67,7 +67,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     """Swap, distil, and measure on the way. All processes measure, since all must call a sharded model together."""
     text = RunText(config)
     longest, causal = text.trained, text.causal
-    block_size = config.block_size or (longest if causal else min(128, longest))
+    block_size = config.block_size or text.block_size
     if not 2 < block_size <= longest:
         raise PosswapError(f"block_size={block_size} must be from 3 to {longest}, the length {config.model} was trained at")
     blocks = text.blocks(block_size)
@@ -77,8 +77,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         figures = {"damage": damage(model, original, [{"input_ids": blocks} for blocks in held]).total}
         return figures | ({"perplexity": perplexity(model, held[0])} if causal else {})
 
-    options = {"fit_batches": text.fit_batches, "fit_learning_rate": config.fit_learning_rate, "tokenizer": text.tokenizer}
-    model = load_model(config, text.auto_class, **options)
+    model = text.load(fit_batches=text.fit_batches, fit_learning_rate=config.fit_learning_rate)
     # The loss on layers' states gives a pooler no gradient, and DDP waits for every gradient.
     if getattr(model, "pooler", None) is not None:
         model.pooler.requires_grad_(False)

@@ -28,10 +28,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_posswap.assets import model_source
 from hf_posswap.data.text import shorter_blocks
-from hf_posswap.errors import PosswapError, UnsupportedModelError
+from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost, load_model
+from hf_posswap.experiments.models import cost
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextConfig
 from hf_posswap.measure.losses import loss_by_position, mean_loss, row_losses, sliding_window_losses, token_losses
@@ -67,16 +67,12 @@ class Config(TextConfig):
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
     """Swap, measure at all lengths, fine-tune, and measure again."""
-    text = RunText(config)
+    text = RunText(config, reads_on=True)
     trained = text.trained
-    if not text.causal:
-        raise UnsupportedModelError(f"{config.model} is an encoder: this recipe takes causal models, such as GPT-2")
     swapped, stride = config.scheme != ORIGINAL, config.stride or max(1, trained // 4)
     if not 1 <= stride < trained:
         raise PosswapError(f"stride={stride} must be from 1 to {trained - 1}, less than the trained length")
     needed = trained * max(*config.factors, config.finetune_factor)
-    if (config.max_positions or needed) < needed:
-        raise PosswapError(f"max_positions={config.max_positions} is less than the {needed} tokens that are asked for")
     cuts = text.held(*(trained * factor for factor in config.factors))
     if config.finetune_factor:
         rows, budget = text.blocks(trained * config.finetune_factor), config
@@ -84,13 +80,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
             rows = shorter_blocks(rows, text.tokenizer, trained)
             budget = replace(config, batch_size=config.batch_size * config.finetune_factor)
 
-    model = load_model(
-        config,
-        AutoModelForCausalLM,
-        max_positions=needed if swapped and needed > trained else None,
-        fit_batches=lambda: text.fit_batches(seed=config.seed),
-        tokenizer=text.tokenizer,
-    )
+    model = text.load(max_positions=needed if swapped else None)
     bar = AutoModelForCausalLM.from_pretrained(model_source(config.model)).to(model.device) if swapped else model
     end = max(cuts)
 

@@ -22,8 +22,7 @@ from typing import Annotated
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from hf_posswap.architectures import longest_input
-from hf_posswap.errors import PosswapError, SequenceTooLongError
+from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.classification import predict
 from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_model
@@ -68,11 +67,6 @@ def run(config: ListOpsConfig, folder: Path, resume: bool) -> dict:
     """Train on expressions, and test on others."""
     positions = config.max_length + 1  # at most max_length - 1 symbols, and [CLS] and [SEP]
     model = load_model(config, AutoModelForSequenceClassification, max_positions=positions, **_options(config, positions))
-    if longest_input(model.config) < positions:
-        raise SequenceTooLongError(
-            f"expressions of {config.max_length - 1} symbols take {positions} positions, and the model has "
-            f"{longest_input(model.config)}: lower --max-length, or raise --max-positions"
-        )
     shape = {name: getattr(config, name) for name in ("min_length", "max_length", "max_depth", "max_args")}
     expressions = listops_expressions(config.train_examples + config.examples, **shape, seed=config.seed)
     trained, tested = expressions[config.examples :], expressions[: config.examples]

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
 from hf_posswap.architectures import longest_input
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.text import embedded_documents
-from hf_posswap.errors import PosswapError, SequenceTooLongError
+from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_family, load_model, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig
@@ -94,8 +94,6 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
 
     auto_class = AutoModelForCausalLM if causal else AutoModelForQuestionAnswering
     model = load_model(config, auto_class, max_positions=lengths[-1], fit_batches=fit_batches, tokenizer=tokenizer)
-    if lengths[-1] > longest_input(model.config):
-        raise SequenceTooLongError(f"texts of {lengths[-1]} tokens do not fit into max_positions={longest_input(model.config)}")
     done = None
     if config.train:
         examples = PasskeyExamples(texts, config.train_lengths, config.max_steps * config.batch_size, seed=config.seed)

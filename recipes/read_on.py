@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_posswap.architectures import longest_input
 from hf_posswap.data.text import cut_blocks, split_tokens, spread, token_lists
-from hf_posswap.errors import PosswapError, UnsupportedModelError
+from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost, load_model
+from hf_posswap.experiments.models import cost
 from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextOptions, check_enough
@@ -70,10 +70,8 @@ class Config(TextOptions, SwapOptions):
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
     """Swap, fit on long text, read on."""
-    text = RunText(config)
+    text = RunText(config, reads_on=True)
     trained = text.trained
-    if not text.causal:
-        raise UnsupportedModelError(f"{config.model} is an encoder: this recipe takes causal models")
     swapped, longest = config.scheme != ORIGINAL, trained * max(config.factor, config.fit_factor)
     fit_length, read_length, tokenizer = trained * config.fit_factor, trained * config.factor, text.tokenizer
     blocks = text.held(read_length)[read_length]
@@ -86,12 +84,9 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         )  # fmt: skip
         check_enough(rows, budget)
         to_select = spread(cut_blocks(to_select, tokenizer, read_length), config.evaluation_tokens)
-    model = load_model(
-        config,
-        AutoModelForCausalLM,
+    model = text.load(
         max_positions=max(longest, config.generate) if swapped else None,
         fit_batches=lambda: text.fit_batches(fit_length, window=trained, seed=config.seed),
-        tokenizer=tokenizer,
     )
     ends = [trained * 2**power for power in range(config.factor.bit_length())]
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from hf_posswap.data.text import stdlib_prose
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.models import cost, load_model, load_original
+from hf_posswap.experiments.models import cost, load_original
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextConfig
 from hf_posswap.fitting.distillation import distillation_loss
@@ -79,14 +79,9 @@ def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
     sentences = config.word_order_sentences
     probe = [word_order_examples(part, n) for part, n in zip(prose, (sentences, sentences // 2), strict=True)]
 
-    model = load_model(
-        # The original with its table repeated past the end; up to there it is unchanged, bit for bit.
-        replace(config, scheme="learned:extend=tile") if config.scheme == ORIGINAL and causal else config,
-        text.auto_class,
-        max_positions=lengths[-1],
-        fit_batches=lambda: text.fit_batches(seed=config.seed),
-        tokenizer=tokenizer,
-    )
+    if config.scheme == ORIGINAL and causal:  # its table repeated past the end; up to there it is unchanged, bit for bit
+        text.config = replace(config, scheme="learned:extend=tile")
+    model = text.load(max_positions=lengths[-1])
     original = load_original(config.model).to(model.device)
     states = None if causal else {n: pooled_states(original, cut) for n, cut in cuts.items()}
 
