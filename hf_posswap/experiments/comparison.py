@@ -56,10 +56,8 @@ def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:
         ours = first["config"].get(name)
         if other := next((run for run in runs if run["config"].get(name) != ours), None):
             theirs = f"{other['config'].get(name)!r} in {other['folder']}"
-            raise PosswapError(
-                f"unequal budgets: {name} is {ours!r} in {first['folder']} and {theirs}; run one of them again, or pass "
-                f"--vary {name} if that is the question"
-            )
+            what = f"{name} is {ours!r} in {first['folder']} and {theirs}"
+            raise PosswapError(f"unequal budgets: {what}; run one of them again, or pass --vary {name} if that is the question")
         _check_contents(runs, name)
     wanted = None
     for row, members in rows_of(runs, vary).items():

@@ -58,18 +58,15 @@ class TrainingConfig:
     checkpoints_kept: Annotated[int, "How many checkpoints to keep."] = 2
 
     def __post_init__(self):
-        if min(self.max_steps, self.batch_size, self.gradient_accumulation_steps, self.checkpoints_kept) < 1:
-            raise PosswapError(
-                f"max_steps, batch_size, gradient_accumulation_steps and checkpoints_kept must be 1 or more: {self}"
-            )
+        for name in ("max_steps", "batch_size", "gradient_accumulation_steps", "checkpoints_kept"):
+            if getattr(self, name) < 1:
+                raise PosswapError(f"{name}={getattr(self, name)} must be 1 or more")
         check_seed(self.seed)
         for name in ("learning_rate", "table_learning_rate_factor", "warmup_ratio", "weight_decay", "max_grad_norm"):
             if not 0 <= getattr(self, name) < math.inf:  # false for NaN, too
                 raise PosswapError(f"{name}={getattr(self, name)} must be a number of 0 or more")
-        if self.batch_size % self.gradient_accumulation_steps:
-            raise PosswapError(
-                f"batch_size {self.batch_size} does not divide into {self.gradient_accumulation_steps} accumulation steps"
-            )
+        if self.batch_size % (parts := self.gradient_accumulation_steps):
+            raise PosswapError(f"batch_size={self.batch_size} does not divide into gradient_accumulation_steps={parts}")
         for name, known in (("lr_scheduler_type", SCHEDULES), ("train_sampling_strategy", SAMPLING_STRATEGIES)):
             if getattr(self, name) not in known:
                 raise PosswapError(f"{name}={getattr(self, name)!r} is not known; known are {', '.join(known)}")
@@ -80,9 +77,7 @@ class TrainingConfig:
                 known = ", ".join(backend.lower() for backend in DynamoBackend.list())
                 raise PosswapError(f"torch_compile={self.torch_compile!r} is not a backend; accelerate knows {known}")
         if self.gradient_checkpointing and not self.dropout:
-            raise PosswapError(
-                "gradient_checkpointing needs training mode, dropout=True: set dropouts in the model's config to 0"
-            )
+            raise PosswapError("gradient_checkpointing needs training mode, dropout=True: set the config's dropouts to 0")
         if isinstance(self.report_to, str):
             raise PosswapError(f"report_to takes a tuple of names: ({self.report_to!r},)")
 

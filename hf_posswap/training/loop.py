@@ -152,10 +152,8 @@ class _Loop:
                 if checkpoints and (save or log.stopping):
                     checkpoints.save(run, len(self.dataset))
                 if log.stopping:
-                    raise Interrupted(
-                        f"stopped after step {len(run.losses)} of {config.max_steps}, as asked; the checkpoint is saved: "
-                        f"continue with resume=True (--resume) and the same output, {self.output}"
-                    )
+                    where = f"step {len(run.losses)} of {config.max_steps}, the checkpoint is in {self.output}"
+                    raise Interrupted(f"stopped after {where}: continue with resume=True (--resume) and the same output")
 
     def _loader(self, parts: int, first_step: int) -> DataLoader:
         return DataLoader(
