@@ -36,9 +36,6 @@ PICTURES = {
     "its own table breaks at once;\nrelative and rotary positions fitted to 256 tokens fade slowly; a sliding window holds",
 }
 
-# Not shown, since the machines also did other work; the paired benchmark compares times.
-NOT_SHOWN = ("tokens/s", "seconds", "fit, s")
-
 # Other pages that show figures of a result file.
 SHOWN_IN = {
     "README.md": ("card/", "fit/minilm/", "fit/stdlib-gpt2/", "read_on/span/", "read_on/tuned/"),
@@ -130,16 +127,8 @@ def environment() -> Environment:
 
 
 def tidy(text: str) -> str:
-    """Remove the columns NOT_SHOWN, and standard deviations that round to zero."""
-    lines, drop = [], []
-    for line in text.split("\n"):
-        if line.startswith("|"):
-            cells = line.strip("|").split("|")
-            if not lines or not lines[-1].startswith("|"):
-                drop = [number for number, cell in enumerate(cells) if cell.strip() in NOT_SHOWN]
-            line = f"|{'|'.join(cell for number, cell in enumerate(cells) if number not in drop)}|"
-        lines.append(line)
-    return re.sub(r" ± 0(\.0+)?(?= )", "", "\n".join(lines))
+    """Remove standard deviations that round to zero."""
+    return re.sub(r" ± 0(\.0+)?(?= )", "", text)
 
 
 def comparison_table(place: str, *figures: str) -> str:
@@ -148,7 +137,9 @@ def comparison_table(place: str, *figures: str) -> str:
     runs, vary = content["runs"], content["vary"]
     files = f"[All figures, and differences seed by seed]({place}/comparison.md), [runs]({place}/comparison.json)"
     asked = {"vary": vary, "figures": figures}
-    tables = filter(None, (tidy(markdown(runs, **asked)), interval_table(runs, **asked)))
+    # Without tokens/s: the machines also did other work. The paired benchmark compares times.
+    shown = markdown(runs, **asked, costs=("peak_memory_bytes",))
+    tables = filter(None, (tidy(shown), interval_table(runs, **asked)))
     return "\n\n".join([*tables, f"{background(runs)} {files}."])
 
 

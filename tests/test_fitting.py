@@ -218,8 +218,8 @@ def test_original(make_model, family, share):
 # -- failures ------------------------------------------------------------------------------------------------------------
 
 BAD_TEXT = {
-    "beyond the vocabulary": (lambda: text() + 50, "another model's tokenizer"),
-    "negative": (lambda: text() - 50, "another model's tokenizer"),
+    "beyond the vocabulary": (lambda: text() + 50, "use the model's tokenizer"),
+    "negative": (lambda: text() - 50, "use the model's tokenizer"),
     "floats": (lambda: text().float(), "must be integers"),
     "one row": (lambda: text()[0], "shape"),
     "no tokens": (lambda: text()[:, :0], "shape"),
