@@ -217,7 +217,7 @@ ROTARY, YARN = posswap.Rotary(mark_first=False), {"rope_type": "yarn", "factor":
         ("gpt2", ROTARY, {"head": GPT2DoubleHeadsModel}, "no native counterpart"),
         ("gpt2", posswap.Rotary(), {}, "GPT-NeoX has no place, since"),
         ("gpt2", None, {}, "has not been swapped"),
-        ("roberta", posswap.Rotary(fraction=0.5), {}, "rotates all dimensions of a head, and here 8 of 16"),
+        ("roberta", posswap.Rotary(fraction=0.5), {}, "rotates all dimensions of a head, not 8 of 16"),
         ("roberta-decoder", ROTARY, {}, "no native counterpart: heads that have one are RobertaModel"),
         ("roberta", posswap.Rotary(), {}, "pass the tokenizer"),
         ("distilbert", ROTARY, {}, "no native counterpart: no class of transformers has this family's layers"),

@@ -160,7 +160,7 @@ def _check_code(folder: Path, files: Sequence[str]) -> None:
     modules = json.loads((folder / "modules.json").read_text()) if "modules.json" in files else []
     if foreign := [one for one in modules if not str(one.get("type")).startswith("sentence_transformers.")]:
         kind = foreign[0].get("type")
-        raise CheckpointError(f"modules.json names {kind!r:.100}, and is run: share sentence-transformers' own modules alone")
+        raise CheckpointError(f"modules.json names {kind!r:.100}, and what is shared is run: share sentence-transformers' own")
     if stub is not None and not (is_stub(stub) and named == {f"{Path(STUB).stem}.{name}" for name in imports}):
         raise CheckpointError(f"{folder / STUB} is not what save_pretrained writes, and is run: save the model again")
 
