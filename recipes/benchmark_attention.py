@@ -55,6 +55,7 @@ class Config(RunOptions):
         "mib": "peak memory in MiB",
     }
     FORBIDDEN_STARTS = dict.fromkeys(("cold", "fit", "scratch"), "weights are random here")
+    LEAST = dict.fromkeys(("threads", "layers", "hidden", "heads", "vocab", "calls"), 1)
 
     scheme: str = "relative"
     family: Annotated[Literal["bert", "gpt2"], "Family of the model, which has random weights."] = "bert"
@@ -73,7 +74,6 @@ class Config(RunOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least_one("threads", "layers", "hidden", "heads", "vocab", "calls")
         if unknown := [phase for phase in self.phase if phase not in PHASES]:
             raise PosswapError(f"phase={unknown[0]!r} is not known; known are {', '.join(PHASES)}")
         if "decode" in self.phase and self.family != "gpt2":

@@ -53,6 +53,7 @@ class Config(TextConfig):
         "loss": "its logarithm, nats a token",
         "start": "the same before training",
     }
+    LEAST = {"head_steps": 1, "head_learning_rate": 0, "block_size": 4, "lengths": 4}
 
     block_size: Annotated[int | None, "Tokens of a training sequence. Default: the trained length; for BERT up to 128."] = None
     lengths: Annotated[
@@ -67,10 +68,6 @@ class Config(TextConfig):
         super().__post_init__()
         if not 0 < self.mlm_probability < 1:
             raise PosswapError(f"mlm_probability={self.mlm_probability} must lie between 0 and 1")
-        if self.head_steps < 1 or self.head_learning_rate <= 0:
-            raise PosswapError(f"head_steps={self.head_steps} and head_learning_rate={self.head_learning_rate} must be above 0")
-        if min(self.lengths, default=4) < 4 or (self.block_size or 4) < 4:
-            raise PosswapError("block_size and lengths must be at least 4 tokens")
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:

@@ -50,6 +50,7 @@ class Config(TextConfig):
         "tuned": "the same after the fine-tune",
     }
     FORBIDDEN_STARTS = {"scratch": "a model from scratch has no trained length (language_modeling.py --lengths trains one)"}
+    LEAST = {"factors": 1, "finetune_factor": 0}
 
     model: str = "stdlib-gpt2"
     batch_size: Annotated[int, "Sequences per step, of the fine-tune's length, over all processes."] = 4
@@ -59,10 +60,8 @@ class Config(TextConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.factors or min(self.factors) < 1 or sorted(set(self.factors)) != list(self.factors):
+        if not self.factors or sorted(set(self.factors)) != list(self.factors):
             raise PosswapError(f"factors={self.factors} must be whole numbers from 1 on, in rising order")
-        if self.finetune_factor < 0:
-            raise PosswapError(f"finetune_factor={self.finetune_factor} must be 1 or more, or 0 for no fine-tune")
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:

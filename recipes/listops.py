@@ -42,6 +42,7 @@ class ListOpsConfig(RecipeConfig):
     QUESTION = "Can a model work out nested expressions (ListOps)?"
     FIGURES = {"accuracy": "of held-out expressions", "majority": "what guessing the commonest answer gets"}
     FORBIDDEN_STARTS = {"fit": "a fit reads text, and ListOps has none"}
+    LEAST = dict.fromkeys(("train_examples", "examples", *_SIZES), 1)
 
     start: str = "scratch"
     max_steps: int = 5000
@@ -58,7 +59,6 @@ class ListOpsConfig(RecipeConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least_one("train_examples", "examples", *_SIZES)
         if self.start != "scratch" and any(getattr(self, size) is not None for size in _SIZES):
             raise PosswapError(f"{', '.join(_SIZES)} are for --start scratch: a checkpoint has its own")
 

@@ -64,6 +64,8 @@ class Config(EmbedderOptions):
         "kept": "cosine of short texts' vectors with the original's",
         "sts": "Spearman's rho on pairs of sentences",
     }
+    LEAST = {"tokens": 1, "passage": 1, "documents": 1}
+    LEAST |= dict.fromkeys(("max_steps", "cached", "checkpoint_every", "brake", "learning_rate"), 0)
 
     start: str = "fit"
     span: int | None = 128
@@ -82,11 +84,8 @@ class Config(EmbedderOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least_one("tokens", "passage", "documents")
         if self.batch_size < 2:
             raise PosswapError(f"batch_size={self.batch_size}: other pairs of the batch are the negatives, so give 2 or more")
-        if min(self.max_steps, self.cached, self.checkpoint_every) < 0 or self.brake < 0 or not self.learning_rate > 0:
-            raise PosswapError("max_steps, cached, checkpoint_every and brake must be 0 or more, and learning_rate above 0")
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:

@@ -48,6 +48,7 @@ class PasskeyConfig(RecipeConfig):
         "accuracy": "share of keys said in full, in texts of N tokens, over all depths",
         "candidates": "share of texts in which the key is likelier than nine others",
     }
+    LEAST = {"examples": 1, "tokens_a_batch": 1}
 
     model: str = "stdlib-gpt2"
     max_steps: int = 300
@@ -69,7 +70,6 @@ class PasskeyConfig(RecipeConfig):
                 raise PosswapError(f"{name} must not be empty")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise PosswapError(f"depths={self.depths} must be from 0 (the start of the filler) to 1 (its end)")
-        self.at_least_one("examples", "tokens_a_batch")
 
 
 def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:

@@ -50,6 +50,7 @@ class Config(TextOptions, SwapOptions):
         "select_loss": "nats a token of text to choose a rate by, all places",
     }
     FORBIDDEN_STARTS = {"scratch": "a model from scratch has no trained length"}
+    LEAST = {"fit_factor": 1, "factor": 1, "tune_steps": 0}
 
     model: str = "stdlib-gpt2"
     factor: Annotated[int, "Length of the blocks to read, in multiples of the trained length; a power of two."] = 16
@@ -61,10 +62,7 @@ class Config(TextOptions, SwapOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least_one("fit_factor")
-        if self.tune_steps < 0:
-            raise PosswapError(f"tune_steps={self.tune_steps} must be 0 or more")
-        if self.factor < 1 or self.factor & (self.factor - 1):
+        if self.factor & (self.factor - 1):
             raise PosswapError(f"factor={self.factor} must be a power of two: 1, 2, 4, ...")
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.embedders import EmbedderOptions, load_embedder, sts, swap_embedder
 from hf_posswap.experiments.models import cost
@@ -44,15 +43,11 @@ class Config(EmbedderOptions):
         "sts": "Spearman's rho on pairs of sentences",
     }
 
+    LEAST = {"fit_length": 1, "lengths": 64}
+
     lengths: Annotated[tuple[int, ...], "Tokens of pass key and needle documents; repeatable."] = (256, 512, 1024, 2048, 4096)
     fit_length: Annotated[int, "Tokens of the longest texts of --start fit."] = 1024
     beir: Annotated[tuple[str, ...], "Folders with corpus.jsonl, queries.jsonl and qrels/test.tsv; repeatable."] = ()
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.at_least_one("fit_length")
-        if any(length < 64 for length in self.lengths):
-            raise PosswapError(f"lengths={self.lengths}: a document needs 64 tokens or more")
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:

@@ -416,7 +416,7 @@ def test_length_extrapolation_without_a_fine_tune(gpt2, text, result):
         ("language_modeling", {"batch_size": 4000}, "fewer than one batch of 4000"),
         ("language_modeling", {"lengths": 9000, "scheme": "rotary"}, "fewer than one block"),
         ("language_modeling", {"mlm_probability": 1}, "between 0 and 1"),
-        ("language_modeling", {"lengths": 1}, "at least 4 tokens"),
+        ("language_modeling", {"lengths": 1}, "lengths=1 must be at least 4"),
         ("length_extrapolation", {"scheme": "learned", "factors": (1, 2)}, "cannot hold max_positions"),
         ("length_extrapolation", {"start": "scratch"}, "language_modeling.py"),
         ("length_extrapolation", {"factors": (2, 1)}, "in rising order"),

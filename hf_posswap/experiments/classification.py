@@ -33,17 +33,12 @@ WORD_ORDER = {"train": 4000, "validation": 1000}  # examples of the embedded tas
 class ClassificationConfig(TableConfig, RecipeConfig):
     """A model, a scheme, a budget, and rows of a table; without a data set, the embedded word-order task."""
 
+    LEAST = {"max_length": 3, "eval_steps": 0, "eval_batch_size": 1}
+
     metric: Annotated[str | None, "The main metric. Default: accuracy, or spearman if labels are numbers."] = None
     max_length: Annotated[int | None, "Cut texts after this many tokens. Default: as many as the model reads."] = None
     eval_steps: Annotated[int, "Also measure every N steps; 0: only at the end."] = 0
     eval_batch_size: Annotated[int, "Texts per process and batch in the evaluation."] = 32
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.max_length is not None and self.max_length < 3:
-            raise PosswapError(f"max_length={self.max_length} must be at least 3")
-        if self.eval_steps < 0 or self.eval_batch_size < 1:
-            raise PosswapError(f"eval_steps={self.eval_steps} must be >= 0, and eval_batch_size={self.eval_batch_size} >= 1")
 
 
 @dataclass(frozen=True)

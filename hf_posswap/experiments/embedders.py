@@ -32,6 +32,7 @@ class EmbedderOptions(TextOptions, SwapOptions):
     """What recipes of embedders share."""
 
     FORBIDDEN_STARTS = {"scratch": "an embedder from scratch finds nothing"}
+    LEAST = {"window": 1, "chunk": 1}
 
     first: int = 1
     window: Annotated[int, "Window of the original in the fit, in tokens: the length that it was tuned at."] = 128
@@ -43,7 +44,6 @@ class EmbedderOptions(TextOptions, SwapOptions):
         super().__post_init__()
         if self.save_model and self.scheme == ORIGINAL and self.read != "whole":
             raise PosswapError(f"save_model: a saved model would not read as read={self.read} says: leave one of them out")
-        self.at_least_one("window", "chunk")
 
 
 def load_embedder(name: str) -> SentenceTransformer:

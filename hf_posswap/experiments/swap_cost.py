@@ -21,7 +21,6 @@ from typing import Annotated
 from transformers import PreTrainedModel
 
 from hf_posswap.data.text import stdlib_prose
-from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.models import cost, load_original
 from hf_posswap.experiments.recipe import main
@@ -48,6 +47,7 @@ class SwapCostConfig(TextConfig):
         "tuned": "the same after the training steps",
     }
     FORBIDDEN_STARTS = {"scratch": "the cost of a swap is what a checkpoint loses"}
+    LEAST = {"word_order_sentences": 4}
 
     max_steps: int = 16
     batch_size: int = 8
@@ -58,11 +58,6 @@ class SwapCostConfig(TextConfig):
     fit_steps: int = 10
     evaluation_tokens: int = 8192
     word_order_sentences: Annotated[int, "Sentences to train the probe on, half of them intact; half as many test it."] = 480
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.word_order_sentences < 4:
-            raise PosswapError(f"word_order_sentences={self.word_order_sentences} must be at least 4")
 
 
 def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:

@@ -37,6 +37,8 @@ FIXED_SEED = 0  # for what must be equal in all runs of a comparison: masks of h
 class TextOptions:
     """Which text to use, with the option names of transformers' examples. Default: the standard library's, without download."""
 
+    LEAST = {"evaluation_tokens": 1}
+
     dataset: Annotated[str | None, "A Hub dataset. Default: the embedded text."] = None
     dataset_config: Annotated[str | None, "The configuration of that data set."] = None
     train_file: Annotated[str | None, "A text, csv, json or parquet file, or a folder of .txt files."] = None
@@ -60,7 +62,6 @@ class TextOptions:
             if getattr(self, name) and not getattr(self, needed):
                 options = (f"--{one.replace('_', '-')}" for one in (name, needed))
                 raise PosswapError("{} needs {}: give both".format(*options))
-        self.at_least_one("evaluation_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)

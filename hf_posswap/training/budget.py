@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from hf_posswap.errors import PosswapError
 
@@ -23,6 +23,16 @@ def check_seed(seed: int) -> None:
         raise PosswapError(f"seed={seed} must be from 0 to {2**32 - 1}")
 
 
+def check_least(config) -> None:
+    """Raise for an option below the least that LEAST of its class, or of a parent, names; None means not given."""
+    least = {name: bound for kind in reversed(type(config).__mro__) for name, bound in vars(kind).get("LEAST", {}).items()}
+    for name, bound in least.items():
+        value = getattr(config, name)
+        for one in value if isinstance(value, tuple) else (value,):
+            if one is not None and not bound <= one < math.inf:  # false for NaN, too
+                raise PosswapError(f"{name}={one} must be {'finite and ' * isinstance(one, float)}at least {bound}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Budget and means of a training run. Names are those of transformers' TrainingArguments where it has the same option.
@@ -30,6 +40,11 @@ class TrainingConfig:
     >>> TrainingConfig(torch_compile="inductor").budget() == TrainingConfig(seed=1).budget()
     True
     """
+
+    LEAST: ClassVar[dict[str, float]] = {
+        **dict.fromkeys(("max_steps", "batch_size", "gradient_accumulation_steps", "checkpoints_kept"), 1),
+        **dict.fromkeys(("learning_rate", "table_learning_rate_factor", "warmup_ratio", "weight_decay", "max_grad_norm"), 0),
+    }
 
     max_steps: Annotated[int, "Optimizer steps."] = 100
     batch_size: Annotated[int, "Sequences a step, over all processes and accumulation steps."] = 16
@@ -58,13 +73,8 @@ class TrainingConfig:
     checkpoints_kept: Annotated[int, "How many checkpoints to keep."] = 2
 
     def __post_init__(self):
-        for name in ("max_steps", "batch_size", "gradient_accumulation_steps", "checkpoints_kept"):
-            if getattr(self, name) < 1:
-                raise PosswapError(f"{name}={getattr(self, name)} must be 1 or more")
+        check_least(self)
         check_seed(self.seed)
-        for name in ("learning_rate", "table_learning_rate_factor", "warmup_ratio", "weight_decay", "max_grad_norm"):
-            if not 0 <= getattr(self, name) < math.inf:  # false for NaN, too
-                raise PosswapError(f"{name}={getattr(self, name)} must be a number of 0 or more")
         if self.batch_size % (parts := self.gradient_accumulation_steps):
             raise PosswapError(f"batch_size={self.batch_size} does not divide into gradient_accumulation_steps={parts}")
         for name, known in (("lr_scheduler_type", SCHEDULES), ("train_sampling_strategy", SAMPLING_STRATEGIES)):
