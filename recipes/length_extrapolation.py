@@ -24,14 +24,13 @@ from typing import Annotated
 
 import torch
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_posswap.assets import model_source
 from hf_posswap.data.text import shorter_blocks
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost
+from hf_posswap.experiments.models import cost, load_original
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextConfig
 from hf_posswap.measure.losses import loss_by_position, mean_loss, row_losses, sliding_window_losses, token_losses
@@ -80,7 +79,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
             budget = replace(config, batch_size=config.batch_size * config.finetune_factor)
 
     model = text.load(max_positions=needed if swapped else None)
-    bar = AutoModelForCausalLM.from_pretrained(model_source(config.model)).to(model.device) if swapped else model
+    bar = load_original(config.model).to(model.device) if swapped else model
     end = max(cuts)
 
     def window(one: PreTrainedModel, lengths) -> dict[int, torch.Tensor]:

@@ -103,7 +103,8 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
     answers = heat_maps(model, tested, config, ask=recall_keys if causal else lambda *given: [point_at_keys(*given)])
     panels = {name: [[mean(cell) for cell in row] for row in rows] for name, rows in answers.items()}
     if PartialState().is_main_process:
-        title = f"{config.model}, {config.scheme}" + (f", trained at {_range(config.train_lengths)}" if config.train else "")
+        learnt = dict.fromkeys((min(config.train_lengths), max(config.train_lengths)))
+        title = f"{config.model}, {config.scheme}" + f", trained at {' to '.join(map(str, learnt))}" * config.train
         axes = {"row_label": "depth of the key", "column_label": "length (tokens)", "title": title}
         figure = plot_heat_maps(panels, rows=list(config.depths), columns=list(config.lengths), **axes)
         figure.savefig(folder / "heat_map.png", dpi=150)
@@ -141,10 +142,6 @@ def heat_maps(model, texts: PasskeyTexts, config: PasskeyConfig, *, ask: Callabl
         for name, row in rows.items():
             panels.setdefault(name, []).append(row)
     return panels
-
-
-def _range(lengths: tuple[int, ...]) -> str:
-    return str(lengths[0]) if len(lengths) == 1 else f"{min(lengths)} to {max(lengths)}"
 
 
 if __name__ == "__main__":

@@ -203,6 +203,14 @@ def read_texts(table: "datasets.Dataset", column: str, source) -> list[str]:
     return texts
 
 
+def read_pairs(path: str | Path) -> tuple[list[str], list[str], list[float]]:
+    """Return the columns sentence1, sentence2 and label of a file: pairs with human scores (STS)."""
+    table, columns = read_table(path), ("sentence1", "sentence2", "label")
+    if missing := [name for name in columns if name not in table.column_names]:
+        raise DataError(f"{path} has no column {missing[0]!r}: it needs {', '.join(columns)}")
+    return tuple(table[name][:] for name in columns)
+
+
 def check_column(table: "datasets.Dataset", column: str, source, option: str) -> None:
     """Raise if a table lacks a column."""
     if column not in table.column_names:

@@ -9,7 +9,7 @@ from accelerate import PartialState
 from hf_posswap.architectures import longest_input
 from hf_posswap.assets import model_source
 from hf_posswap.data.calibration import text_batches
-from hf_posswap.data.tables import read_table
+from hf_posswap.data.tables import read_pairs
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.options import SwapOptions
@@ -71,6 +71,4 @@ def swap_embedder(
 
 def sts(embedder: SentenceTransformer, path: str) -> float:
     """Return Spearman's rho between cosines and human scores, for a table with columns sentence1, sentence2 and label."""
-    table = read_table(path)
-    columns = [table[name][:] for name in ("sentence1", "sentence2", "label")]
-    return EmbeddingSimilarityEvaluator(*columns, write_csv=False)(embedder)["spearman_cosine"]
+    return EmbeddingSimilarityEvaluator(*read_pairs(path), write_csv=False)(embedder)["spearman_cosine"]

@@ -8,8 +8,7 @@ do not dominate.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_posswap.architectures import family_of
 from hf_posswap.data.calibration import few_tokens
-from hf_posswap.evaluating import evaluating
+from hf_posswap.evaluating import evaluating, outputs_of
 from hf_posswap.measure.losses import mean_loss, token_losses
 
 _TOKENS_A_BATCH = 4096  # memory for logits stays the same at every length
@@ -55,8 +54,11 @@ def _damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable
         states, predictions = [], []
         for one in (original, model):
             given = {key: value.to(one.device) for key, value in batch.items()}
-            with _layer_states(one) as seen:
-                outputs = (one if head else one.base_model)(**given, use_cache=False)
+            base = one.base_model
+            # `output_hidden_states` does the same, but its hooks would stay on the model and cannot be pickled.
+            with outputs_of((*dict.fromkeys(family_of(one.config).layers(base)), base)) as seen:
+                outputs = (one if head else base)(**given, use_cache=False)
+            del seen[-2]  # the last layer's, which the base model may norm: its own are the last
             states.append([layer.float().cpu() for layer in seen])
             if head:
                 logits = outputs.logits if "logits" in outputs else outputs.prediction_logits
@@ -114,27 +116,6 @@ def order_sensitivity(model: PreTrainedModel, blocks: torch.Tensor, *, seed: int
             )
             total += functional.kl_div(got, target, reduction="sum", log_target=True).item()
     return total / len(blocks)
-
-
-@contextmanager
-def _layer_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Collect the states after each layer in one forward; the last are the base model's output.
-
-    `output_hidden_states` does the same, but its hooks would stay on the model and cannot be pickled.
-    """
-    base, seen = model.base_model, []
-    architecture = family_of(model.config)
-
-    def see(module, args, output):
-        seen.append(output if isinstance(output, torch.Tensor) else output[0])
-
-    hooks = [module.register_forward_hook(see) for module in (*dict.fromkeys(architecture.layers(base)), base)]
-    try:
-        yield seen
-        del seen[-2]
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _ranges(length: int):
