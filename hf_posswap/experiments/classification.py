@@ -18,7 +18,7 @@ from hf_posswap.data.tables import Rows, TableConfig, Task, read_task
 from hf_posswap.data.text import embedded_documents, stdlib_prose
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.curve import Curve
+from hf_posswap.experiments.curve import add_point, points
 from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_family, load_model, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig
@@ -105,12 +105,11 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     def measure(model: PreTrainedModel, split: str) -> dict:
         return _figures(model, encoded[split].rows, metrics, pad_token_id, config.eval_batch_size)
 
-    curve = Curve(folder)
-
     def look(model: PreTrainedModel, run: TrainingRun) -> None:
         step = len(run.losses)
         if step % config.eval_steps == 0 and step < config.max_steps:
-            curve.add(step, {"tokens": run.tokens, "seconds": run.seconds, **averaged(measure(model, "validation"))["figures"]})
+            figures = averaged(measure(model, "validation"))["figures"]
+            add_point(folder, step, {"tokens": run.tokens, "seconds": run.seconds, **figures})
 
     model, run = train(
         model,
@@ -137,7 +136,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
         "metric": metrics[0],
         "cost": cost(model, run),
         "model": model,
-        "curve": [one for one in curve.points() if one["step"] < point["step"]] + [point],
+        "curve": [one for one in points(folder) if one["step"] < point["step"]] + [point],
         "losses": run.losses,
         "data": {
             "source": task.source,
