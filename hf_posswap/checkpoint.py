@@ -96,21 +96,14 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
     entry = getattr(config, "position_scheme", None)
     if not isinstance(entry, dict) or type(entry.get("trained_positions")) is not int:
         raise CheckpointError(
-            f"a config of type {config.model_type!r} needs a complete `position_scheme` entry, it has {entry!r}: load the "
-            "plain checkpoint and call posswap.swap on it"
+            f"{config.model_type!r} needs a complete `position_scheme` entry, not {entry!r}: save the model again"
         )
-    version = entry.get("format")
-    if version != FORMAT:
-        raise CheckpointError(
-            f"this checkpoint has position format {version!r}, this hf_posswap reads format {FORMAT}: "
-            "upgrade with pip install -U hf_posswap"
-        )
+    if (version := entry.get("format")) != FORMAT:
+        raise CheckpointError(f"this checkpoint has position format {version!r}, not {FORMAT}: pip install -U hf_posswap")
     longest = longest_input(config)
     if entry.get("made_for_positions", longest) != longest:
-        raise CheckpointError(
-            f"{entry.get('name')} was made for {entry['made_for_positions']} positions, and its weights do not fit "
-            f"{longest}: load it without max_position_embeddings, or swap the original model"
-        )
+        made = f"{entry.get('name')} was made for {entry['made_for_positions']} positions, not {longest}"
+        raise CheckpointError(f"{made}: load it without max_position_embeddings, or swap the original model")
     counts = {name: entry.get(name, 1) for name in ("trained_positions", "fitted_length")} | {"max positions": longest}
     if wrong := [f"{name}={count!r}" for name, count in counts.items() if type(count) is not int or count < 1]:
         raise CheckpointError(f"config.json has {wrong[0]}: it must be a number of tokens, 1 or more; save the model again")
@@ -186,10 +179,8 @@ class SwappedModel(InitialisesPositions):
         first = getattr(self.architecture.self_attentions(self.base_model)[0], "positions", None)
         span = state_of(self).span is not None
         if span or (first is not None and (first.needs_key_positions or first.attend is not None or first.bias is not None)):
-            raise PosswapError(
-                f"{self.position_scheme.name} positions{' with a span' * span} cannot use the paged cache of generate_batch: "
-                "call generate with a padded batch"
-            )
+            kind = f"{self.position_scheme.name} positions{' with a span' * span}"
+            raise PosswapError(f"{kind} cannot use the paged cache of generate_batch: call generate with a padded batch")
         return super().init_continuous_batching(*args, **kwargs)
 
     @classmethod
@@ -202,10 +193,8 @@ class SwappedModel(InitialisesPositions):
         try:
             model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
-            raise CheckpointError(
-                f"the weights of {pretrained_model_name_or_path} cannot be read ({error}): the file is truncated or "
-                "corrupted; copy or download it again"
-            ) from error
+            place = f"the weights of {pretrained_model_name_or_path}"
+            raise CheckpointError(f"{place} cannot be read ({error}): copy or download them again") from error
         _check_loaded(model, info, str(pretrained_model_name_or_path))
         return (model, info) if output_loading_info else model
 
@@ -286,14 +275,12 @@ def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
         raise CheckpointError(f"{source} lacks position weights ({', '.join(lost)}): save the swapped model again")
     if unread := among_ours(info["unexpected_keys"]):
         raise CheckpointError(
-            f"{source} has position weights that its scheme does not read ({', '.join(unread)}): get it and config.json again"
+            f"{source} has position weights that its scheme does not read ({', '.join(unread)}): get it again"
         )
     for place, module in ours.items():
         for one, value in module.named_parameters(recurse=False):
             if not value.is_meta and not torch.isfinite(value).all():
-                raise CheckpointError(
-                    f"{source}: {place}.{one} holds NaN or infinite numbers: the checkpoint is broken, get it again"
-                )
+                raise CheckpointError(f"{source}: {place}.{one} holds NaN or infinite numbers: get the checkpoint again")
     kept = next(getattr(one, DIGEST) for one in ours.values() if DIGEST in one._buffers)
     edited = model.config.position_scheme.get("edited") is True
     if not edited and not kept.is_meta and not torch.equal(kept.cpu(), model._digest()):

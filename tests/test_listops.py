@@ -122,7 +122,7 @@ def test_impossible_bounds():
         draw(1, min_length=10, max_length=11)
     with pytest.raises(DataError, match="must be at least 2"):
         draw(1, max_depth=1)
-    with pytest.raises(DataError, match="too rare at max_depth=2 and max_args=2"):
+    with pytest.raises(DataError, match="too rare at max_depth=2, max_args=2"):
         draw(1, min_length=10, max_length=20, max_depth=2, max_args=2)
 
 

@@ -26,7 +26,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from torch.distributed.tensor import DTensor
@@ -76,8 +75,9 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
             raise Interrupted(f"stopped without a result: the same command with --resume goes on in {output}") from None
         model = answer.pop("model", None)
         wrong = [f"{name} {value}" for name, value in answer["figures"].items() if not math.isfinite(value)]
-        weights = () if model is None else model.named_parameters()
-        wrong += [f"{name} that is not finite" for name, value in weights if not _finite(value)]
+        for name, value in () if model is None else model.named_parameters():
+            shard = value.to_local() if isinstance(value, DTensor) else value  # this process's
+            wrong += [f"{name} that is not finite"] * (not shard.detach().isfinite().all())
         if wrong:
             raise PosswapError(f"the run ended in {wrong[0]}, and has no result: lower --learning-rate, or check the data")
         keep = isinstance(config, SwapOptions) and config.save_model
@@ -94,7 +94,10 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
             if PartialState().device.type == "cpu":  # also where there is a GPU that was not to be used
                 about["hardware"]["accelerator"] = None
             write_json(output / "result.json", {**about, "inputs": inputs, **answer, **kept})
-            _show(answer["figures"], output / "result.json")
+            width = max(map(len, answer["figures"]), default=0)
+            for name, value in answer["figures"].items():
+                print(f"{name:<{width}}  {value:.4g}")
+            print(f"wrote {output / 'result.json'}")
 
     # \b makes the help keep the line breaks of a paragraph.
     command.__doc__ = (module.__doc__ or "").replace("\n\n    ", "\n\n\b\n    ")
@@ -104,11 +107,6 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
     finally:
         for one in held:
             one.release()
-
-
-def _finite(value: torch.Tensor) -> bool:
-    local = value.to_local() if isinstance(value, DTensor) else value  # this process's shard
-    return bool(local.detach().isfinite().all())
 
 
 def _save_model(model: PreTrainedModel, source: str, folder: Path) -> None:
@@ -121,10 +119,3 @@ def _save_model(model: PreTrainedModel, source: str, folder: Path) -> None:
     save_trained(model, folder)
     if PartialState().is_main_process:
         tokenizer.save_pretrained(folder)
-
-
-def _show(figures: dict[str, float], file: Path) -> None:
-    width = max(map(len, figures), default=0)
-    for name, value in figures.items():
-        print(f"{name:<{width}}  {value:.4g}")
-    print(f"wrote {file}")

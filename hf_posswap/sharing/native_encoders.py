@@ -21,7 +21,6 @@ from transformers import (
 
 from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import UnsupportedModelError
-from hf_posswap.schemes.rotary import RotaryPositions
 from hf_posswap.sharing import native
 from hf_posswap.sharing.native import Converted
 
@@ -62,7 +61,11 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
         pooler = {}
     weights = {name.replace("bert.", "roformer.", 1) if name.startswith("bert.") else name: v for name, v in weights.items()}
     base = "" if stock is BertModel else "roformer."
-    weights[f"{base}encoder.embed_positions.weight"] = _angle_table(positions, config.max_position_embeddings, model)
+    length, still = config.max_position_embeddings, (positions.geometry.head_dim - positions.rotary_dim) // 2
+    angles = positions.angles(torch.arange(length, device=model.device)[None], length)
+    # RoFormer's table, (L, D): sines, then cosines; unrotated dimensions have angle 0.
+    cos, sin = (nn.functional.pad(part[0, 0], (0, still), value=value) for part, value in zip(angles, (1.0, 0.0), strict=True))
+    weights[f"{base}encoder.embed_positions.weight"] = torch.cat([sin, cos], dim=-1).to(model.dtype)
     summary = {"summary_type": "first", "summary_use_proj": True, "summary_activation": "tanh"}
     exported = native.build(
         ROFORMER[stock],
@@ -76,14 +79,6 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
     )
     counted = "positions that count from the first token on: RoFormer takes no position_ids"
     return exported, tuple(pooler), (counted, *holds_for)
-
-
-def _angle_table(positions: RotaryPositions, length: int, model: SwappedModel) -> torch.Tensor:
-    """Return RoFormer's table (L, D): sines, then cosines; unrotated dimensions have angle 0."""
-    cos, sin = positions.angles(torch.arange(length, device=model.device)[None], length)
-    still = (positions.geometry.head_dim - positions.rotary_dim) // 2
-    cos, sin = (nn.functional.pad(part[0, 0], (0, still), value=value) for part, value in ((cos, 1.0), (sin, 0.0)))
-    return torch.cat([sin, cos], dim=-1).to(model.dtype)
 
 
 def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
