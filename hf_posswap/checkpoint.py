@@ -95,9 +95,7 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
     """Return the scheme and the trained length that a swapped model's config holds."""
     entry = getattr(config, "position_scheme", None)
     if not isinstance(entry, dict) or type(entry.get("trained_positions")) is not int:
-        raise CheckpointError(
-            f"{config.model_type!r} needs a complete `position_scheme` entry, not {entry!r}: save the model again"
-        )
+        raise CheckpointError(f"{config.model_type} needs a complete `position_scheme` entry, not {entry!r}: save it again")
     if (version := entry.get("format")) != FORMAT:
         raise CheckpointError(f"this checkpoint has position format {version!r}, not {FORMAT}: pip install -U hf_posswap")
     longest = longest_input(config)
@@ -274,9 +272,7 @@ def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
     if lost := among_ours([*info["missing_keys"], *info["mismatched_keys"]]):
         raise CheckpointError(f"{source} lacks position weights ({', '.join(lost)}): save the swapped model again")
     if unread := among_ours(info["unexpected_keys"]):
-        raise CheckpointError(
-            f"{source} has position weights that its scheme does not read ({', '.join(unread)}): get it again"
-        )
+        raise CheckpointError(f"{source} has position weights that its scheme does not read: {', '.join(unread)}. Get it again")
     for place, module in ours.items():
         for one, value in module.named_parameters(recurse=False):
             if not value.is_meta and not torch.isfinite(value).all():

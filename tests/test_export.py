@@ -212,7 +212,7 @@ ROTARY, YARN = posswap.Rotary(mark_first=False), {"rope_type": "yarn", "factor":
     [
         ("bert", posswap.Relative(clip=4), {}, "no class of transformers has relative positions"),
         ("bert", posswap.Rotary(), {}, "pass the tokenizer"),
-        ("bert", ROTARY, {"head": BertForSequenceClassification}, "gelu where BERT's pooler applies tanh"),
+        ("bert", ROTARY, {"head": BertForSequenceClassification}, "gelu, BERT's pooler tanh"),
         ("bert", ROTARY, {"head": BertForNextSentencePrediction}, "no native counterpart"),
         ("gpt2", ROTARY, {"head": GPT2DoubleHeadsModel}, "no native counterpart"),
         ("gpt2", posswap.Rotary(), {}, "GPT-NeoX has no place, since"),

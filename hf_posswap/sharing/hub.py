@@ -95,10 +95,8 @@ def share(
         there = [file.rfilename for file in head.siblings or ()]
         held = [path for path in there if _of_a_model(path)]
         if held and RESULTS_FILE not in there and not (overwrite or create_pr):
-            raise PosswapError(
-                f"{repo_id} holds a model that was not shared with hf_posswap: choose another name, or pass overwrite=True "
-                "(--overwrite)"
-            )
+            other = f"{repo_id} holds a model that was not shared with hf_posswap"
+            raise PosswapError(f"{other}: choose another name, or pass overwrite=True (--overwrite)")
         if not overwrite and _take_over(api, repo_id, head.sha, folder, fresh):
             write_card(folder, repo_id=repo_id, **options)
         files = check_files(folder)
@@ -199,10 +197,8 @@ def _take_over(api: HfApi, repo_id: str, revision: str, folder: Path, fresh: boo
         (folder / CARD_FILE).write_bytes(there.read_bytes())
         return True
     if theirs.strip() and theirs.split() != ours.split():
-        raise PosswapError(
-            f"the card of {repo_id} has text that {folder / CARD_FILE} has not: take it (hf download {repo_id} {CARD_FILE}) "
-            "or push with overwrite=True (--overwrite)"
-        )
+        more = f"the card of {repo_id} has text that {folder / CARD_FILE} has not"
+        raise PosswapError(f"{more}: hf download {repo_id} {CARD_FILE}, or push with overwrite=True (--overwrite)")
     return False
 
 

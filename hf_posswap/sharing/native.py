@@ -106,9 +106,7 @@ def without_constant(
         if model.config.is_decoder:
             raise UnsupportedModelError(NO_PLACE.format(f"{native} as a decoder"))
         if cls is None:
-            raise UnsupportedModelError(
-                f"the first token's vector is for [CLS] in {native}: pass the tokenizer, which knows it"
-            )
+            raise UnsupportedModelError(f"{native} has the first token's vector in [CLS]: pass the tokenizer, which knows it")
         weights[words] = weights[words].clone()
         weights[words][cls] = (weights[words][cls].double() + difference).to(model.dtype)
     tied = model.config.tie_word_embeddings and model.get_output_embeddings() is not None

@@ -47,9 +47,7 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
     if positions.geometry.head_dim % 2:
         raise UnsupportedModelError(f"RoFormer rotates pairs of dimensions, and head_dim {positions.geometry.head_dim} is odd")
     if stock is BertForSequenceClassification and config.hidden_act != "tanh":
-        raise UnsupportedModelError(
-            f"RoFormer's head applies {config.hidden_act} where BERT's pooler applies tanh: share as it is"
-        )
+        raise UnsupportedModelError(f"RoFormer's head applies {config.hidden_act}, BERT's pooler tanh: share the model itself")
     weights, holds_for, tied = native.without_constant(model, tokenizer, "RoFormer", onto="token_type")
     native.reorder(weights, native.pairs_first(positions), config.num_attention_heads)
     pooler = {name: weights.pop(name) for name in list(weights) if ".pooler." in f".{name}"}
@@ -134,9 +132,8 @@ def esm(model: SwappedModel, stock: type, tokenizer) -> Converted:
         raise UnsupportedModelError(f"ESM has one frequency for each pair, and no factor: {kind} scaling does not fit")
     mean, difference, _ = native.constant(model)
     if (mean.any() or difference.any()) and (config.token_dropout or config.emb_layer_norm_before):
-        raise UnsupportedModelError(
-            "what the swap kept of the table has no place in ESM, which rescales its words: swap with warm_start=False, and fit"
-        )
+        why = "what a swap keeps of the table has no place in ESM, which rescales its words"
+        raise UnsupportedModelError(f"{why}: swap with warm_start=False, and fit")
     weights, holds_for, tied = native.without_constant(model, tokenizer, "ESM", onto="word")
     pairs = native.pairs_first(positions)
     native.reorder(weights, torch.cat([pairs[0::2], pairs[1::2]]), config.num_attention_heads)

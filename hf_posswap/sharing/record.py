@@ -114,9 +114,7 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
         if not isinstance(entry, dict) or "trained_positions" not in entry:
             raise CheckpointError(f"{folder / PARITY_FILE} does not say which scheme was exported: export the model again")
         return "native", entry, {"family": config.model_type, **about}
-    raise CheckpointError(
-        f"{folder} holds a {config.model_type!r} model that has not been swapped: give one, an export or a delta"
-    )
+    raise CheckpointError(f"{folder} holds a {config.model_type} model that has not been swapped: give one, an export, a delta")
 
 
 def _class_name(config: PreTrainedConfig, folder: Path) -> str | None:

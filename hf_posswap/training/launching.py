@@ -70,9 +70,7 @@ def check_processes(accelerator: Accelerator) -> None:
         raise PosswapError(f"WORLD_SIZE is {asked} but accelerate connected {accelerator.num_processes} process; {ON_CPUS}")
     launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
     if accelerator.num_processes == 1 and launched and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-        raise PosswapError(
-            f"accelerate launch has started one process without GPUs (if that is right, unset MASTER_ADDR); {ON_CPUS}"
-        )
+        raise PosswapError(f"accelerate launch has started one process, not several (or unset MASTER_ADDR); {ON_CPUS}")
 
 
 def check_trackers(names: tuple[str, ...]) -> None:
