@@ -83,16 +83,11 @@ def tree() -> str:
 def rows(file: Path) -> dict[str, dict[str, list[float]]]:
     """Return the figures in a result file as {row: {figure: [value for each seed]}}; rows are named as in its tables."""
     content, found = read(file), {}
-
-    def add(label: str, figures: dict) -> None:
-        for name, value in figures.items():
-            found.setdefault(label, {}).setdefault(name, []).append(value)
-
     for run in content["runs"]:
-        curve = run.get("details", {}).get("curve") or ()
-        ends = {"start": curve[0], "end": curve[-1]} if curve else {}
-        ends = {f"{name} {when}": point[name] for when, point in ends.items() for name in point}
-        add(row_label(run, content["vary"]), ends | run["figures"] | run["cost"])
+        row, curve = found.setdefault(row_label(run, content["vary"]), {}), run.get("details", {}).get("curve") or [{}]
+        ends = {f"{name} {when}": x for when, point in (("start", curve[0]), ("end", curve[-1])) for name, x in point.items()}
+        for name, value in (ends | run["figures"] | run["cost"]).items():
+            row.setdefault(name, []).append(value)
     return found
 
 

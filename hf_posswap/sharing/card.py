@@ -139,9 +139,8 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResult]]:
-    model, fit, parity = (content[part] for part in ("model", "fit", "parity"))
-    scheme = scheme_from_dict(model["position_scheme"])
-    options = {key: value for key, value in model["position_scheme"].items() if key != "name"}
+    model, fit = content["model"], content["fit"]
+    scheme, pipeline = scheme_from_dict(model["position_scheme"]), model.get("pipeline")
     comparisons, index = [], [_fit_entry(fit)] if fit and _part(fit) in _UNSEEN else []
     for number, comparison in enumerate(content["comparisons"]):
         shown, entries = _comparison(number, comparison, model, scheme, pictures)
@@ -154,17 +153,16 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
         base=f"[{base['id']}](https://huggingface.co/{base['id']})" if base["on_hub"] else f"`{base['id']}` (not on the Hub)",
         model=model,
         scheme=scheme,
-        scheme_name=scheme.name,
-        options=options,
+        options={key: value for key, value in model["position_scheme"].items() if key != "name"},
         name=name,
-        auto_class=model.get("pipeline") or _auto_class(model["class"]),
-        load="" if model.get("pipeline") else ".from_pretrained",
-        library="sentence_transformers" if model.get("pipeline") else "transformers",
-        tokenizer=model["tokenizer"] and not model.get("pipeline"),
+        auto_class=pipeline or _auto_class(model["class"]),
+        load="" if pipeline else ".from_pretrained",
+        library="sentence_transformers" if pipeline else "transformers",
+        tokenizer=model["tokenizer"] and not pipeline,
         exportable=_exportable(model, scheme),
         fit=fit,
         part=_PARTS[_part(fit)] if fit else "",
-        parity=parity,
+        parity=content["parity"],
         comparisons=comparisons,
         worse=[n for n, value in fit["after"]["by_length"].items() if value > fit["before"]["by_length"][n]] if fit else [],
         few=[n for n, count in fit["after"]["sequences"].items() if count < 5] if fit else [],

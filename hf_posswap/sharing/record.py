@@ -9,15 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import transformers
+from huggingface_hub import errors as hub_errors
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from huggingface_hub.utils import validate_repo_id
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
@@ -177,7 +170,7 @@ def is_repo_id(name) -> bool:
     """Whether the Hub would take this as the name of a repository."""
     try:
         validate_repo_id(name)
-    except HFValidationError:
+    except hub_errors.HFValidationError:
         return False
     return True
 
@@ -248,12 +241,12 @@ def _check(content: dict, where: str, *, comparison: bool = False) -> None:
 
 # Messages for errors of the Hub; the first that matches is used, since some are subclasses of others.
 _HUB_SAYS = {
-    HFValidationError: "{name} is neither a folder nor a name on the Hub (owner/name)",
-    RepositoryNotFoundError: "there is no model {name} on the Hub that you may read",
-    RevisionNotFoundError: "{name} has no revision {revision}",
-    LocalEntryNotFoundError: "{name} could not be read: the Hub cannot be reached, and it is not in the cache",
-    EntryNotFoundError: "{name} has no results: it was not shared with hf_posswap",
-    HfHubHTTPError: "{name} could not be read: the Hub answered with an error; try again",
+    hub_errors.HFValidationError: "{name} is neither a folder nor a name on the Hub (owner/name)",
+    hub_errors.RepositoryNotFoundError: "there is no model {name} on the Hub that you may read",
+    hub_errors.RevisionNotFoundError: "{name} has no revision {revision}",
+    hub_errors.LocalEntryNotFoundError: "{name} could not be read: the Hub cannot be reached, and it is not in the cache",
+    hub_errors.EntryNotFoundError: "{name} has no results: it was not shared with hf_posswap",
+    hub_errors.HfHubHTTPError: "{name} could not be read: the Hub answered with an error; try again",
 }
 
 
