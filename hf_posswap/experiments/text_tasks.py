@@ -53,15 +53,11 @@ class TextOptions:
 
     def __post_init__(self):
         super().__post_init__()
-        files = [Path(name).resolve() for name in (self.train_file, self.validation_file) if name]
-        if len(set(files)) < len(files):
+        hub, files = (self.dataset, self.dataset_config), (self.train_file, self.validation_file)
+        if all(files) and Path(files[0]).resolve() == Path(files[1]).resolve():
             raise PosswapError(f"{self.train_file} is given to train on and to measure on: leave out --validation-file")
-        if self.dataset and self.train_file:
-            raise PosswapError("give --dataset or --train-file, not both")
-        for name, needed in (("dataset_config", "dataset"), ("validation_file", "train_file")):
-            if getattr(self, name) and not getattr(self, needed):
-                options = (f"--{one.replace('_', '-')}" for one in (name, needed))
-                raise PosswapError("{} needs {}: give both".format(*options))
+        if (any(hub) and any(files)) or any(second and not first for first, second in (hub, files)):
+            raise PosswapError("give --dataset (and --dataset-config) or --train-file (and --validation-file), not both")
 
 
 @dataclass(frozen=True, kw_only=True)
