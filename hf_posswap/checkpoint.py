@@ -192,7 +192,7 @@ class SwappedModel(InitialisesPositions):
             model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             place = f"the weights of {pretrained_model_name_or_path}"
-            raise CheckpointError(f"{place} cannot be read ({error}): copy or download them again") from error
+            raise CheckpointError(f"{place} cannot be read ({error}), truncated or corrupted: get them again") from error
         _check_loaded(model, info, str(pretrained_model_name_or_path))
         return (model, info) if output_loading_info else model
 

@@ -116,11 +116,9 @@ def build_model(config: Config, positions: int) -> PreTrainedModel:
     sizes = {"vocab_size": config.vocab, "attn_implementation": config.attention, "max_position_embeddings": positions}
     sizes |= {"hidden_size": config.hidden, "num_hidden_layers": config.layers, "num_attention_heads": config.heads}
     if config.family == "bert":
-        dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 4 * config.hidden}
-        model = BertModel(BertConfig(**sizes, **dropouts), add_pooling_layer=False)
+        model = BertModel(BertConfig(**sizes, intermediate_size=4 * config.hidden), add_pooling_layer=False)
     else:
-        dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        model = GPT2Model(GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0))
+        model = GPT2Model(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     if config.scheme != ORIGINAL:
         posswap.swap(model, config.scheme, warm_start=False)
         for name, parameter in model.named_parameters():

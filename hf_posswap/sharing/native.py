@@ -17,6 +17,11 @@ COMMON = (
     "initializer_range", "use_cache", "id2label", "label2id", "problem_type",
 )  # fmt: skip
 
+NO_PLACE = (
+    "the first token has a vector of its own, for which {} has no place, since any token may come first: swap with "
+    "posswap.Rotary(mark_first=False), fit, and export that"
+)
+CLS = "inputs that begin with [CLS] and have it nowhere else: it carries what marked the first token"
 
 Converted = tuple[PreTrainedModel, tuple[str, ...], tuple[str, ...]]  # the model, and `left_out` and `holds_for` of Certificate
 
@@ -78,15 +83,6 @@ def pairs_first(positions: RotaryPositions) -> torch.Tensor:
     """Order a head's dimensions as (x, y) pairs, fastest first, then the unrotated ones; (D,) int64."""
     still = torch.arange(positions.rotary_dim, positions.geometry.head_dim)
     return torch.cat([positions.planes().flatten(), still])
-
-
-NO_PLACE = (
-    "the first token has a vector of its own, for which {} has no place, since any token may come first: swap with "
-    "posswap.Rotary(mark_first=False), fit, and export that"
-)
-
-
-CLS = "inputs that begin with [CLS] and have it nowhere else: it carries what marked the first token"
 
 
 def without_constant(

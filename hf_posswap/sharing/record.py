@@ -146,9 +146,9 @@ def _base_model(known: dict | None, given: str | None, before: dict | None, fold
     known = known if isinstance(known, dict) and known.get("id") else None
     if known is not None and not is_repo_id(known["id"]):
         raise CheckpointError(f"{folder} has the base {known['id']!r:.100}, which is no name on the Hub: save the model again")
-    if given is None and known is not None:
-        return {"id": known["id"], "revision": known.get("revision"), "on_hub": True}
     if given is None:
+        if known is not None:
+            return {"id": known["id"], "revision": known.get("revision"), "on_hub": True}
         if isinstance(before, dict) and (not before.get("on_hub") or is_repo_id(before.get("id"))):
             return before
         raise PosswapError(
