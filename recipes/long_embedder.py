@@ -178,7 +178,6 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
         save_strategy="steps" if config.checkpoint_every else "no",
         save_steps=config.checkpoint_every or 500,
         save_total_limit=1,
-        save_only_model=False,
         logging_steps=max(1, config.max_steps // 10),
         report_to="none",
         dataloader_pin_memory=not cpu,

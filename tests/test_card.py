@@ -422,7 +422,7 @@ def test_leaderboard(swapped, fitted, results, program):
     assert code == 0 and "accuracy 512" in out
     with pytest.raises(posswap.PosswapError, match="given twice"):
         posswap.leaderboard([swapped, swapped])
-    with pytest.raises(posswap.PosswapError, match="no comparison has a figure named f2"):
+    with pytest.raises(posswap.PosswapError, match="no run has the figure 'f2'"):
         posswap.leaderboard([swapped], figures=["f2"])
     file = folder / RESULTS_FILE
     content = json.loads(file.read_text())
