@@ -91,12 +91,11 @@ def _config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
     _check_place(source)
     with _one_line(f"config.json of {source} cannot be read", "give the config that was saved with the weights"):
         written, _ = PreTrainedConfig.get_config_dict(source)
-    kind = written.get("model_type")
-    if not isinstance(kind, str):
-        raise CheckpointError(f"config.json of {source} names no model_type: add the family, bert or gpt2")
-    if find_family(kind) is None and not (trust_remote_code and "auto_map" in written):
-        raise unsupported(kind, f"{source}, a {kind!r} model")
-    with _one_line(f"config.json of {source} cannot be read", "give the config that was saved with the weights"):
+        kind = written.get("model_type")
+        if not isinstance(kind, str):
+            raise CheckpointError(f"config.json of {source} names no model_type: add the family, bert or gpt2")
+        if find_family(kind) is None and not (trust_remote_code and "auto_map" in written):
+            raise unsupported(kind, f"{source}, a {kind!r} model")
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
 
 

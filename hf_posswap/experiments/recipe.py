@@ -23,6 +23,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
     further entries for result.json, such as "items" (`items.averaged`); "model" is optional. It is called on all processes, and
     the main one writes the result. If a figure or weight is NaN or infinite, PosswapError is raised and no result is written.
     """
-    held, module = [], inspect.getmodule(run)
+    module, held = inspect.getmodule(run), ExitStack()
     program = Path(module.__file__).stem
 
     def command(**given):
@@ -64,7 +65,7 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
         if PartialState().is_main_process:
             if output.is_file():
                 raise CheckpointError(f"{output} is a file: give a folder")
-            held.append(lock(output))
+            held.enter_context(lock(output))
             prepare_output(asdict(config), output, resume)
             options = asdict(config) | ({"model": model_source(config.model)} if hasattr(config, "model") else {})
             inputs = input_hashes({name: value for name, value in options.items() if not name.endswith(NO_FILE)})
@@ -102,11 +103,8 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
     # \b makes the help keep the line breaks of a paragraph.
     command.__doc__ = (module.__doc__ or "").replace("\n\n    ", "\n\n\b\n    ")
     command.__signature__ = command_line(config_class, Path("runs") / program.replace("_", "-"))
-    try:
+    with held:
         run_program(program, command)
-    finally:
-        for one in held:
-            one.release()
 
 
 def _save_model(model: PreTrainedModel, source: str, folder: Path) -> None:

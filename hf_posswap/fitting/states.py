@@ -26,13 +26,8 @@ class States:
     """
 
     def __init__(self, model: PreTrainedModel, architecture: Architecture, batches: list[Batch], folder: Path, name: str):
-        self.base, self.architecture, self.batches, self.folder, self.name = (
-            model.base_model,
-            architecture,
-            batches,
-            folder,
-            name,
-        )
+        self.base, self.architecture = model.base_model, architecture
+        self.batches, self.folder, self.name = batches, folder, name
         self.layers: list[nn.Module] = architecture.layers(self.base)
         self.attentions: list[nn.Module] = architecture.attention_of_layers(self.base)
         for i in range(len(batches)):
