@@ -65,7 +65,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     Raises:
         PosswapError: Data, options or model are invalid; raised before training starts.
     """
-    from hf_posswap.measure.metrics import metric_names  # imports `evaluate`, which takes seconds
+    from hf_posswap.measure.metrics import compute_metrics, metric_names  # imports `evaluate`, which takes seconds
 
     with PartialState().main_process_first():  # it downloads into the cache that the others read
         task = read_labelled(config)
@@ -100,15 +100,23 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
 
     auto_class = AutoModelForSequenceClassification
     model = load_model(config, auto_class, fit_batches=fit_batches, tokenizer=tokenizer, **options)
-    pad_token_id = model.config.pad_token_id
+    pad_token_id, validation = model.config.pad_token_id, encoded["validation"]
 
-    def measure(model: PreTrainedModel, split: str) -> dict:
-        return _figures(model, encoded[split].rows, metrics, pad_token_id, config.eval_batch_size)
+    def measure(model: PreTrainedModel, rows: list[dict]) -> dict:
+        """Return figures; those that are means over rows as their values (N,)."""
+        logits = predict(model, rows, pad_token_id, config.eval_batch_size)  # (N, C)
+        labels = torch.stack([row["labels"] for row in rows])
+        if task.is_regression:
+            guesses, loss = logits[:, 0], functional.mse_loss(logits[:, 0], labels, reduction="none")
+        else:
+            guesses, loss = logits.argmax(-1), functional.cross_entropy(logits, labels, reduction="none")
+        figures = compute_metrics(metrics, guesses.tolist(), labels.tolist())
+        return figures | ({"accuracy": guesses == labels} if "accuracy" in figures else {}) | {"loss": loss}
 
     def look(model: PreTrainedModel, run: TrainingRun) -> None:
         step = len(run.losses)
         if step % config.eval_steps == 0 and step < config.max_steps:
-            figures = averaged(measure(model, "validation"))["figures"]
+            figures = averaged(measure(model, validation.rows))["figures"]
             add_point(folder, step, {"tokens": run.tokens, "seconds": run.seconds, **figures})
 
     model, run = train(
@@ -122,15 +130,13 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     )
     announce("measuring")
     fitted = config.start == "fit" and config.scheme != ORIGINAL
-    figures = measure(model, "validation")
+    figures = measure(model, validation.rows)
     point = {"step": len(run.losses), "tokens": run.tokens, "seconds": run.seconds, **averaged(figures)["figures"]}
     if task.test:
-        figures |= {f"test_{name}": value for name, value in measure(model, "test").items()}
-    if split_at is not None:
-        long = [row for row, n in zip(encoded["validation"].rows, encoded["validation"].lengths, strict=True) if n > split_at]
-        if long:
-            few = _figures(model, long, metrics, pad_token_id, config.eval_batch_size)
-            figures |= {f"{name}_long": value for name, value in few.items()}
+        figures |= {f"test_{name}": value for name, value in measure(model, encoded["test"].rows).items()}
+    long = [row for row, n in zip(validation.rows, validation.lengths, strict=True) if split_at is not None and n > split_at]
+    if long:
+        figures |= {f"{name}_long": value for name, value in measure(model, long).items()}
     return {
         **averaged(figures),
         "metric": metrics[0],
@@ -187,17 +193,3 @@ def encode(rows: Rows, tokenizer: PreTrainedTokenizerBase, longest: int, split: 
     for row, label in zip(encoded, rows.labels, strict=True):
         row["labels"] = torch.tensor(label)  # int64 for a class, float32 for a number
     return Encoded(encoded, lengths, sum(length > longest for length in lengths))
-
-
-def _figures(model: PreTrainedModel, rows: list[dict], metrics: tuple[str, ...], pad_token_id: int, batch_size: int) -> dict:
-    """Return figures; those that are means over rows as their values (N,)."""
-    from hf_posswap.measure.metrics import compute_metrics
-
-    logits = predict(model, rows, pad_token_id, batch_size)  # (N, C)
-    labels = torch.stack([row["labels"] for row in rows])
-    if labels.is_floating_point():
-        guesses, loss = logits[:, 0], functional.mse_loss(logits[:, 0], labels, reduction="none")
-    else:
-        guesses, loss = logits.argmax(-1), functional.cross_entropy(logits, labels, reduction="none")
-    figures = compute_metrics(metrics, guesses.tolist(), labels.tolist())
-    return figures | ({"accuracy": guesses == labels} if "accuracy" in figures else {}) | {"loss": loss}
