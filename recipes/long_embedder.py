@@ -104,7 +104,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     begun = folder / "start"
     embedder = load_embedder(str(begun) if resume and begun.is_dir() else config.model)
     if config.scheme != ORIGINAL and not posswap.describe(embedder).swapped:
-        swap_embedder(embedder, config, training, tokens=config.tokens, window=config.window)
+        swap_embedder(embedder, config, training, tokens=config.tokens)
         if PartialState().is_main_process:
             embedder.save_pretrained(str(begun))
     elif config.scheme == ORIGINAL:

@@ -58,7 +58,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     if config.scheme != ORIGINAL:
         texts = documents(config, "train", causal=False) if config.start == "fit" else ()
         length = min(config.fit_length, longest)
-        swap_embedder(embedder, config, texts, tokens=length, window=config.window, longest=longest)
+        swap_embedder(embedder, config, texts, tokens=length, longest=longest)
     else:
         read_as(embedder, config.read, reads, longest)
     text = documents(config, "validation", causal=False)

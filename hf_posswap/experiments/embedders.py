@@ -52,14 +52,14 @@ def load_embedder(name: str) -> SentenceTransformer:
 
 
 def swap_embedder(
-    embedder: SentenceTransformer, config: SwapOptions, texts: Sequence[str], *, tokens: int, window: int, longest: int = 0
+    embedder: SentenceTransformer, config: EmbedderOptions, texts: Sequence[str], *, tokens: int, longest: int = 0
 ) -> None:
     """Give an embedder the positions of a run, in place; it reads at least `longest` and `tokens`, unless max_positions is set.
 
-    For the start `fit`, the main process fits it on texts of up to `tokens`, which the original reads in windows of `window`.
+    For the start `fit`, the main process fits it on texts of up to `tokens`, which the original reads in windows of --window.
     """
     longest = config.max_positions or max(tokens, longest, longest_input(unwrap(embedder).config))
-    warm, window = config.start != "cold", window if window < tokens else None
+    warm, window = config.start != "cold", config.window if config.window < tokens else None
     swap(embedder, config.scheme, max_positions=longest, warm_start=warm, span=config.span, first=config.first)
     if config.start == "fit" and PartialState().is_main_process:
         announce("fitting")
