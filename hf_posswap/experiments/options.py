@@ -124,11 +124,15 @@ def _as_declared(value, hint):
 def command_line(config_class: type[RunOptions], output: Path) -> inspect.Signature:
     """Return the signature that typer turns into options: --output, --resume, --config, and one for each field."""
     hints = get_type_hints(config_class)
-    options = {
-        "output": (Path, output, typer.Option("--output", help="Folder for config.json, result.json and checkpoints.")),
-        "resume": (bool, False, typer.Option("--resume", help="Continue an interrupted run.")),
-        "config": (Path | None, None, typer.Option("--config", help="A YAML file of options; the command line wins.")),
-    }
+    parameters = []
+
+    def add(name: str, kind, default, declared: str, text: str, **options) -> None:
+        hint = Annotated[kind, typer.Option(declared, help=text, **options)]
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+
+    add("output", Path, output, "--output", "Folder for config.json, result.json and checkpoints.")
+    add("resume", bool, False, "--resume", "Continue an interrupted run.")
+    add("config", Path | None, None, "--config", "A YAML file of options; the command line wins.")
     for field in fields(config_class):
         kind, default = hints[field.name], field.default
         shown = ", ".join(map(str, default)) if isinstance(default, tuple) else default
@@ -138,14 +142,8 @@ def command_line(config_class: type[RunOptions], output: Path) -> inspect.Signat
         if get_origin(kind) is tuple:
             kind = list[get_args(kind)[0]]
         # None means not given: then the file's value or the dataclass's default holds.
-        options[field.name] = (kind | None, None, typer.Option(declared, help=text.strip(), show_default=False))
-    only = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Signature(
-        [
-            inspect.Parameter(name, only, default=default, annotation=Annotated[kind, option])
-            for name, (kind, default, option) in options.items()
-        ]
-    )
+        add(field.name, kind | None, None, declared, text.strip(), show_default=False)
+    return inspect.Signature(parameters)
 
 
 def _help(config_class: type, name: str) -> str:
