@@ -95,33 +95,18 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
     """Return the scheme and the trained length that a swapped model's config holds."""
     entry = getattr(config, "position_scheme", None)
     if not isinstance(entry, dict) or type(entry.get("trained_positions")) is not int:
-        raise CheckpointError(
-            f"a config of type {config.model_type!r} needs a complete `position_scheme` entry, it has {entry!r}: load the "
-            "plain checkpoint and call posswap.swap on it"
-        )
-    version = entry.get("format")
-    if version != FORMAT:
-        raise CheckpointError(
-            f"this checkpoint has position format {version!r}, this hf_posswap reads format {FORMAT}: "
-            "upgrade with pip install -U hf_posswap"
-        )
-    trained_positions = entry["trained_positions"]
+        raise CheckpointError(f"{config.model_type} needs a complete `position_scheme` entry, not {entry!r}: save it again")
+    if (version := entry.get("format")) != FORMAT:
+        raise CheckpointError(f"this checkpoint has position format {version!r}, not {FORMAT}: pip install -U hf_posswap")
     longest = longest_input(config)
     if entry.get("made_for_positions", longest) != longest:
-        raise CheckpointError(
-            f"{entry.get('name')} was made for {entry['made_for_positions']} positions, and its weights do not fit "
-            f"{longest}: load it without max_position_embeddings, or swap the original model"
-        )
-    fitted_length = entry.get("fitted_length", 1)
-    if type(fitted_length) is not int or fitted_length < 1:
-        raise CheckpointError(f"config.json has fitted_length={fitted_length!r}: it must be a number of tokens, 1 or more")
-    if trained_positions < 1 or longest < 1:
-        raise CheckpointError(
-            f"config.json has trained_positions={trained_positions} and max positions {longest}: both must be 1 or more; the "
-            "file was changed by hand, save the swapped model again"
-        )
+        made = f"{entry.get('name')} was made for {entry['made_for_positions']} positions, not {longest}"
+        raise CheckpointError(f"{made}: load it without max_position_embeddings, or swap the original model")
+    counts = {name: entry.get(name, 1) for name in ("trained_positions", "fitted_length")} | {"max positions": longest}
+    if wrong := [f"{name}={count!r}" for name, count in counts.items() if type(count) is not int or count < 1]:
+        raise CheckpointError(f"config.json has {wrong[0]}: it must be a number of tokens, 1 or more; save the model again")
     try:
-        return scheme_in(entry), trained_positions
+        return scheme_in(entry), entry["trained_positions"]
     except PosswapError as error:
         raise CheckpointError(f"config.json holds a position scheme that cannot be used: {error}") from None
 
@@ -192,10 +177,8 @@ class SwappedModel(InitialisesPositions):
         ours = [module for module in self.modules() if isinstance(module, AttentionPositions)]
         span = state_of(self).span is not None
         if span or any(one.needs_key_positions or one.attend is not None or one.bias is not None for one in ours):
-            raise PosswapError(
-                f"{self.position_scheme.name} positions{' with a span' * span} cannot use the paged cache of generate_batch: "
-                "call generate with a padded batch"
-            )
+            kind = f"{self.position_scheme.name} positions{' with a span' * span}"
+            raise PosswapError(f"{kind} cannot use the paged cache of generate_batch: call generate with a padded batch")
         return super().init_continuous_batching(*args, **kwargs)
 
     @classmethod
@@ -208,10 +191,8 @@ class SwappedModel(InitialisesPositions):
         try:
             model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
-            raise CheckpointError(
-                f"the weights of {pretrained_model_name_or_path} cannot be read ({error}): the file is truncated or "
-                "corrupted; copy or download it again"
-            ) from error
+            place = f"the weights of {pretrained_model_name_or_path}"
+            raise CheckpointError(f"{place} cannot be read ({error}), truncated or corrupted: get them again") from error
         _check_loaded(model, info, str(pretrained_model_name_or_path))
         return (model, info) if output_loading_info else model
 
@@ -241,8 +222,8 @@ def register_architecture(architecture: Architecture) -> Architecture:
     for model_class in (architecture.base_class, *architecture.further_classes):
         _swapped_class(model_class, config_class, architecture)
     if (reader := architecture.reader_class) is not None:
-        namespace = {"__module__": __name__, "architecture": architecture, "forward": positioned_forward(reader)}
-        READER_CLASSES[reader] = _importable(type(f"Posswap{reader.__name__}", (InitialisesPositions, reader), namespace))
+        own = {"architecture": architecture, "forward": positioned_forward(reader)}
+        READER_CLASSES[reader] = _model_class(InitialisesPositions, reader, own)
     for auto_class in vars(modeling_auto).values():
         if not (isinstance(auto_class, type) and issubclass(auto_class, _BaseAutoModelClass)):
             continue
@@ -289,21 +270,13 @@ def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
         return sorted(one for one in names if one.rpartition(".")[0] in ours and not one.endswith(DIGEST))
 
     if lost := among_ours([*info["missing_keys"], *info["mismatched_keys"]]):
-        raise CheckpointError(
-            f"{source} lacks position weights ({', '.join(lost)}): the checkpoint is incomplete; save the swapped model again "
-            "with save_pretrained"
-        )
+        raise CheckpointError(f"{source} lacks position weights ({', '.join(lost)}): save the swapped model again")
     if unread := among_ours(info["unexpected_keys"]):
-        raise CheckpointError(
-            f"{source} has position weights that its scheme does not read ({', '.join(unread)}): config.json was changed, or "
-            "is another checkpoint's; get both files again"
-        )
+        raise CheckpointError(f"{source} has position weights that its scheme does not read: {', '.join(unread)}. Get it again")
     for place, module in ours.items():
         for one, value in module.named_parameters(recurse=False):
             if not value.is_meta and not torch.isfinite(value).all():
-                raise CheckpointError(
-                    f"{source}: {place}.{one} holds NaN or infinite numbers: the checkpoint is broken, get it again"
-                )
+                raise CheckpointError(f"{source}: {place}.{one} holds NaN or infinite numbers: get the checkpoint again")
     kept = next(getattr(one, DIGEST) for one in ours.values() if DIGEST in one._buffers)
     edited = model.config.position_scheme.get("edited") is True
     if not edited and not kept.is_meta and not torch.equal(kept.cpu(), model._digest()):
@@ -356,45 +329,40 @@ def is_stub(text: str) -> bool:
 
 
 def _config_class(architecture: Architecture) -> type[PreTrainedConfig]:
-    base = architecture.config_class
-    name = f"Posswap{base.__name__}"
-    namespace = {
-        "__module__": __name__,
-        "__doc__": f"A {base.__name__} with a `position_scheme`: format, trained_positions, name and options.",
+    own = {
         "__annotations__": {"position_scheme": dict[str, Any] | None},
         "model_type": f"posswap-{architecture.model_type}",
         "position_scheme": None,
         "loaded_by": {},
         "importable": type(architecture).__module__.startswith("hf_posswap."),
     }
-    config_class = type(name, (SwappedConfig, base), namespace)
-    globals()[name] = CONFIG_CLASSES[architecture.model_type] = config_class
+    words = "with a `position_scheme`: format, trained_positions, name and options."
+    config_class = CONFIG_CLASSES[architecture.model_type] = _subclass(SwappedConfig, architecture.config_class, words, own)
     return config_class
 
 
 def _swapped_class(model_class: type, config_class: type, architecture: Architecture) -> type:
-    if model_class in SWAPPED_CLASSES:
-        return SWAPPED_CLASSES[model_class]
-    name = f"Posswap{model_class.__name__}"
-    namespace = {
-        "__module__": __name__,
-        "__doc__": f"{model_class.__name__} with the position scheme of its config.",
-        "__annotations__": {"config": config_class},
-        "config_class": config_class,
-        "architecture": architecture,
-    }
-    if model_class is architecture.base_class and architecture.reader_class is None:
-        namespace["forward"] = positioned_forward(model_class)
-    swapped = SWAPPED_CLASSES[model_class] = _importable(type(name, (SwappedModel, model_class), namespace))
-    return swapped
+    if model_class not in SWAPPED_CLASSES:
+        own = {"__annotations__": {"config": config_class}, "config_class": config_class, "architecture": architecture}
+        if model_class is architecture.base_class and architecture.reader_class is None:
+            own["forward"] = positioned_forward(model_class)
+        SWAPPED_CLASSES[model_class] = _model_class(SwappedModel, model_class, own)
+    return SWAPPED_CLASSES[model_class]
 
 
-def _importable(swapped: type) -> type:
-    # Importable from here, so that models can be pickled. transformers looks up what to record (hidden_states, attentions) by
-    # class name; an __init__ fills that in, which never runs for a model that changes its class.
-    globals()[swapped.__name__] = swapped
-    dict.__setitem__(_CAN_RECORD_REGISTRY, str(swapped), swapped._can_record_outputs)
-    return swapped
+def _model_class(mixin: type, base: type, own: dict[str, Any]) -> type:
+    made = _subclass(mixin, base, "with the position scheme of its config.", own)
+    # transformers looks up what to record (hidden_states, attentions) by class name; an __init__ fills that in, which never
+    # runs for a model that changes its class.
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(made), made._can_record_outputs)
+    return made
+
+
+def _subclass(mixin: type, base: type, words: str, own: dict[str, Any]) -> type:
+    """Return a class with these attributes of its own, importable from here, so that models can be pickled."""
+    own = {"__module__": __name__, "__doc__": f"{base.__name__} {words}", **own}
+    made = globals()[f"Posswap{base.__name__}"] = type(f"Posswap{base.__name__}", (mixin, base), own)
+    return made
 
 
 for _architecture in tuple(ARCHITECTURES.values()):

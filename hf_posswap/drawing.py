@@ -110,13 +110,11 @@ def array(values: torch.Tensor) -> numpy.ndarray:
     return values.detach().double().cpu().numpy()
 
 
-def gram(table: torch.Tensor, normalise: bool) -> numpy.ndarray:
-    """Return the dot products of all pairs of rows, or their cosines, float64."""
+def cosines(table: torch.Tensor) -> numpy.ma.MaskedArray:
+    """Return the cosines of all pairs of rows, float64; a row of zeros has none."""
     rows = table.detach().double().cpu()
-    if not normalise:
-        return (rows @ rows.T).numpy()
     rows = rows / rows.norm(dim=-1, keepdim=True)
-    return numpy.ma.masked_invalid((rows @ rows.T).numpy())  # a row of zeros has no cosine
+    return numpy.ma.masked_invalid((rows @ rows.T).numpy())
 
 
 def image(

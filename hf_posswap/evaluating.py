@@ -48,3 +48,19 @@ def watching(modules: Iterable[nn.Module], see: Callable[[int, nn.Module, torch.
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def outputs_of(modules: Iterable[nn.Module]) -> Iterator[list[torch.Tensor]]:
+    """Collect what modules return inside, forward after forward; of several outputs the first."""
+    seen: list[torch.Tensor] = []
+
+    def see(module, args, output):
+        seen.append(output if isinstance(output, torch.Tensor) else output[0])
+
+    hooks = [module.register_forward_hook(see) for module in modules]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -34,10 +34,8 @@ def unwrap(model):
         return model
     holder, inner = _holder(model), _inner(model)
     if not isinstance(inner, nn.Module):
-        raise UnsupportedModelError(
-            f"this {type(model).__name__} begins with {type(holder).__name__}, which holds no PyTorch model of transformers "
-            f"({type(inner).__name__}): give one that begins with a Transformer, loaded with backend='torch'"
-        )
+        what = f"{type(model).__name__} begins with {type(holder).__name__}, which holds no PyTorch model"
+        raise UnsupportedModelError(f"this {what}: give one that begins with a Transformer, loaded with backend='torch'")
     return inner
 
 
@@ -73,15 +71,10 @@ def check_reads(model, longest: int | None) -> None:
     if not is_pipeline(model):
         return
     if tokenizer_of(model) is None or tokenizer_of(model).pad_token is None:
-        raise PosswapError(
-            f"the tokenizer of this {type(model).__name__} has no padding token, so texts cannot be put in one batch: set "
-            "model.tokenizer.pad_token first, to its eos_token for one"
-        )
+        raise PosswapError("the tokenizer has no padding token, to batch texts: set model.tokenizer.pad_token to its eos_token")
     if longest is not None and (given := reads(model, sys.maxsize)) > longest:
-        raise PosswapError(
-            f"max_seq_length={given:,} is more than the {longest:,} tokens that the swapped model would take: pass "
-            f"max_positions={given}, or lower max_seq_length first"
-        )
+        more = f"max_seq_length={given:,} is more than the {longest:,} tokens that the swapped model would take"
+        raise PosswapError(f"{more}: pass max_positions={given}, or lower max_seq_length first")
 
 
 def kind_of(source: str | Path) -> str | None:

@@ -42,21 +42,21 @@ def plot_table(table: torch.Tensor, *, title: str = "", dark: bool = False) -> F
     return figure
 
 
-def plot_similarity(table: torch.Tensor, *, normalise: bool = True, title: str = "", dark: bool = False) -> Figure:
-    """Draw the cosines of all pairs of rows of a table (P, E), or with `normalise=False` their dot products, as (P, P).
+def plot_similarity(table: torch.Tensor, *, title: str = "", dark: bool = False) -> Figure:
+    """Draw the cosines of all pairs of rows of a table (P, E), as (P, P).
 
     Where it depends on the distance alone, as for sinusoids, all diagonals are of one colour.
 
     >>> plot_similarity(torch.eye(3)).axes[0].images[0].get_array().tolist()[0]
     [1.0, 0.0, 0.0]
     """
-    products, what = drawing.gram(table, normalise), "cosine" if normalise else "dot product"
-    near, far = (float(numpy.ma.filled(products.diagonal(apart).mean(), numpy.nan)) for apart in (1, len(products) // 2))
-    sight = f"mean {what} of neighbours {near:.2f}, of rows half a table apart {far:.2f}"
+    cosines = drawing.cosines(table)
+    near, far = (float(numpy.ma.filled(cosines.diagonal(apart).mean(), numpy.nan)) for apart in (1, len(cosines) // 2))
+    sight = f"mean cosine of neighbours {near:.2f}, of rows half a table apart {far:.2f}"
     with canvas((5.6, 4.6), title, sight, dark) as (figure, (axes,)):
-        picture, note = image(axes, products, dark, limit=1.0 if normalise else None, square=True)
+        picture, _ = image(axes, cosines, dark, limit=1.0, square=True)
         axes.set(xlabel="position", ylabel="position")
-        figure.colorbar(picture, label=what + note)
+        figure.colorbar(picture, label="cosine")
     return figure
 
 
@@ -72,7 +72,7 @@ def plot_dot_products(tables: dict[str, torch.Tensor], *, title: str = "", dark:
     """
     lines, decides = {}, {True: [], False: []}
     for name, table in tables.items():
-        cosines = drawing.gram(table, normalise=True)
+        cosines = drawing.cosines(table)
         diagonals = [cosines.diagonal(distance).compressed() for distance in range(len(cosines))]
         lines[name] = {d: values.tolist() for d, values in enumerate(diagonals) if len(values)}
         # float32 tables are Toeplitz only up to rounding
@@ -189,14 +189,12 @@ def plot_loss_by_length(
     title: str = "",
     *,
     label: str = "held-out loss, nats a token",
-    across: str = "input length (tokens)",
-    ticks: dict[float, str] | None = None,
     dark: bool = False,
 ) -> Figure:
     """Draw the loss, or what `label` names, against input length: one line for each name, {length: loss}.
 
-    `ticks` are names for lengths. The title says which line is best at the longest length: the lowest if the label is a loss, a
-    perplexity or a cost, otherwise the highest.
+    The title says which line is best at the longest length: the lowest if the label is a loss, a perplexity or a cost, else the
+    highest.
 
     >>> figure = plot_loss_by_length({"rotary": {256: 3.1, 512: [3.2, 3.4]}}, 256, "losses")
     >>> figure.axes[0].lines[0].get_ydata().tolist(), figure.get_suptitle()
@@ -204,9 +202,9 @@ def plot_loss_by_length(
     """
     with result_plot(lines, label, title, dark) as (figure, axes, lengths):
         axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [(ticks or {}).get(n, str(n)) for n in lengths])
+        axes.set_xticks(lengths, map(str, lengths))
         axes.minorticks_off()
-        axes.set_xlabel(across if trained is None else f"{across.removesuffix(')')}; trained with {trained})")
+        axes.set_xlabel(f"input length (tokens{'' if trained is None else f'; trained with {trained}'})")
         if trained is not None:
             axes.axvline(trained, color="0.5", linewidth=1, zorder=0)
     return figure

@@ -8,6 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -41,15 +43,15 @@ def check_new(folder: Path, remedy: str = "choose another folder") -> None:
         raise CheckpointError(f"{folder} exists already: {remedy}")
 
 
-def lock(output: Path) -> FileLock:
-    """Return the held lock of an output folder: two runs that write into one folder would spoil each other's results."""
+@contextmanager
+def lock(output: Path) -> Iterator[None]:
+    """Hold the lock of an output folder: two runs that write into one folder would spoil each other's results."""
     output.mkdir(parents=True, exist_ok=True)
-    held = FileLock(output / LOCK, timeout=0)
     try:
-        held.acquire()
+        with FileLock(output / LOCK, timeout=0):
+            yield
     except Timeout:
         raise CheckpointError(f"{output} is in use by another run: wait for it, or choose another --output") from None
-    return held
 
 
 def provenance(program: str = "hf-posswap") -> dict:

@@ -55,6 +55,7 @@ class Config(RunOptions):
         "mib": "peak memory in MiB",
     }
     FORBIDDEN_STARTS = dict.fromkeys(("cold", "fit", "scratch"), "weights are random here")
+    LEAST = dict.fromkeys(("threads", "layers", "hidden", "heads", "vocab", "calls"), 1)
 
     scheme: str = "relative"
     family: Annotated[Literal["bert", "gpt2"], "Family of the model, which has random weights."] = "bert"
@@ -73,7 +74,6 @@ class Config(RunOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least_one("threads", "layers", "hidden", "heads", "vocab", "calls")
         if unknown := [phase for phase in self.phase if phase not in PHASES]:
             raise PosswapError(f"phase={unknown[0]!r} is not known; known are {', '.join(PHASES)}")
         if "decode" in self.phase and self.family != "gpt2":
@@ -116,11 +116,9 @@ def build_model(config: Config, positions: int) -> PreTrainedModel:
     sizes = {"vocab_size": config.vocab, "attn_implementation": config.attention, "max_position_embeddings": positions}
     sizes |= {"hidden_size": config.hidden, "num_hidden_layers": config.layers, "num_attention_heads": config.heads}
     if config.family == "bert":
-        dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "intermediate_size": 4 * config.hidden}
-        model = BertModel(BertConfig(**sizes, **dropouts), add_pooling_layer=False)
+        model = BertModel(BertConfig(**sizes, intermediate_size=4 * config.hidden), add_pooling_layer=False)
     else:
-        dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        model = GPT2Model(GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0))
+        model = GPT2Model(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     if config.scheme != ORIGINAL:
         posswap.swap(model, config.scheme, warm_start=False)
         for name, parameter in model.named_parameters():

@@ -69,6 +69,7 @@ class Config(RunOptions):
     QUESTION = "What does the training loop cost over a bare one?"
     FIGURES = {"overhead": "loop / bare - 1 in time for the same steps, the median over pairs"}
     FORBIDDEN_STARTS = dict.fromkeys(("cold", "fit", "scratch"), "only the time counts here")
+    LEAST = dict.fromkeys(("batch_size", "length", "steps", "pairs"), 1)
 
     model: Annotated[str | None, "A causal checkpoint. Default: a small GPT-2 with random weights."] = None
     scheme: str = "rotary"
@@ -77,10 +78,6 @@ class Config(RunOptions):
     steps: int = 30
     pairs: int = 5
     mixed_precision: Annotated[Literal["no", "bf16"], "Of both loops."] = "no"
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.at_least_one("batch_size", "length", "steps", "pairs")
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:

@@ -40,6 +40,7 @@ class Config(RunOptions):
         "memory": "highest resident memory meanwhile, on a GPU its own, as a multiple of the model's",
     }
     FORBIDDEN_STARTS = dict.fromkeys(("cold", "fit", "scratch"), "weights are random here")
+    LEAST = dict.fromkeys(("max_positions", "layers", "hidden", "texts", "length", "threads"), 1)
 
     family: Annotated[tuple[str, ...], "bert (base), gpt2 (small); repeatable."] = tuple(FAMILIES)
     scheme: str = "rotary"
@@ -53,7 +54,6 @@ class Config(RunOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least_one("max_positions", "layers", "hidden", "texts", "length", "threads")
         if unknown := [family for family in self.family if family not in FAMILIES]:
             raise PosswapError(f"family={unknown[0]!r} is not known; known are {', '.join(FAMILIES)}")
         if self.scheme == ORIGINAL:

@@ -19,11 +19,11 @@ from scipy.stats import spearmanr
 
 import hf_posswap as posswap
 from hf_posswap.data.calibration import random_tokens, written_text
-from hf_posswap.data.tables import read_table
+from hf_posswap.data.tables import read_pairs
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost, load_model, load_original
+from hf_posswap.experiments.models import cost, load_original
 from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextOptions
@@ -61,11 +61,11 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         raise PosswapError(f"pairs are for encoders, and {config.model} is a causal model")
     if config.text == "written" and not causal:
         raise PosswapError(f"text=written needs a causal model, and {config.model} is an encoder")
-    pairs = config.pairs and _read_pairs(config.pairs)
+    pairs = config.pairs and read_pairs(config.pairs)
     lengths = [longest] if causal else sorted({longest // 4, longest})
     held = {n: text.held(n)[n] for n in lengths}
-    fitted = replace(config, start="swap") if config.start == "fit" else config  # the fit follows below, for its report
-    model = load_model(fitted, text.auto_class, tokenizer=text.tokenizer)
+    text.config = replace(config, start="swap") if config.start == "fit" else config  # the fit follows below, for its report
+    model = text.load()
     original, report = load_original(config.model).to(model.device), None
     if config.start == "fit" and config.scheme != ORIGINAL:
         announce("fitting")
@@ -101,14 +101,6 @@ def _batches(text: RunText, original) -> list[torch.Tensor]:
         inner = blocks[:, edge : blocks.shape[1] - edge]
         inner.copy_(inner.flatten()[torch.randperm(inner.numel(), generator=generator)].view_as(inner))
     return batches
-
-
-def _read_pairs(path: str) -> tuple[list[str], list[str], list[float]]:
-    table, columns = read_table(path), ("sentence1", "sentence2", "label")
-    for name in columns:
-        if name not in table.column_names:
-            raise PosswapError(f"{path} has no column {name!r}: it needs {', '.join(columns)}")
-    return tuple(table[name][:] for name in columns)
 
 
 def _spearman(model, tokenizer, left: list[str], right: list[str], scores: list[float]) -> float:

@@ -25,8 +25,8 @@ import hf_posswap as posswap
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.curve import Curve
-from hf_posswap.experiments.models import cost, load_model, load_original
+from hf_posswap.experiments.curve import add_point, points
+from hf_posswap.experiments.models import cost, load_original
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextConfig
 from hf_posswap.fitting.distillation import distillation_loss
@@ -67,7 +67,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     """Swap, distil, and measure on the way. All processes measure, since all must call a sharded model together."""
     text = RunText(config)
     longest, causal = text.trained, text.causal
-    block_size = config.block_size or (longest if causal else min(128, longest))
+    block_size = config.block_size or text.block_size
     if not 2 < block_size <= longest:
         raise PosswapError(f"block_size={block_size} must be from 3 to {longest}, the length {config.model} was trained at")
     blocks = text.blocks(block_size)
@@ -77,8 +77,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         figures = {"damage": damage(model, original, [{"input_ids": blocks} for blocks in held]).total}
         return figures | ({"perplexity": perplexity(model, held[0])} if causal else {})
 
-    options = {"fit_batches": text.fit_batches, "fit_learning_rate": config.fit_learning_rate, "tokenizer": text.tokenizer}
-    model = load_model(config, text.auto_class, **options)
+    model = text.load(fit_batches=text.fit_batches, fit_learning_rate=config.fit_learning_rate)
     # The loss on layers' states gives a pooler no gradient, and DDP waits for every gradient.
     if getattr(model, "pooler", None) is not None:
         model.pooler.requires_grad_(False)
@@ -87,12 +86,12 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     before, cold = measure(original), None
     if config.scheme != ORIGINAL:
         cold = measure(posswap.swap(load_original(config.model).to(model.device), config.scheme, warm_start=False))["damage"]
-    curve, looks = Curve(folder), measured_steps(config.max_steps)
-    curve.add(0, {"tokens": 0, **measure(model)})
+    looks = measured_steps(config.max_steps)
+    add_point(folder, 0, {"tokens": 0, **measure(model)})
 
     def look(model: PreTrainedModel, run: TrainingRun) -> None:
         if len(run.losses) in looks:
-            curve.add(len(run.losses), {"tokens": run.tokens, **measure(model)})
+            add_point(folder, len(run.losses), {"tokens": run.tokens, **measure(model)})
 
     model, done = train(
         model,
@@ -105,23 +104,23 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         description="distillation",
     )
     PartialState().wait_for_everyone()  # until the main process has written the points that all read
-    points = curve.points()
-    for point in points if causal else ():
+    curve = points(folder)
+    for point in curve if causal else ():
         point["ratio"] = point["perplexity"] / before["perplexity"]
     # With --text-weight the model also learns from the text, so low damage is not the aim.
     judged = "ratio" if causal and config.text_weight else "damage"
     shares = () if cold is None else SHARES
-    marks = {f"to_{share}_percent": tokens_to_reach(points, (1 - share / 100) * cold) for share in shares}
-    ends = [judged, *(name for name in ("damage", "perplexity", "ratio") if name in points[-1])]
+    marks = {f"to_{share}_percent": tokens_to_reach(curve, (1 - share / 100) * cold) for share in shares}
+    ends = [judged, *(name for name in ("damage", "perplexity", "ratio") if name in curve[-1])]
     return {
         "figures": {
-            **{name: points[-1][name] for name in ends},
+            **{name: curve[-1][name] for name in ends},
             **{name: tokens for name, tokens in marks.items() if tokens is not None},
-            **{f"{judged}_{point['tokens']}": point[judged] for point in points},
+            **{f"{judged}_{point['tokens']}": point[judged] for point in curve},
         },
         "cost": cost(model, done),
         "model": model,
-        "details": {"curve": points, "original": before, "cold_damage": cold, "block_size": block_size, "losses": done.losses},
+        "details": {"curve": curve, "original": before, "cold_damage": cold, "block_size": block_size, "losses": done.losses},
     }
 
 

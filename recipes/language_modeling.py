@@ -22,12 +22,12 @@ from typing import Annotated
 import torch
 from accelerate import PartialState
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedModel
+from transformers import AutoModelForMaskedLM, PreTrainedModel
 
 from hf_posswap.data.text import shorter_blocks
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost, load_model
+from hf_posswap.experiments.models import cost
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import (
     FIXED_SEED,
@@ -53,6 +53,7 @@ class Config(TextConfig):
         "loss": "its logarithm, nats a token",
         "start": "the same before training",
     }
+    LEAST = {"head_steps": 1, "head_learning_rate": 0, "block_size": 4, "lengths": 4}
 
     block_size: Annotated[int | None, "Tokens of a training sequence. Default: the trained length; for BERT up to 128."] = None
     lengths: Annotated[
@@ -67,20 +68,14 @@ class Config(TextConfig):
         super().__post_init__()
         if not 0 < self.mlm_probability < 1:
             raise PosswapError(f"mlm_probability={self.mlm_probability} must lie between 0 and 1")
-        if self.head_steps < 1 or self.head_learning_rate <= 0:
-            raise PosswapError(f"head_steps={self.head_steps} and head_learning_rate={self.head_learning_rate} must be above 0")
-        if min(self.lengths, default=4) < 4 or (self.block_size or 4) < 4:
-            raise PosswapError("block_size and lengths must be at least 4 tokens")
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
     """Train and measure one scheme with one seed."""
     text = RunText(config)
     trained, causal, tokenizer = text.trained, text.causal, text.tokenizer
-    block_size = config.block_size or (trained if causal else min(128, trained))
+    block_size = config.block_size or text.block_size
     lengths = sorted({*(config.lengths or (max(4, block_size // 4), max(4, block_size // 2))), block_size})
-    if (config.max_positions or lengths[-1]) < lengths[-1]:
-        raise PosswapError(f"max_positions={config.max_positions} is less than the {lengths[-1]} tokens that are asked for")
     if not causal and tokenizer.mask_token is None:
         raise PosswapError(f"the tokenizer of {config.model} has no mask token, which masked language modelling needs")
     blocks, cuts = text.blocks(block_size), text.held(*lengths)
@@ -104,14 +99,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         elif config.head:
             raise PosswapError(f"{config.model} has a head of its own: leave out --head")
 
-    model = load_model(
-        config,
-        AutoModelForCausalLM if causal else AutoModelForMaskedLM,
-        max_positions=lengths[-1] if lengths[-1] > trained else None,
-        fit_batches=lambda: text.fit_batches(seed=config.seed),
-        tokenizer=tokenizer,
-        prepare=prepare,
-    )
+    model = text.load(None if causal else AutoModelForMaskedLM, max_positions=lengths[-1], prepare=prepare)
     start = {n: token_losses(model, *cut) for n, cut in held.items()}
     compute_loss = None if causal else masked_lm_loss
     model, done = train(model, rows, config, compute_loss=compute_loss, output=folder, resume=resume)

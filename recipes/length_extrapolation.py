@@ -24,14 +24,13 @@ from typing import Annotated
 
 import torch
 from accelerate import PartialState
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from hf_posswap.assets import model_source
 from hf_posswap.data.text import shorter_blocks
-from hf_posswap.errors import PosswapError, UnsupportedModelError
+from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost, load_model
+from hf_posswap.experiments.models import cost, load_original
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextConfig
 from hf_posswap.measure.losses import loss_by_position, mean_loss, row_losses, sliding_window_losses, token_losses
@@ -50,6 +49,7 @@ class Config(TextConfig):
         "tuned": "the same after the fine-tune",
     }
     FORBIDDEN_STARTS = {"scratch": "a model from scratch has no trained length (language_modeling.py --lengths trains one)"}
+    LEAST = {"factors": 1, "finetune_factor": 0}
 
     model: str = "stdlib-gpt2"
     batch_size: Annotated[int, "Sequences per step, of the fine-tune's length, over all processes."] = 4
@@ -59,24 +59,18 @@ class Config(TextConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.factors or min(self.factors) < 1 or sorted(set(self.factors)) != list(self.factors):
+        if not self.factors or sorted(set(self.factors)) != list(self.factors):
             raise PosswapError(f"factors={self.factors} must be whole numbers from 1 on, in rising order")
-        if self.finetune_factor < 0:
-            raise PosswapError(f"finetune_factor={self.finetune_factor} must be 1 or more, or 0 for no fine-tune")
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
     """Swap, measure at all lengths, fine-tune, and measure again."""
-    text = RunText(config)
+    text = RunText(config, reads_on=True)
     trained = text.trained
-    if not text.causal:
-        raise UnsupportedModelError(f"{config.model} is an encoder: this recipe takes causal models, such as GPT-2")
     swapped, stride = config.scheme != ORIGINAL, config.stride or max(1, trained // 4)
     if not 1 <= stride < trained:
         raise PosswapError(f"stride={stride} must be from 1 to {trained - 1}, less than the trained length")
     needed = trained * max(*config.factors, config.finetune_factor)
-    if (config.max_positions or needed) < needed:
-        raise PosswapError(f"max_positions={config.max_positions} is less than the {needed} tokens that are asked for")
     cuts = text.held(*(trained * factor for factor in config.factors))
     if config.finetune_factor:
         rows, budget = text.blocks(trained * config.finetune_factor), config
@@ -84,14 +78,8 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
             rows = shorter_blocks(rows, text.tokenizer, trained)
             budget = replace(config, batch_size=config.batch_size * config.finetune_factor)
 
-    model = load_model(
-        config,
-        AutoModelForCausalLM,
-        max_positions=needed if swapped and needed > trained else None,
-        fit_batches=lambda: text.fit_batches(seed=config.seed),
-        tokenizer=text.tokenizer,
-    )
-    bar = AutoModelForCausalLM.from_pretrained(model_source(config.model)).to(model.device) if swapped else model
+    model = text.load(max_positions=needed if swapped else None)
+    bar = load_original(config.model).to(model.device) if swapped else model
     end = max(cuts)
 
     def window(one: PreTrainedModel, lengths) -> dict[int, torch.Tensor]:

@@ -22,8 +22,7 @@ from typing import Annotated
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from hf_posswap.architectures import longest_input
-from hf_posswap.errors import PosswapError, SequenceTooLongError
+from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.classification import predict
 from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_model
@@ -43,6 +42,7 @@ class ListOpsConfig(RecipeConfig):
     QUESTION = "Can a model work out nested expressions (ListOps)?"
     FIGURES = {"accuracy": "of held-out expressions", "majority": "what guessing the commonest answer gets"}
     FORBIDDEN_STARTS = {"fit": "a fit reads text, and ListOps has none"}
+    LEAST = dict.fromkeys(("train_examples", "examples", *_SIZES), 1)
 
     start: str = "scratch"
     max_steps: int = 5000
@@ -59,7 +59,6 @@ class ListOpsConfig(RecipeConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least_one("train_examples", "examples", *_SIZES)
         if self.start != "scratch" and any(getattr(self, size) is not None for size in _SIZES):
             raise PosswapError(f"{', '.join(_SIZES)} are for --start scratch: a checkpoint has its own")
 
@@ -68,11 +67,6 @@ def run(config: ListOpsConfig, folder: Path, resume: bool) -> dict:
     """Train on expressions, and test on others."""
     positions = config.max_length + 1  # at most max_length - 1 symbols, and [CLS] and [SEP]
     model = load_model(config, AutoModelForSequenceClassification, max_positions=positions, **_options(config, positions))
-    if longest_input(model.config) < positions:
-        raise SequenceTooLongError(
-            f"expressions of {config.max_length - 1} symbols take {positions} positions, and the model has "
-            f"{longest_input(model.config)}: lower --max-length, or raise --max-positions"
-        )
     shape = {name: getattr(config, name) for name in ("min_length", "max_length", "max_depth", "max_args")}
     expressions = listops_expressions(config.train_examples + config.examples, **shape, seed=config.seed)
     trained, tested = expressions[config.examples :], expressions[: config.examples]

@@ -64,6 +64,8 @@ class Config(EmbedderOptions):
         "kept": "cosine of short texts' vectors with the original's",
         "sts": "Spearman's rho on pairs of sentences",
     }
+    LEAST = {"tokens": 1, "passage": 1, "documents": 1}
+    LEAST |= dict.fromkeys(("max_steps", "cached", "checkpoint_every", "brake", "learning_rate"), 0)
 
     start: str = "fit"
     span: int | None = 128
@@ -82,11 +84,8 @@ class Config(EmbedderOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least_one("tokens", "passage", "documents")
         if self.batch_size < 2:
             raise PosswapError(f"batch_size={self.batch_size}: other pairs of the batch are the negatives, so give 2 or more")
-        if min(self.max_steps, self.cached, self.checkpoint_every) < 0 or self.brake < 0 or not self.learning_rate > 0:
-            raise PosswapError("max_steps, cached, checkpoint_every and brake must be 0 or more, and learning_rate above 0")
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
@@ -105,7 +104,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     begun = folder / "start"
     embedder = load_embedder(str(begun) if resume and begun.is_dir() else config.model)
     if config.scheme != ORIGINAL and not posswap.describe(embedder).swapped:
-        swap_embedder(embedder, config, training, tokens=config.tokens, window=config.window)
+        swap_embedder(embedder, config, training, tokens=config.tokens)
         if PartialState().is_main_process:
             embedder.save_pretrained(str(begun))
     elif config.scheme == ORIGINAL:
@@ -179,7 +178,6 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
         save_strategy="steps" if config.checkpoint_every else "no",
         save_steps=config.checkpoint_every or 500,
         save_total_limit=1,
-        save_only_model=False,
         logging_steps=max(1, config.max_steps // 10),
         report_to="none",
         dataloader_pin_memory=not cpu,

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering
 from hf_posswap.architectures import longest_input
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.text import embedded_documents
-from hf_posswap.errors import PosswapError, SequenceTooLongError
+from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_family, load_model, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig
@@ -48,6 +48,7 @@ class PasskeyConfig(RecipeConfig):
         "accuracy": "share of keys said in full, in texts of N tokens, over all depths",
         "candidates": "share of texts in which the key is likelier than nine others",
     }
+    LEAST = {"examples": 1, "tokens_a_batch": 1}
 
     model: str = "stdlib-gpt2"
     max_steps: int = 300
@@ -69,7 +70,6 @@ class PasskeyConfig(RecipeConfig):
                 raise PosswapError(f"{name} must not be empty")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise PosswapError(f"depths={self.depths} must be from 0 (the start of the filler) to 1 (its end)")
-        self.at_least_one("examples", "tokens_a_batch")
 
 
 def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
@@ -94,8 +94,6 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
 
     auto_class = AutoModelForCausalLM if causal else AutoModelForQuestionAnswering
     model = load_model(config, auto_class, max_positions=lengths[-1], fit_batches=fit_batches, tokenizer=tokenizer)
-    if lengths[-1] > longest_input(model.config):
-        raise SequenceTooLongError(f"texts of {lengths[-1]} tokens do not fit into max_positions={longest_input(model.config)}")
     done = None
     if config.train:
         examples = PasskeyExamples(texts, config.train_lengths, config.max_steps * config.batch_size, seed=config.seed)
@@ -105,7 +103,8 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
     answers = heat_maps(model, tested, config, ask=recall_keys if causal else lambda *given: [point_at_keys(*given)])
     panels = {name: [[mean(cell) for cell in row] for row in rows] for name, rows in answers.items()}
     if PartialState().is_main_process:
-        title = f"{config.model}, {config.scheme}" + (f", trained at {_range(config.train_lengths)}" if config.train else "")
+        learnt = dict.fromkeys((min(config.train_lengths), max(config.train_lengths)))
+        title = f"{config.model}, {config.scheme}" + f", trained at {' to '.join(map(str, learnt))}" * config.train
         axes = {"row_label": "depth of the key", "column_label": "length (tokens)", "title": title}
         figure = plot_heat_maps(panels, rows=list(config.depths), columns=list(config.lengths), **axes)
         figure.savefig(folder / "heat_map.png", dpi=150)
@@ -143,10 +142,6 @@ def heat_maps(model, texts: PasskeyTexts, config: PasskeyConfig, *, ask: Callabl
         for name, row in rows.items():
             panels.setdefault(name, []).append(row)
     return panels
-
-
-def _range(lengths: tuple[int, ...]) -> str:
-    return str(lengths[0]) if len(lengths) == 1 else f"{min(lengths)} to {max(lengths)}"
 
 
 if __name__ == "__main__":

@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_posswap.architectures import longest_input
 from hf_posswap.data.text import cut_blocks, split_tokens, spread, token_lists
-from hf_posswap.errors import PosswapError, UnsupportedModelError
+from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost, load_model
+from hf_posswap.experiments.models import cost
 from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextOptions, check_enough
@@ -50,6 +50,7 @@ class Config(TextOptions, SwapOptions):
         "select_loss": "nats a token of text to choose a rate by, all places",
     }
     FORBIDDEN_STARTS = {"scratch": "a model from scratch has no trained length"}
+    LEAST = {"fit_factor": 1, "factor": 1, "tune_steps": 0}
 
     model: str = "stdlib-gpt2"
     factor: Annotated[int, "Length of the blocks to read, in multiples of the trained length; a power of two."] = 16
@@ -61,19 +62,14 @@ class Config(TextOptions, SwapOptions):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least_one("fit_factor")
-        if self.tune_steps < 0:
-            raise PosswapError(f"tune_steps={self.tune_steps} must be 0 or more")
-        if self.factor < 1 or self.factor & (self.factor - 1):
+        if self.factor & (self.factor - 1):
             raise PosswapError(f"factor={self.factor} must be a power of two: 1, 2, 4, ...")
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
     """Swap, fit on long text, read on."""
-    text = RunText(config)
+    text = RunText(config, reads_on=True)
     trained = text.trained
-    if not text.causal:
-        raise UnsupportedModelError(f"{config.model} is an encoder: this recipe takes causal models")
     swapped, longest = config.scheme != ORIGINAL, trained * max(config.factor, config.fit_factor)
     fit_length, read_length, tokenizer = trained * config.fit_factor, trained * config.factor, text.tokenizer
     blocks = text.held(read_length)[read_length]
@@ -86,12 +82,9 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         )  # fmt: skip
         check_enough(rows, budget)
         to_select = spread(cut_blocks(to_select, tokenizer, read_length), config.evaluation_tokens)
-    model = load_model(
-        config,
-        AutoModelForCausalLM,
+    model = text.load(
         max_positions=max(longest, config.generate) if swapped else None,
         fit_batches=lambda: text.fit_batches(fit_length, window=trained, seed=config.seed),
-        tokenizer=tokenizer,
     )
     ends = [trained * 2**power for power in range(config.factor.bit_length())]
 

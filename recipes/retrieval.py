@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.embedders import EmbedderOptions, load_embedder, sts, swap_embedder
 from hf_posswap.experiments.items import averaged
@@ -46,15 +45,11 @@ class Config(EmbedderOptions):
         "sts": "Spearman's rho on pairs of sentences",
     }
 
+    LEAST = {"fit_length": 1, "lengths": 64}
+
     lengths: Annotated[tuple[int, ...], "Tokens of pass key and needle documents; repeatable."] = (256, 512, 1024, 2048, 4096)
     fit_length: Annotated[int, "Tokens of the longest texts of --start fit."] = 1024
     beir: Annotated[tuple[str, ...], "Folders with corpus.jsonl, queries.jsonl and qrels/test.tsv; repeatable."] = ()
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.at_least_one("fit_length")
-        if any(length < 64 for length in self.lengths):
-            raise PosswapError(f"lengths={self.lengths}: a document needs 64 tokens or more")
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
@@ -65,7 +60,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     if config.scheme != ORIGINAL:
         texts = documents(config, "train", causal=False) if config.start == "fit" else ()
         length = min(config.fit_length, longest)
-        swap_embedder(embedder, config, texts, tokens=length, window=config.window, longest=longest)
+        swap_embedder(embedder, config, texts, tokens=length, longest=longest)
     else:
         read_as(embedder, config.read, reads, longest)
     text = documents(config, "validation", causal=False)

@@ -19,7 +19,7 @@ import torch
 import typer
 from huggingface_hub import ModelCard, ModelCardData
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from hf_posswap.data.text import stdlib_documents, token_blocks
@@ -33,18 +33,11 @@ END_OF_TEXT = "<|endoftext|>"
 
 def build_tokenizer(documents: list[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer, as GPT-2 has, learned from the training documents only."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer = ByteLevelBPETokenizer()
+    options = {"vocab_size": vocab_size, "min_frequency": 0, "special_tokens": [END_OF_TEXT], "show_progress": False}
+    tokenizer.train_from_iterator(documents, **options)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=tokenizer._tokenizer,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,

@@ -36,9 +36,6 @@ PICTURES = {
     "its own table breaks at once;\nrelative and rotary positions fitted to 256 tokens fade slowly; a sliding window holds",
 }
 
-# Not shown, since the machines also did other work; the paired benchmark compares times.
-NOT_SHOWN = ("tokens/s", "seconds", "fit, s")
-
 # Other pages that show figures of a result file.
 SHOWN_IN = {
     "README.md": ("card/", "fit/minilm/", "fit/stdlib-gpt2/", "read_on/span/", "read_on/tuned/"),
@@ -86,16 +83,11 @@ def tree() -> str:
 def rows(file: Path) -> dict[str, dict[str, list[float]]]:
     """Return the figures in a result file as {row: {figure: [value for each seed]}}; rows are named as in its tables."""
     content, found = read(file), {}
-
-    def add(label: str, figures: dict) -> None:
-        for name, value in figures.items():
-            found.setdefault(label, {}).setdefault(name, []).append(value)
-
     for run in content["runs"]:
-        curve = run.get("details", {}).get("curve") or ()
-        ends = {"start": curve[0], "end": curve[-1]} if curve else {}
-        ends = {f"{name} {when}": point[name] for when, point in ends.items() for name in point}
-        add(row_label(run, content["vary"]), ends | run["figures"] | run["cost"])
+        row, curve = found.setdefault(row_label(run, content["vary"]), {}), run.get("details", {}).get("curve") or [{}]
+        ends = {f"{name} {when}": x for when, point in (("start", curve[0]), ("end", curve[-1])) for name, x in point.items()}
+        for name, value in (ends | run["figures"] | run["cost"]).items():
+            row.setdefault(name, []).append(value)
     return found
 
 
@@ -130,16 +122,8 @@ def environment() -> Environment:
 
 
 def tidy(text: str) -> str:
-    """Remove the columns NOT_SHOWN, and standard deviations that round to zero."""
-    lines, drop = [], []
-    for line in text.split("\n"):
-        if line.startswith("|"):
-            cells = line.strip("|").split("|")
-            if not lines or not lines[-1].startswith("|"):
-                drop = [number for number, cell in enumerate(cells) if cell.strip() in NOT_SHOWN]
-            line = f"|{'|'.join(cell for number, cell in enumerate(cells) if number not in drop)}|"
-        lines.append(line)
-    return re.sub(r" ± 0(\.0+)?(?= )", "", "\n".join(lines))
+    """Remove standard deviations that round to zero."""
+    return re.sub(r" ± 0(\.0+)?(?= )", "", text)
 
 
 def comparison_table(place: str, *figures: str) -> str:
@@ -148,7 +132,8 @@ def comparison_table(place: str, *figures: str) -> str:
     runs, vary = content["runs"], content["vary"]
     files = f"[All figures, and differences seed by seed]({place}/comparison.md), [runs]({place}/comparison.json)"
     asked = {"vary": vary, "figures": figures}
-    tables = filter(None, (markdown(runs, **asked), interval_table(runs, **asked)))
+    # Without tokens/s: the machines also did other work. The paired benchmark compares times.
+    tables = filter(None, (markdown(runs, **asked, costs=("peak_memory_bytes",)), interval_table(runs, **asked)))
     return "\n\n".join([*map(tidy, tables), f"{background(runs)} {files}."])
 
 

@@ -248,7 +248,7 @@ def what_is_not_sent(hub, folder):
     requests = len(hub.log)
     with refused("is no name for a repository"):
         push(folder, "tester/a/b")
-    with refused("does not say whose it is"):
+    with refused("give owner/name"):
         push(folder, "never")
     (folder / ".git").mkdir()
     (folder / ".git" / "config").write_text("token")  # left alone
@@ -283,7 +283,7 @@ def what_is_not_sent(hub, folder):
     try_with("more.safetensors", lambda p: p.write_bytes(b"\x10" * 40), "cannot be read")
     (folder.parent / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     index = {"weight_map": {"a": "../secret.safetensors"}}
-    try_with("model.safetensors.index.json", lambda p: p.write_text(json.dumps(index)), "which is no file next to it")
+    try_with("model.safetensors.index.json", lambda p: p.write_text(json.dumps(index)), "is no file next to it")
     weights = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").unlink()
     with refused("has no weights"):

@@ -302,7 +302,7 @@ def test_folders_that_are_refused(swapped, fitted, results, make_model, tmp_path
         (tmp_path / "empty", {"base_model": BASE}, "has no weights"),
         (swapped, {"base_model": "local:"}, "give a name after local:"),
         (swapped, {"base_model": "local:/home/me/tiny"}, "give a name after local:"),
-        (swapped, {"base_model": BASE, "repo_id": "tiny"}, "does not say whose it is"),
+        (swapped, {"base_model": BASE, "repo_id": "tiny"}, "give owner/name"),
         (swapped, {"base_model": BASE, "license": "a: b"}, "no identifier of a licence"),
         (tmp_path / "nothing", {"base_model": BASE}, "there is no folder"),
         (swapped, {}, "give base_model"),
@@ -422,7 +422,7 @@ def test_leaderboard(swapped, fitted, results, program):
     assert code == 0 and "accuracy 512" in out
     with pytest.raises(posswap.PosswapError, match="given twice"):
         posswap.leaderboard([swapped, swapped])
-    with pytest.raises(posswap.PosswapError, match="no comparison has a figure named f2"):
+    with pytest.raises(posswap.PosswapError, match="no run has the figure 'f2'"):
         posswap.leaderboard([swapped], figures=["f2"])
     file = folder / RESULTS_FILE
     content = json.loads(file.read_text())

@@ -247,14 +247,14 @@ def test_tokenizer_in_the_folder(make_swapped, bert_tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"format": 2}, r"format 2.*reads format 1.*pip install -U"),
+        ({"format": 2}, r"format 2, not 1: pip install -U"),
         ({"format": None}, r"format None"),
         ({"name": "rotery"}, r"unknown scheme 'rotery'.*rotary"),
         ({"clip": 0}, r"clip=0 must be an integer of at least 1"),
         ({"clip": "four"}, r"clip='four' must be"),
         ({"clop": 3}, r"no option 'clop'.*clip"),
         ({"trained_positions": None}, r"complete `position_scheme`"),
-        (None, "complete `position_scheme` entry, it has None"),
+        (None, "complete `position_scheme` entry, not None"),
     ],
     ids=str,
 )

@@ -100,15 +100,10 @@ def test_broken_files(delta):
     with pytest.raises(posswap.CheckpointError, match="the delta is broken"):
         posswap.load_delta(base, folder)
     (name, first), *others = weights.items()
-    wrong = {
-        "missing or too many": dict(others),
-        "has shape": weights | {name: first[:-1].clone()},
-        "NaN or infinite": weights | {name: torch.full_like(first, float("nan"))},
-        "is torch.int32": weights | {name: first.int()},
-    }
-    for says, damaged in wrong.items():
+    spoilt = (first[:-1].clone(), torch.full_like(first, float("nan")), first.int())
+    for damaged in (dict(others), *(weights | {name: one} for one in spoilt)):
         save_file(damaged, folder / WEIGHTS)
-        with pytest.raises(posswap.CheckpointError, match=f"does not hold the weights of its scheme .*{says}"):
+        with pytest.raises(posswap.CheckpointError, match=rf"does not hold the weights of its scheme \(see {name}\)"):
             posswap.load_delta(base, folder)
         assert not posswap.describe(base).swapped
     (folder / ABOUT).write_text("[" * 100_000)

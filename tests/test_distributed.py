@@ -97,12 +97,8 @@ def test_another_number_of_processes_is_refused(folder, together, make_model):
 
 def test_each_example_counts_once(alone, together):
     """203 examples are 203 on two processes, whatever fills up the last batch, and come out the same on both."""
-    assert alone["examples"]["count"] == 203 and alone["examples"]["references"] == [place % 3 for place in range(203)]
-    for rank in together:
-        assert rank["examples"]["count"] == 203 and rank["examples"]["right"] == alone["examples"]["right"]
-        assert sorted(rank["examples"]["references"]) == sorted(alone["examples"]["references"])
-        for name in ("count", "right"):
-            assert rank["labelled_tokens"][name] == alone["labelled_tokens"][name] > 0
+    assert len(alone["examples"]) == 203 and len(set(alone["examples"])) > 1
+    assert all(rank["examples"] == alone["examples"] for rank in together)
 
 
 def test_every_process_asks_for_keys(alone, together):

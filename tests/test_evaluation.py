@@ -5,48 +5,28 @@ import torch
 from transformers import BertForSequenceClassification
 
 from hf_posswap import PosswapError
-from hf_posswap.measure.metrics import Accuracy
-from hf_posswap.training.batching import pad
-from hf_posswap.training.evaluation import evaluate_batches
+from hf_posswap.training.evaluation import predict
 
 
-def _rows(count=21):
+def test_logits_of_all_rows(make_model):
+    """Logits are those of each row by itself, in the order of rows; the model's mode comes back, no gradient is kept."""
+    model = make_model("bert", head=BertForSequenceClassification, num_labels=2).train()
     generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(2, 20, (count,), generator=generator).tolist()
-    tokens = [torch.randint(2, 98, (length,), generator=generator) for length in lengths]
-    return [{"input_ids": row, "labels": torch.tensor(place % 2)} for place, row in enumerate(tokens)]
-
-
-def test_share_of_right_classes(make_model):
-    """An `evaluate.Metric` says what is right example by example; the model's mode comes back, no gradient is kept."""
-    model, rows = make_model("bert", head=BertForSequenceClassification, num_labels=2).train(), _rows()
-    found = evaluate_batches(model, rows, Accuracy(), collate=pad, batch_size=4, progress=False)
-    assert model.training
+    lengths = torch.randint(2, 20, (21,), generator=generator).tolist()
+    rows = [{"input_ids": torch.randint(2, 98, (length,), generator=generator)} for length in lengths]
+    found = predict(model, rows, 0, 4)
+    assert model.training and not found.requires_grad
     model.eval()
     with torch.no_grad():
-        right = [model(input_ids=row["input_ids"][None]).logits.argmax() == row["labels"] for row in rows]
-    assert found == {"accuracy": pytest.approx(sum(map(int, right)) / len(rows))} and 0 < found["accuracy"] < 1
-
-
-def test_tokens_without_a_reference_are_left_out(make_model):
-    """Of (B, L) predictions only tokens with a reference count; `predict` says what is compared."""
-    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"].clone()} for row in _rows()]
-    for row in rows:
-        row["labels"][1:] = -100
-
-    def copy(model, batch):
-        return batch["input_ids"] + (batch["labels"] == -100), batch["labels"]
-
-    assert evaluate_batches(make_model("bert"), rows, Accuracy(), collate=pad, predict=copy, progress=False) == {
-        "accuracy": 1.0
-    }
+        alone = torch.cat([model(input_ids=row["input_ids"][None]).logits for row in rows])
+    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_nothing_to_evaluate(make_model):
     """An empty data set is an error, and a model that fails is left in its mode."""
     model = make_model("bert").train()
     with pytest.raises(PosswapError, match="empty"):
-        evaluate_batches(model, [], Accuracy())
-    with pytest.raises(KeyError):
-        evaluate_batches(model, [{"input_ids": torch.tensor([1, 2])}], Accuracy(), progress=False)
+        predict(model, [], 0, 4)
+    with pytest.raises(IndexError):
+        predict(model, [{"input_ids": torch.tensor([1, 2_000_000])}], 0, 4)
     assert model.training

@@ -218,8 +218,8 @@ def test_original(make_model, family, share):
 # -- failures ------------------------------------------------------------------------------------------------------------
 
 BAD_TEXT = {
-    "beyond the vocabulary": (lambda: text() + 50, "another model's tokenizer"),
-    "negative": (lambda: text() - 50, "another model's tokenizer"),
+    "beyond the vocabulary": (lambda: text() + 50, "use the model's tokenizer"),
+    "negative": (lambda: text() - 50, "use the model's tokenizer"),
     "floats": (lambda: text().float(), "must be integers"),
     "one row": (lambda: text()[0], "shape"),
     "no tokens": (lambda: text()[:, :0], "shape"),
@@ -277,8 +277,8 @@ BAD_CALLS = {
     "float": (None, {"reconstruct": 1.5}, "0 or more"),
     "nan": (spoil, {}, "NaN"),
     "nan in the original": (None, {"original_model": lambda make: spoil(make("gpt2"))}, "NaN"),
-    "family": (None, {"original_model": lambda make: make("bert")}, "is a bert .*checkpoint that it was swapped from"),
-    "size": (None, {"original_model": lambda make: make("gpt2", n_layer=1)}, "pass the checkpoint"),
+    "family": (None, {"original_model": lambda make: make("bert")}, "is bert .*pass what it was swapped from"),
+    "size": (None, {"original_model": lambda make: make("gpt2", n_layer=1)}, "pass what it was"),
     "part": (lambda model: model.transformer, {"original_model": lambda make: make("gpt2").transformer}, "the whole model"),
     "cast": (lambda model: model.bfloat16(), {}, "fit right after the swap"),
     "no closed form": (lambda model: posswap.swap(model, "none"), {"reconstruct": 0}, "give reconstruct a number"),

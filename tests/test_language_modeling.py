@@ -416,13 +416,13 @@ def test_length_extrapolation_without_a_fine_tune(gpt2, text, result):
         ("language_modeling", {"batch_size": 4000}, "fewer than one batch of 4000"),
         ("language_modeling", {"lengths": 9000, "scheme": "rotary"}, "fewer than one block"),
         ("language_modeling", {"mlm_probability": 1}, "between 0 and 1"),
-        ("language_modeling", {"lengths": 1}, "at least 4 tokens"),
+        ("language_modeling", {"lengths": 1}, "lengths=1 must be at least 4"),
         ("length_extrapolation", {"scheme": "learned", "factors": (1, 2)}, "cannot hold max_positions"),
         ("length_extrapolation", {"start": "scratch"}, "language_modeling.py"),
         ("length_extrapolation", {"factors": (2, 1)}, "in rising order"),
         ("length_extrapolation", {"stride": 32}, "from 1 to 31"),
-        ("length_extrapolation", {"finetune_factor": -1}, "0 for no fine-tune"),
-        ("length_extrapolation", {"scheme": "rotary", "max_positions": 64}, "less than the 512 tokens"),
+        ("length_extrapolation", {"finetune_factor": -1}, "must be at least 0"),
+        ("length_extrapolation", {"scheme": "rotary", "max_positions": 64, "factors": 4}, "less than the 128 tokens"),
     ],
 )
 def test_bad_input(gpt2, text, recipe, start, tmp_path, monkeypatch, name, options, says):

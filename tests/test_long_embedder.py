@@ -150,7 +150,7 @@ def test_no_document_twice_in_a_batch(recipe, monkeypatch):
         ({"batch_size": 1}, "give 2 or more"),
         ({"batch_size": 400}, "do not fill a batch of 400"),
         ({"tokens": 15}, "too few for 2 passages of 12"),
-        ({"learning_rate": 0.0}, "learning_rate above 0"),
+        ({"learning_rate": -0.1}, "learning_rate=-0.1 must be"),
         ({"tokens": 4000}, "no text has 3,998 tokens"),
     ],
 )

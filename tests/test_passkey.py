@@ -304,7 +304,7 @@ def test_bad_options(config, options, says):
     [
         ({"lengths": (16,)}, "length=16 is too short: keys and question take"),
         ({"train_lengths": (16,)}, "length=16 is too short: keys and question take"),
-        ({"max_positions": 100}, "texts of 150 tokens do not fit into max_positions=100"),
+        ({"max_positions": 100}, "max_positions=100 is less than the 150 tokens"),
         ({"scheme": "original"}, "the original reads 64 tokens, not 150"),
         ({"filler": "lorem"}, "filler='lorem' is not known"),
         ({"decoys": 12}, "decoys=12 must be from 0 to"),

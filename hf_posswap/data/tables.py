@@ -95,22 +95,24 @@ def read_task(config: TableConfig) -> Task:
     for name in ("max_train_samples", "max_eval_samples"):
         if (count := getattr(config, name)) is not None and count < 1:
             raise DataError(f"{name}={count} must be at least 1")
-    if (config.dataset is None) == (config.train_file is None):
-        raise DataError("give a Hub data set (dataset) or a local file (train_file), one of them")
-    tables = _hub_tables(config) if config.dataset else _local_tables(config)
+    of_hub, of_files = ("dataset", "dataset_config", "validation_split"), ("train_file", "validation_file", "test_file")
+    given = [tuple(getattr(config, name) for name in names) for names in (of_hub, of_files)]
+    if any(given[0]) == any(given[1]) or not (config.dataset or config.train_file):
+        raise DataError(f"give a Hub data set ({', '.join(of_hub)}) or local files ({', '.join(of_files)}), one of them")
+    files = {split: file for split, file in zip(("train", "validation", "test"), given[1], strict=True) if file}
+    tables = {split: read_table(file) for split, file in files.items()} or _hub_tables(config)
     source = config.dataset or Path(config.train_file).name
-    files = {} if config.dataset else {"train": source, "validation": config.validation_file, "test": config.test_file}
     text, pair, label = _choose_columns(tables["train"], config, source)
     where = {split: f"the {split} part of {Path(files[split]).name if files else source}" for split in tables}
     for split, table in tables.items():
         if len(table) == 0:
             raise DataError(f"{where[split]} has no rows")
-        for name in (text, pair):
-            if name:
-                read_texts(table, name, where[split])  # or raises, saying why not
+        for name in filter(None, (text, pair)):
+            read_texts(table, name, where[split])  # or raises, saying why not
     values = {split: _label_column(table, label, where[split]) for split, table in tables.items()}
     feature = tables["train"].features[label]
-    if config.task == "regression" or config.task == "auto" and _is_float(feature):
+    is_float = str(getattr(feature, "dtype", "")).startswith(("float", "double", "decimal"))
+    if config.task == "regression" or config.task == "auto" and is_float:
         names, labels = (), {split: _numbers(values[split], label, where[split]) for split in values}
     else:
         names, labels = _number_labels(values, getattr(feature, "names", None), label, where)
@@ -201,23 +203,21 @@ def read_texts(table: "datasets.Dataset", column: str, source) -> list[str]:
     return texts
 
 
+def read_pairs(path: str | Path) -> tuple[list[str], list[str], list[float]]:
+    """Return the columns sentence1, sentence2 and label of a file: pairs with human scores (STS)."""
+    table, columns = read_table(path), ("sentence1", "sentence2", "label")
+    if missing := [name for name in columns if name not in table.column_names]:
+        raise DataError(f"{path} has no column {missing[0]!r}: it needs {', '.join(columns)}")
+    return tuple(table[name][:] for name in columns)
+
+
 def check_column(table: "datasets.Dataset", column: str, source, option: str) -> None:
     """Raise if a table lacks a column."""
     if column not in table.column_names:
         raise DataError(f"{source} has no column {column!r}; it has {table.column_names}: pass {option}=")
 
 
-def _local_tables(config: TableConfig) -> dict[str, "datasets.Dataset"]:
-    for name in ("dataset_config", "validation_split"):
-        if getattr(config, name):
-            raise DataError(f"{name} is of Hub data sets; a local file has none")
-    files = {"train": config.train_file, "validation": config.validation_file, "test": config.test_file}
-    return {split: read_table(file) for split, file in files.items() if file}
-
-
 def _hub_tables(config: TableConfig) -> dict[str, "datasets.Dataset"]:
-    if config.validation_file or config.test_file:
-        raise DataError("validation_file and test_file go with train_file, not with dataset")
     name, part = hub_name(config.dataset)
     if part and config.dataset_config:
         raise DataError(f"{config.dataset} names a configuration, and dataset_config={config.dataset_config} another: give one")
@@ -274,20 +274,10 @@ def _label_column(table: "datasets.Dataset", column: str, where: str) -> list:
     return values
 
 
-def _is_float(feature) -> bool:
-    return str(getattr(feature, "dtype", "")).startswith(("float", "double", "decimal"))
-
-
 def _numbers(values: list, column: str, where: str) -> list[float]:
     if strange := next((value for value in values if isinstance(value, str)), None):
         raise DataError(f"column {column!r} of {where} holds the text {strange!r}: a regression needs numbers")
     return [float(value) for value in values]
-
-
-def _check_numbers(labels: list, where: str) -> None:
-    """Raise for GLUE's -1, a hidden label; classes -1 and 1 are accepted."""
-    if {-1, 0} <= set(labels):
-        raise DataError(f"row {labels.index(-1) + 1} of {where} has the label -1, which often hides a label: drop such rows")
 
 
 def _number_labels(
@@ -298,22 +288,20 @@ def _number_labels(
     if names:
         known = {number: number for number in range(len(names))}
     else:
-        _check_numbers(train, where["train"])
+        if {-1, 0} <= set(train):  # as in GLUE; classes -1 and 1 are accepted
+            place = f"row {train.index(-1) + 1} of {where['train']}"
+            raise DataError(f"{place} has the label -1, which often hides a label: drop such rows")
         kinds = {isinstance(value, str) for value in train}
         different = sorted({str(value) for value in train}) if len(kinds) > 1 else sorted(set(train))
         if len(different) > max(10, len(train) // 2):
-            raise DataError(
-                f"column {column!r} of {where['train']} holds {len(different)} different labels in {len(train)} rows: give "
-                "another label_column, or task=regression for numbers"
-            )
+            found = f"{len(different)} different labels in {len(train)} rows"
+            raise DataError(f"column {column!r} of {where['train']} holds {found}: give another, or task=regression")
         # Compared as text: 1 in a csv and "1" in a json file are one label.
         names, known = [str(value) for value in different], {str(value): number for number, value in enumerate(different)}
         values = {split: [str(value) for value in labels] for split, labels in values.items()}
     for split, labels in values.items():
         if (strange := next((value for value in labels if value not in known), None)) is not None:
-            hint = " (-1 stands for a label that is kept secret)" if strange == -1 else ""
-            raise DataError(
-                f"row {labels.index(strange) + 1} of {where[split]} has the label {strange!r}{hint}, which is out of range: "
-                f"known are {', '.join(map(str, list(known)[:20]))}"
-            )
+            place = f"row {labels.index(strange) + 1} of {where[split]}"
+            known = ", ".join(map(str, list(known)[:20]))
+            raise DataError(f"{place} has the label {strange!r}, out of range (-1 often hides a label): known are {known}")
     return tuple(names), {split: [known[value] for value in labels] for split, labels in values.items()}

@@ -89,8 +89,11 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
     held out by a hash of their text; a Hub dataset ("name" or "name:config") uses its own splits. `split=None` reads all.
     """
     path = Path(source)
-    if path.is_dir():
-        files = sorted(path.rglob("*.txt"))
+    if table_kind(path) and path.is_file():
+        texts = read_texts(read_table(path), text_column, source)
+        documents = [text for text in texts if split in (None, split_of(text))]
+    elif path.exists():
+        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
         if not files:
             raise DataError(f"no .txt file in {path}; give a file, a folder of .txt files or a Hub dataset id")
         texts = {str(file.relative_to(path)): _read_text(file) for file in files}
@@ -98,11 +101,6 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
             documents = [text for name, text in texts.items() if split in (None, split_of(name))]
         else:
             documents = [_tenth(text, split) for text in texts.values()]
-    elif table_kind(path) and path.is_file():
-        texts = read_texts(read_table(path), text_column, source)
-        documents = [text for text in texts if split in (None, split_of(text))]
-    elif path.is_file():
-        documents = [_tenth(_read_text(path), split)]
     elif path.suffix or str(source).startswith((".", "/", "~")):
         raise DataError(f"no such file or folder: {source}")
     else:

@@ -3,7 +3,6 @@
 Shapes: N rows, L tokens in a text, C labels (1 for a regression).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -19,12 +18,12 @@ from hf_posswap.data.tables import Rows, TableConfig, Task, read_task
 from hf_posswap.data.text import embedded_documents, stdlib_prose
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.curve import Curve
+from hf_posswap.experiments.curve import add_point, points
 from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_family, load_model, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.measure.word_order import word_order_examples
-from hf_posswap.training import TrainingRun, evaluate_batches, pad, train
+from hf_posswap.training import TrainingRun, pad, predict, train
 from hf_posswap.training.run_log import announce
 
 WORD_ORDER = {"train": 4000, "validation": 1000}  # examples of the embedded task, unless max_*_samples are given
@@ -34,17 +33,12 @@ WORD_ORDER = {"train": 4000, "validation": 1000}  # examples of the embedded tas
 class ClassificationConfig(TableConfig, RecipeConfig):
     """A model, a scheme, a budget, and rows of a table; without a data set, the embedded word-order task."""
 
+    LEAST = {"max_length": 3, "eval_steps": 0, "eval_batch_size": 1}
+
     metric: Annotated[str | None, "The main metric. Default: accuracy, or spearman if labels are numbers."] = None
     max_length: Annotated[int | None, "Cut texts after this many tokens. Default: as many as the model reads."] = None
     eval_steps: Annotated[int, "Also measure every N steps; 0: only at the end."] = 0
     eval_batch_size: Annotated[int, "Texts per process and batch in the evaluation."] = 32
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.max_length is not None and self.max_length < 3:
-            raise PosswapError(f"max_length={self.max_length} must be at least 3")
-        if self.eval_steps < 0 or self.eval_batch_size < 1:
-            raise PosswapError(f"eval_steps={self.eval_steps} must be >= 0, and eval_batch_size={self.eval_batch_size} >= 1")
 
 
 @dataclass(frozen=True)
@@ -54,6 +48,12 @@ class Encoded:
     rows: list[dict]  # input_ids (L,), labels (), and token_type_ids (L,) for pairs
     lengths: list[int]  # before they were cut
     truncated: int
+
+    def sizes(self, split_at: int | None) -> dict:
+        """Return how many rows there are, and how many were cut, or are long."""
+        sizes = {"rows": len(self.rows), "longest": max(self.lengths), "truncated": self.truncated}
+        sizes["truncated_share"] = self.truncated / len(self.rows)
+        return sizes if split_at is None else sizes | {"long": sum(length > split_at for length in self.lengths)}
 
 
 def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *, split_at: int | None = None) -> dict:
@@ -65,7 +65,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     Raises:
         PosswapError: Data, options or model are invalid; raised before training starts.
     """
-    from hf_posswap.measure.metrics import metric_names  # imports `evaluate`, which takes seconds
+    from hf_posswap.measure.metrics import compute_metrics, metric_names  # imports `evaluate`, which takes seconds
 
     with PartialState().main_process_first():  # it downloads into the cache that the others read
         task = read_labelled(config)
@@ -85,32 +85,39 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     parts = {"train": task.train, "validation": task.validation} | ({"test": task.test} if task.test else {})
     encoded = {split: encode(rows, tokenizer, longest, split) for split, rows in parts.items()}
 
-    fitted = config.start == "fit" and config.scheme != ORIGINAL
     options = {"num_labels": 1, "problem_type": "regression"}
     if not task.is_regression:
         names = dict(enumerate(task.label_names))
         options = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
         options["problem_type"] = "single_label_classification"
-    enough = sum(encoded["train"].lengths) >= max(config.fit_tokens, 2 * min(trained, config.max_positions or trained))
-    fit_on = task.train if enough else None
-    model = load_model(
-        config,
-        AutoModelForSequenceClassification,
-        fit_batches=lambda: _fit_batches(config, fit_on, tokenizer, trained),
-        tokenizer=tokenizer,
-        **options,
-    )
-    pad_token_id = model.config.pad_token_id
+    reads = min(trained, held)
+    enough = sum(encoded["train"].lengths) >= max(config.fit_tokens, 2 * reads)
 
-    def measure(model: PreTrainedModel, split: str) -> dict:
-        return _figures(model, encoded[split].rows, metrics, pad_token_id, config.eval_batch_size)
+    def fit_batches() -> list[torch.Tensor]:
+        _, causal = load_family(config.model)
+        texts = [*task.train.texts, *(task.train.pairs or [])] if enough else embedded_documents("train", causal=causal)
+        return text_batches(texts, tokenizer, reads, tokens=config.fit_tokens, causal=causal)
 
-    curve = Curve(folder)
+    auto_class = AutoModelForSequenceClassification
+    model = load_model(config, auto_class, fit_batches=fit_batches, tokenizer=tokenizer, **options)
+    pad_token_id, validation = model.config.pad_token_id, encoded["validation"]
+
+    def measure(model: PreTrainedModel, rows: list[dict]) -> dict:
+        """Return figures; those that are means over rows as their values (N,)."""
+        logits = predict(model, rows, pad_token_id, config.eval_batch_size)  # (N, C)
+        labels = torch.stack([row["labels"] for row in rows])
+        if task.is_regression:
+            guesses, loss = logits[:, 0], functional.mse_loss(logits[:, 0], labels, reduction="none")
+        else:
+            guesses, loss = logits.argmax(-1), functional.cross_entropy(logits, labels, reduction="none")
+        figures = compute_metrics(metrics, guesses.tolist(), labels.tolist())
+        return figures | ({"accuracy": guesses == labels} if "accuracy" in figures else {}) | {"loss": loss}
 
     def look(model: PreTrainedModel, run: TrainingRun) -> None:
         step = len(run.losses)
         if step % config.eval_steps == 0 and step < config.max_steps:
-            curve.add(step, {"tokens": run.tokens, "seconds": run.seconds, **averaged(measure(model, "validation"))["figures"]})
+            figures = averaged(measure(model, validation.rows))["figures"]
+            add_point(folder, step, {"tokens": run.tokens, "seconds": run.seconds, **figures})
 
     model, run = train(
         model,
@@ -122,27 +129,26 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
         resume=resume,
     )
     announce("measuring")
-    figures = measure(model, "validation")
+    fitted = config.start == "fit" and config.scheme != ORIGINAL
+    figures = measure(model, validation.rows)
     point = {"step": len(run.losses), "tokens": run.tokens, "seconds": run.seconds, **averaged(figures)["figures"]}
     if task.test:
-        figures |= {f"test_{name}": value for name, value in measure(model, "test").items()}
-    if split_at is not None:
-        long = [row for row, n in zip(encoded["validation"].rows, encoded["validation"].lengths, strict=True) if n > split_at]
-        if long:
-            few = _figures(model, long, metrics, pad_token_id, config.eval_batch_size)
-            figures |= {f"{name}_long": value for name, value in few.items()}
+        figures |= {f"test_{name}": value for name, value in measure(model, encoded["test"].rows).items()}
+    long = [row for row, n in zip(validation.rows, validation.lengths, strict=True) if split_at is not None and n > split_at]
+    if long:
+        figures |= {f"{name}_long": value for name, value in measure(model, long).items()}
     return {
         **averaged(figures),
         "metric": metrics[0],
         "cost": cost(model, run),
         "model": model,
-        "curve": [one for one in curve.points() if one["step"] < point["step"]] + [point],
+        "curve": [one for one in points(folder) if one["step"] < point["step"]] + [point],
         "losses": run.losses,
         "data": {
             "source": task.source,
             "labels": list(task.label_names),
             "max_length": longest,
-            "splits": {split: _sizes(part, split_at) for split, part in encoded.items()},
+            "splits": {split: part.sizes(split_at) for split, part in encoded.items()},
         },
         "fitted_on": ("the training texts" if enough else "the embedded text") if fitted else None,
     }
@@ -175,74 +181,15 @@ def encode(rows: Rows, tokenizer: PreTrainedTokenizerBase, longest: int, split: 
         pairs = [tokenizer.eos_token + text for text in pairs]  # before the second, as texts are cut at their ends
     kinds = pairs is not None and tokenizer.sep_token_id is not None
 
-    def tokenize(places: Sequence[int], **options) -> dict:
-        texts = [[part[place] for place in places] for part in (rows.texts, pairs) if part is not None]
+    def tokenize(**options) -> dict:
+        texts = [part for part in (rows.texts, pairs) if part is not None]
         return tokenizer(*texts, return_token_type_ids=kinds, return_attention_mask=False, verbose=False, **options)
 
-    whole = tokenize(range(len(rows)))
-    lengths = [len(ids) for ids in whole["input_ids"]]
+    lengths = [len(ids) for ids in tokenize()["input_ids"]]
     if 0 in lengths:
         raise DataError(f"row {lengths.index(0) + 1} of the {split} texts has no token: remove empty texts")
-    if long := [place for place, length in enumerate(lengths) if length > longest]:
-        for name, values in tokenize(long, truncation=True, max_length=longest).items():
-            for place, value in zip(long, values, strict=True):
-                whole[name][place] = value
-    encoded = [{name: torch.tensor(values[place]) for name, values in whole.items()} for place in range(len(rows))]
+    cut = tokenize(truncation=True, max_length=longest)
+    encoded = [{name: torch.tensor(values[place]) for name, values in cut.items()} for place in range(len(rows))]
     for row, label in zip(encoded, rows.labels, strict=True):
         row["labels"] = torch.tensor(label)  # int64 for a class, float32 for a number
-    return Encoded(encoded, lengths, len(long))
-
-
-def predict(model: PreTrainedModel, rows: list[dict], pad_token_id: int, batch_size: int) -> torch.Tensor:
-    """Return the logits (N, C) of all rows, in their order and on all processes; each process computes its share."""
-    order = sorted(range(len(rows)), key=lambda place: len(rows[place]["input_ids"]))  # similar lengths need little padding
-    logits = evaluate_batches(
-        model,
-        [rows[place] for place in order],
-        _Kept(),
-        collate=lambda few: pad(few, pad_token_id),
-        batch_size=batch_size,
-        predict=lambda model, batch: (model(**batch).logits.float(), batch["labels"]),
-        progress=False,
-    )
-    restored = torch.empty_like(logits)
-    restored[order] = logits
-    return restored
-
-
-class _Kept(list):
-    """Takes the place of a metric and keeps the predictions, from which several metrics and the loss are computed."""
-
-    def add_batch(self, *, predictions: torch.Tensor, references: torch.Tensor) -> None:
-        self.append(predictions)
-
-    def compute(self) -> torch.Tensor:
-        return torch.cat(list(self))
-
-
-def _figures(model: PreTrainedModel, rows: list[dict], metrics: tuple[str, ...], pad_token_id: int, batch_size: int) -> dict:
-    """Return figures; those that are means over rows as their values (N,)."""
-    from hf_posswap.measure.metrics import compute_metrics
-
-    logits = predict(model, rows, pad_token_id, batch_size)  # (N, C)
-    labels = torch.stack([row["labels"] for row in rows])
-    if labels.is_floating_point():
-        guesses, loss = logits[:, 0], functional.mse_loss(logits[:, 0], labels, reduction="none")
-    else:
-        guesses, loss = logits.argmax(-1), functional.cross_entropy(logits, labels, reduction="none")
-    figures = compute_metrics(metrics, guesses.tolist(), labels.tolist())
-    return figures | ({"accuracy": guesses == labels} if "accuracy" in figures else {}) | {"loss": loss}
-
-
-def _fit_batches(config: ClassificationConfig, rows: Rows | None, tokenizer, trained: int) -> list[torch.Tensor]:
-    """Return the token ids to fit on: those of the training rows, or of the embedded text if there are too few rows."""
-    _, causal = load_family(config.model)
-    longest = min(trained, config.max_positions or trained)
-    texts = embedded_documents("train", causal=causal) if rows is None else [*rows.texts, *(rows.pairs or [])]
-    return text_batches(texts, tokenizer, longest, tokens=config.fit_tokens, causal=causal)
-
-
-def _sizes(part: Encoded, split_at: int | None) -> dict:
-    sizes = {"rows": len(part.rows), "longest": max(part.lengths), "truncated": part.truncated}
-    sizes["truncated_share"] = part.truncated / len(part.rows)
-    return sizes if split_at is None else sizes | {"long": sum(length > split_at for length in part.lengths)}
+    return Encoded(encoded, lengths, sum(length > longest for length in lengths))

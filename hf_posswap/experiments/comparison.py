@@ -56,10 +56,8 @@ def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:
         ours = first["config"].get(name)
         if other := next((run for run in runs if run["config"].get(name) != ours), None):
             theirs = f"{other['config'].get(name)!r} in {other['folder']}"
-            raise PosswapError(
-                f"unequal budgets: {name} is {ours!r} in {first['folder']} and {theirs}; run one of them again, or pass "
-                f"--vary {name} if that is the question"
-            )
+            what = f"{name} is {ours!r} in {first['folder']} and {theirs}"
+            raise PosswapError(f"unequal budgets: {what}; run one of them again, or pass --vary {name} if that is the question")
         _check_contents(runs, name)
     wanted = None
     for row, members in rows_of(runs, vary).items():
@@ -135,10 +133,12 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], align: str = "---
     return "\n".join([head, f"|---|{f'{align}|' * (len(heads) - 1)}", *lines])
 
 
-def markdown(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
+def markdown(
+    runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = (), costs: Sequence[str] = tuple(COST)
+) -> str:
     """Return a Markdown table with a line for each scheme and start; ± is the standard deviation over seeds."""
     names = figure_names(runs, figures)
-    costs = [name for name in COST if any(name in run["cost"] for run in runs)]
+    costs = [name for name in costs if any(name in run["cost"] for run in runs)]
     heads = [*(name.replace("_", " ") for name in names), *(COST[name][0] for name in costs)]
     rows = []
     for row, members in rows_of(runs, vary).items():

@@ -9,7 +9,7 @@ from accelerate import PartialState
 from hf_posswap.architectures import longest_input
 from hf_posswap.assets import model_source
 from hf_posswap.data.calibration import text_batches
-from hf_posswap.data.tables import read_table
+from hf_posswap.data.tables import read_pairs
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.options import SwapOptions
@@ -32,6 +32,7 @@ class EmbedderOptions(TextOptions, SwapOptions):
     """What recipes of embedders share."""
 
     FORBIDDEN_STARTS = {"scratch": "an embedder from scratch finds nothing"}
+    LEAST = {"window": 1, "chunk": 1}
 
     first: int = 1
     window: Annotated[int, "Window of the original in the fit, in tokens: the length that it was tuned at."] = 128
@@ -43,7 +44,6 @@ class EmbedderOptions(TextOptions, SwapOptions):
         super().__post_init__()
         if self.save_model and self.scheme == ORIGINAL and self.read != "whole":
             raise PosswapError(f"save_model: a saved model would not read as read={self.read} says: leave one of them out")
-        self.at_least_one("window", "chunk")
 
 
 def load_embedder(name: str) -> SentenceTransformer:
@@ -52,14 +52,14 @@ def load_embedder(name: str) -> SentenceTransformer:
 
 
 def swap_embedder(
-    embedder: SentenceTransformer, config: SwapOptions, texts: Sequence[str], *, tokens: int, window: int, longest: int = 0
+    embedder: SentenceTransformer, config: EmbedderOptions, texts: Sequence[str], *, tokens: int, longest: int = 0
 ) -> None:
     """Give an embedder the positions of a run, in place; it reads at least `longest` and `tokens`, unless max_positions is set.
 
-    For the start `fit`, the main process fits it on texts of up to `tokens`, which the original reads in windows of `window`.
+    For the start `fit`, the main process fits it on texts of up to `tokens`, which the original reads in windows of --window.
     """
     longest = config.max_positions or max(tokens, longest, longest_input(unwrap(embedder).config))
-    warm, window = config.start != "cold", window if window < tokens else None
+    warm, window = config.start != "cold", config.window if config.window < tokens else None
     swap(embedder, config.scheme, max_positions=longest, warm_start=warm, span=config.span, first=config.first)
     if config.start == "fit" and PartialState().is_main_process:
         announce("fitting")
@@ -71,6 +71,4 @@ def swap_embedder(
 
 def sts(embedder: SentenceTransformer, path: str) -> float:
     """Return Spearman's rho between cosines and human scores, for a table with columns sentence1, sentence2 and label."""
-    table = read_table(path)
-    columns = [table[name][:] for name in ("sentence1", "sentence2", "label")]
-    return EmbeddingSimilarityEvaluator(*columns, write_csv=False)(embedder)["spearman_cosine"]
+    return EmbeddingSimilarityEvaluator(*read_pairs(path), write_csv=False)(embedder)["spearman_cosine"]

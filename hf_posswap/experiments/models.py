@@ -35,9 +35,8 @@ def load_family(name: str, **options) -> tuple[PreTrainedConfig, bool]:
     """Return the config of an unswapped checkpoint (built-in name, folder or Hub id), and whether it is causal."""
     config = AutoConfig.from_pretrained(model_source(name), **options)
     if config.model_type not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"{name} is a {config.model_type!r} model; give an unswapped one of {', '.join(sorted(ARCHITECTURES))}"
-        )
+        known = ", ".join(sorted(ARCHITECTURES))
+        raise UnsupportedModelError(f"{name} is a {config.model_type!r} model; give an unswapped one of {known}")
     return config, ARCHITECTURES[config.model_type].is_causal(config)
 
 
@@ -46,9 +45,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     source = model_source(name)
     family, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
     if not 10 < len(tokenizer) <= family.vocab_size:  # transformers makes up a tiny one for a folder without a tokenizer
-        raise PosswapError(
-            f"{name}: tokenizer ({len(tokenizer)} tokens) and model ({family.vocab_size}) do not belong together"
-        )
+        sizes = f"tokenizer ({len(tokenizer)} tokens) and model ({family.vocab_size})"
+        raise PosswapError(f"{name}: {sizes} do not belong together: save the model's own beside it")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -80,6 +78,8 @@ def load_model(
     trained = longest_input(family)
     # Never fewer than the checkpoint has, unless the user says so.
     longest = config.max_positions or max(max_positions or 0, trained)
+    if longest < (max_positions or 0):
+        raise PosswapError(f"max_positions={longest} is less than the {max_positions} tokens that are asked for: raise it")
     if config.scheme != ORIGINAL:  # before anything is loaded or trained
         parse_scheme(config.scheme).check(geometry_of(family, longest, trained))
     elif longest > trained:

@@ -18,7 +18,7 @@ from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.schemes import parse_scheme
 from hf_posswap.schemes.importing import import_schemes
 from hf_posswap.training import TrainingConfig
-from hf_posswap.training.budget import check_seed
+from hf_posswap.training.budget import check_least, check_seed
 
 STARTS = ("cold", "swap", "fit", "scratch")
 
@@ -30,6 +30,7 @@ class RunOptions:
     QUESTION: ClassVar[str] = ""  # what the recipe asks, in a line
     FIGURES: ClassVar[dict[str, str]] = {}  # beginning of a figure's name -> what it means
     FORBIDDEN_STARTS: ClassVar[dict[str, str]] = {}  # start -> why this recipe does not take it
+    LEAST: ClassVar[dict[str, float]] = {}  # option -> its least value, of each of them where there are several
     # Option of the command line -> further options of the YAML file that it overrides.
     REPLACES: ClassVar[dict[str, tuple[str, ...]]] = {}
 
@@ -41,6 +42,7 @@ class RunOptions:
     seed: Annotated[int, "Seed of all random draws."] = 0
 
     def __post_init__(self):
+        check_least(self)
         check_seed(self.seed)
         if self.scheme != ORIGINAL:
             parse_scheme(self.scheme)
@@ -49,16 +51,12 @@ class RunOptions:
             why = self.FORBIDDEN_STARTS.get(self.start, "it is not known")
             raise PosswapError(f"start={self.start!r}: {why}; known are {', '.join(known)}")
 
-    def at_least_one(self, *names: str) -> None:
-        """Raise PosswapError if one of these options is less than 1; None means not given."""
-        for name in names:
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise PosswapError(f"{name}={value} must be at least 1")
-
 
 @dataclass(frozen=True, kw_only=True)
 class SwapOptions(RunOptions):
     """A checkpoint, its length after the swap, and the budget of a fit."""
+
+    LEAST = {"fit_tokens": 1, "max_positions": 1, "fit_steps": 0}
 
     model: Annotated[str, "A model folder or Hub id; minilm and stdlib-gpt2 are built in."] = "minilm"
     max_positions: Annotated[int | None, "The longest input of the swapped model. Default: what the recipe needs."] = None
@@ -67,12 +65,6 @@ class SwapOptions(RunOptions):
     fit_tokens: Annotated[int, "Tokens of training text for --start fit."] = 65_536
     fit_steps: Annotated[int, "Steps per layer for --start fit; 0: only the closed form."] = 100
     save_model: Annotated[bool, "Save the model and its tokenizer in the folder `model` of --output."] = False
-
-    def __post_init__(self):
-        RunOptions.__post_init__(self)
-        self.at_least_one("fit_tokens", "max_positions")
-        if self.fit_steps < 0:
-            raise PosswapError(f"fit_steps={self.fit_steps} must be 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +124,15 @@ def _as_declared(value, hint):
 def command_line(config_class: type[RunOptions], output: Path) -> inspect.Signature:
     """Return the signature that typer turns into options: --output, --resume, --config, and one for each field."""
     hints = get_type_hints(config_class)
-    options = {
-        "output": (Path, output, typer.Option("--output", help="Folder for config.json, result.json and checkpoints.")),
-        "resume": (bool, False, typer.Option("--resume", help="Continue an interrupted run.")),
-        "config": (Path | None, None, typer.Option("--config", help="A YAML file of options; the command line wins.")),
-    }
+    parameters = []
+
+    def add(name: str, kind, default, declared: str, text: str, **options) -> None:
+        hint = Annotated[kind, typer.Option(declared, help=text, **options)]
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+
+    add("output", Path, output, "--output", "Folder for config.json, result.json and checkpoints.")
+    add("resume", bool, False, "--resume", "Continue an interrupted run.")
+    add("config", Path | None, None, "--config", "A YAML file of options; the command line wins.")
     for field in fields(config_class):
         kind, default = hints[field.name], field.default
         shown = ", ".join(map(str, default)) if isinstance(default, tuple) else default
@@ -146,14 +142,8 @@ def command_line(config_class: type[RunOptions], output: Path) -> inspect.Signat
         if get_origin(kind) is tuple:
             kind = list[get_args(kind)[0]]
         # None means not given: then the file's value or the dataclass's default holds.
-        options[field.name] = (kind | None, None, typer.Option(declared, help=text.strip(), show_default=False))
-    only = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Signature(
-        [
-            inspect.Parameter(name, only, default=default, annotation=Annotated[kind, option])
-            for name, (kind, default, option) in options.items()
-        ]
-    )
+        add(field.name, kind | None, None, declared, text.strip(), show_default=False)
+    return inspect.Signature(parameters)
 
 
 def _help(config_class: type, name: str) -> str:

@@ -83,11 +83,12 @@ def plot(
         lengths = []
     lines = {}
     for row, members in rows_of(runs, vary).items():
-        points = {n: [run["figures"].get(f"{name}_{n}" if lengths else name) for run in members] for n in lengths or [None]}
-        points = {n: [value for value in values if value is not None] for n, values in points.items()}
-        lines[label_of(row)] = {n: values for n, values in points.items() if values}
+        for n in lengths or [None]:
+            values = [run["figures"].get(f"{name}_{n}" if lengths else name) for run in members]
+            if known := [value for value in values if value is not None]:
+                lines.setdefault(label_of(row), {})[n] = known
     if not lengths:
-        return plot_bars({row: points[None] for row, points in lines.items() if points}, **look)
+        return plot_bars({row: points[None] for row, points in lines.items()}, **look)
     if lengths[0] == 0:  # these are tokens of training, not lengths of an input
         return plot_recovery(lines, **look)
     return plot_loss_by_length(lines, trained, **look)

@@ -23,10 +23,10 @@ import inspect
 import math
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from torch.distributed.tensor import DTensor
@@ -54,7 +54,7 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
     further entries for result.json, such as "items" (`items.averaged`); "model" is optional. It is called on all processes, and
     the main one writes the result. If a figure or weight is NaN or infinite, PosswapError is raised and no result is written.
     """
-    held, module = [], inspect.getmodule(run)
+    module, held = inspect.getmodule(run), ExitStack()
     program = Path(module.__file__).stem
 
     def command(**given):
@@ -65,7 +65,7 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
         if PartialState().is_main_process:
             if output.is_file():
                 raise CheckpointError(f"{output} is a file: give a folder")
-            held.append(lock(output))
+            held.enter_context(lock(output))
             prepare_output(asdict(config), output, resume)
             options = asdict(config) | ({"model": model_source(config.model)} if hasattr(config, "model") else {})
             inputs = input_hashes({name: value for name, value in options.items() if not name.endswith(NO_FILE)})
@@ -76,8 +76,9 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
             raise Interrupted(f"stopped without a result: the same command with --resume goes on in {output}") from None
         model = answer.pop("model", None)
         wrong = [f"{name} {value}" for name, value in answer["figures"].items() if not math.isfinite(value)]
-        weights = () if model is None else model.named_parameters()
-        wrong += [f"{name} that is not finite" for name, value in weights if not _finite(value)]
+        for name, value in () if model is None else model.named_parameters():
+            shard = value.to_local() if isinstance(value, DTensor) else value  # this process's
+            wrong += [f"{name} that is not finite"] * (not shard.detach().isfinite().all())
         if wrong:
             raise PosswapError(f"the run ended in {wrong[0]}, and has no result: lower --learning-rate, or check the data")
         keep = isinstance(config, SwapOptions) and config.save_model
@@ -94,21 +95,16 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
             if PartialState().device.type == "cpu":  # also where there is a GPU that was not to be used
                 about["hardware"]["accelerator"] = None
             write_json(output / "result.json", {**about, "inputs": inputs, **answer, **kept})
-            _show(answer["figures"], output / "result.json")
+            width = max(map(len, answer["figures"]), default=0)
+            for name, value in answer["figures"].items():
+                print(f"{name:<{width}}  {value:.4g}")
+            print(f"wrote {output / 'result.json'}")
 
     # \b makes the help keep the line breaks of a paragraph.
     command.__doc__ = (module.__doc__ or "").replace("\n\n    ", "\n\n\b\n    ")
     command.__signature__ = command_line(config_class, Path("runs") / program.replace("_", "-"))
-    try:
+    with held:
         run_program(program, command)
-    finally:
-        for one in held:
-            one.release()
-
-
-def _finite(value: torch.Tensor) -> bool:
-    local = value.to_local() if isinstance(value, DTensor) else value  # this process's shard
-    return bool(local.detach().isfinite().all())
 
 
 def _save_model(model: PreTrainedModel, source: str, folder: Path) -> None:
@@ -121,10 +117,3 @@ def _save_model(model: PreTrainedModel, source: str, folder: Path) -> None:
     save_trained(model, folder)
     if PartialState().is_main_process:
         tokenizer.save_pretrained(folder)
-
-
-def _show(figures: dict[str, float], file: Path) -> None:
-    width = max(map(len, figures), default=0)
-    for name, value in figures.items():
-        print(f"{name:<{width}}  {value:.4g}")
-    print(f"wrote {file}")

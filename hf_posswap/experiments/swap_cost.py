@@ -22,10 +22,9 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_posswap.data.text import stdlib_prose
-from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost, load_model, load_original
+from hf_posswap.experiments.models import cost, load_original
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextConfig
 from hf_posswap.fitting.distillation import distillation_loss
@@ -51,6 +50,7 @@ class SwapCostConfig(TextConfig):
         "tuned": "the same after the training steps",
     }
     FORBIDDEN_STARTS = {"scratch": "the cost of a swap is what a checkpoint loses"}
+    LEAST = {"word_order_sentences": 4}
 
     max_steps: int = 16
     batch_size: int = 8
@@ -61,11 +61,6 @@ class SwapCostConfig(TextConfig):
     fit_steps: int = 10
     evaluation_tokens: int = 8192
     word_order_sentences: Annotated[int, "Sentences to train the probe on, half of them intact; half as many test it."] = 480
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.word_order_sentences < 4:
-            raise PosswapError(f"word_order_sentences={self.word_order_sentences} must be at least 4")
 
 
 def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
@@ -82,14 +77,9 @@ def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
     sentences = config.word_order_sentences
     probe = [word_order_examples(part, n) for part, n in zip(prose, (sentences, sentences // 2), strict=True)]
 
-    model = load_model(
-        # The original with its table repeated past the end; up to there it is unchanged, bit for bit.
-        replace(config, scheme="learned:extend=tile") if config.scheme == ORIGINAL and causal else config,
-        text.auto_class,
-        max_positions=lengths[-1],
-        fit_batches=lambda: text.fit_batches(seed=config.seed),
-        tokenizer=tokenizer,
-    )
+    if config.scheme == ORIGINAL and causal:  # its table repeated past the end; up to there it is unchanged, bit for bit
+        text.config = replace(config, scheme="learned:extend=tile")
+    model = text.load(max_positions=lengths[-1])
     original = load_original(config.model).to(model.device)
     states = None if causal else {n: pooled_states(original, cut) for n, cut in cuts.items()}
 

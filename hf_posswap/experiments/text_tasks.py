@@ -24,8 +24,8 @@ from transformers import (
 from hf_posswap.architectures import longest_input
 from hf_posswap.data.calibration import TextBatches, text_batches
 from hf_posswap.data.text import Split, embedded_documents, read_documents, shorter_blocks, spread, token_blocks
-from hf_posswap.errors import DataError, PosswapError
-from hf_posswap.experiments.models import load_family, load_tokenizer
+from hf_posswap.errors import DataError, PosswapError, UnsupportedModelError
+from hf_posswap.experiments.models import load_family, load_model, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.measure.losses import lm_head
 from hf_posswap.training import TrainingConfig, TrainingRun, train
@@ -36,6 +36,8 @@ FIXED_SEED = 0  # for what must be equal in all runs of a comparison: masks of h
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
     """Which text to use, with the option names of transformers' examples. Default: the standard library's, without download."""
+
+    LEAST = {"evaluation_tokens": 1}
 
     dataset: Annotated[str | None, "A Hub dataset. Default: the embedded text."] = None
     dataset_config: Annotated[str | None, "The configuration of that data set."] = None
@@ -51,16 +53,11 @@ class TextOptions:
 
     def __post_init__(self):
         super().__post_init__()
-        files = [Path(name).resolve() for name in (self.train_file, self.validation_file) if name]
-        if len(set(files)) < len(files):
+        hub, files = (self.dataset, self.dataset_config), (self.train_file, self.validation_file)
+        if all(files) and Path(files[0]).resolve() == Path(files[1]).resolve():
             raise PosswapError(f"{self.train_file} is given to train on and to measure on: leave out --validation-file")
-        if self.dataset and self.train_file:
-            raise PosswapError("give --dataset or --train-file, not both")
-        for name, needed in (("dataset_config", "dataset"), ("validation_file", "train_file")):
-            if getattr(self, name) and not getattr(self, needed):
-                options = (f"--{one.replace('_', '-')}" for one in (name, needed))
-                raise PosswapError("{} needs {}: give both".format(*options))
-        self.at_least_one("evaluation_tokens")
+        if (any(hub) and any(files)) or any(second and not first for first, second in (hub, files)):
+            raise PosswapError("give --dataset (and --dataset-config) or --train-file (and --validation-file), not both")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +81,16 @@ def documents(config: TextOptions, split: Split, *, causal: bool) -> list[str]:
 class RunText:
     """The text of a run and the checkpoint that reads it; both are read when they are first needed."""
 
-    def __init__(self, config: TextOptions):
+    def __init__(self, config: TextOptions, *, reads_on: bool = False):
         family, self.causal = load_family(config.model)
         self.config, self.trained = config, longest_input(family)  # the checkpoint's longest input, in tokens
-        self.auto_class = AutoModelForCausalLM if self.causal else AutoModel
+        if reads_on and not self.causal:
+            raise UnsupportedModelError(f"{config.model} is an encoder: this recipe takes causal models, such as GPT-2")
+
+    @property
+    def block_size(self) -> int:
+        """The usual length of a training sequence."""
+        return self.trained if self.causal else min(128, self.trained)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -121,6 +124,12 @@ class RunText:
         return text_batches(
             self.training, self.tokenizer, longest or self.trained, tokens=tokens, causal=self.causal, **options
         )
+
+    def load(self, auto_class: type | None = None, **options) -> PreTrainedModel:
+        """Return the model of the run (`load_model`), fitted on the training text if it is to be."""
+        auto_class = auto_class or (AutoModelForCausalLM if self.causal else AutoModel)
+        fit = {"fit_batches": lambda: self.fit_batches(seed=self.config.seed)}
+        return load_model(self.config, auto_class, tokenizer=self.tokenizer, **(fit | options))
 
 
 def check_enough(blocks: torch.Tensor, config: TrainingConfig) -> None:

@@ -32,10 +32,9 @@ def distillation_loss(
     if not 0 <= text_weight <= 1:
         raise PosswapError(f"text_weight={text_weight} must be from 0 to 1")
     head = original.get_output_embeddings() is not None
-    if text_weight and not (head and _is_causal(original)):
-        raise PosswapError(
-            f"text_weight={text_weight} needs a causal model with its head: nothing else predicts the next token"
-        )
+    target, architecture = find_target(original, dispatched=True)
+    if text_weight and not (head and architecture.is_causal(target.config)):
+        raise PosswapError(f"text_weight={text_weight} needs a causal model with its head, which predicts the next token")
 
     def loss(model: torch.nn.Module, batch: dict) -> torch.Tensor:
         if original.device != batch["input_ids"].device:
@@ -57,8 +56,3 @@ def distillation_loss(
         return torch.stack([(s - t).pow(2).mean() / t.pow(2).mean() for s, t in layers]).mean()
 
     return loss
-
-
-def _is_causal(model: PreTrainedModel) -> bool:
-    target, architecture = find_target(model, dispatched=True)
-    return architecture.is_causal(target.config)

@@ -8,13 +8,14 @@ import copy
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -31,6 +32,7 @@ from hf_posswap.data.calibration import (
     written_text,
 )
 from hf_posswap.errors import CheckpointError, DataError, PosswapError, UnsupportedModelError
+from hf_posswap.evaluating import evaluating
 from hf_posswap.fitting.layerwise import LayerFit, Walk, opening
 from hf_posswap.measure.damage import Damage, damage
 from hf_posswap.measure.reading import LongText, Reading
@@ -49,6 +51,7 @@ _MEASURES = {
     "KL": "how far predictions are from the original's, in nats a token",
     "1 - cosine": "1 - cosine of mean-pooled states with the original's",
 }
+_LOAD_IT = "Load the original checkpoint and pass it as original_model="
 _NEAR = 0.05  # damage, in either measure, that users hardly notice
 
 _TOKENS_A_BATCH = 2048  # of one step; memory for attention probabilities grows with it
@@ -82,40 +85,41 @@ class FitReport:
         return self.after.total if self.window is None else self.layers[-1].after
 
     def __str__(self) -> str:
-        found = Table(box=None, pad_edge=False)
-        for title in ("damage", "before", "after"):
-            found.add_column(title, justify="left" if title == "damage" else "right")
-        found.add_row(self.before.measure, f"{self.before.total:.4f}", f"{self.after.total:.4f}")
-        for name, kind in (("length", "by_length"), ("position", "by_position")):
-            before, after = getattr(self.before, kind), getattr(self.after, kind)
-            keys = list(before) if len(before) <= 8 else []
-            for key in keys:
-                found.add_row(f"  {name} {key}", f"{before[key]:.4f}", f"{after[key]:.4f}")
-        layers = Table(box=None, pad_edge=False)
-        for title in ("layer", "error before", "closed form", "after steps", "states before", "states after"):
-            layers.add_column(title, justify="right")
+        rows = [(self.before.measure, self.before.total, self.after.total)]
+        for name in ("length", "position"):
+            before, after = (getattr(one, f"by_{name}") for one in (self.before, self.after))
+            rows += [(f"  {name} {key}", before[key], after[key]) for key in before if len(before) <= 8]
+        tables = [_table(("damage", "before", "after"), rows, first="left")]
+        if read := self.reading:
+            losses = read.measure == "loss"
+            kinds = {f"original, window of {read.window}": read.original} if losses else {}
+            kinds |= {"before": read.before, "after": read.after}
+            rows = [(key, *(kind[key] for kind in kinds.values())) for key in read.before]
+            tables.append(_table((f"{read.measure} at {'positions' if losses else 'length'}", *kinds), rows, first="left"))
+        rows = []
         for fit, states in zip(self.layers, zip(self.before.by_layer, self.after.by_layer, strict=True), strict=True):
-            solved = "" if fit.solved is None else f"{fit.solved:.4f}" + ("" if fit.kept else " (not kept)")
-            after = f"{fit.after:.4f}" + ("" if fit.reconstructed else " (no steps)")
-            layers.add_row(str(fit.layer), f"{fit.before:.4f}", solved, after, *(f"{value:.4f}" for value in states))
+            solved = "" if fit.solved is None else f"{fit.solved:.4f}" + " (not kept)" * (not fit.kept)
+            rows.append(
+                (str(fit.layer), fit.before, solved, f"{fit.after:.4f}" + " (no steps)" * (not fit.reconstructed), *states)
+            )
+        heads = ("layer", "error before", "closed form", "after steps", "states before", "states after")
+        told = "which decided nothing" if self.part == "report" else "which also told what to keep"
+        words = [
+            f"damage: {_MEASURES[self.before.measure]}; 0 is the original. error: of a layer's output, after the layers before "
+            "it were fitted; states: of the whole model, after the layer; both relative to the original's variance.",
+            f"fitted on {self.tokens:,} tokens, {self.text}, in {self.seconds:.0f} s; measured on {self.tokens_held_out:,} "
+            f"others, {told}",
+        ]
+        if self.longest < self.trained_positions:
+            words.append(
+                f"no sequence was longer than {self.longest} tokens, and the original reads {self.trained_positions}: give "
+                "longer ones too if the model is to read them"
+            )
         console = Console(width=100, highlight=False, color_system=None, force_jupyter=False)
         with console.capture() as capture:
-            console.print(found, "", *([self._reading(), ""] if self.reading else []), layers, "")
-            console.print(
-                f"damage: {_MEASURES[self.before.measure]}; 0 is the original. error: of a layer's output, after the layers "
-                "before it were fitted; states: of the whole model, after the layer; both relative to the original's variance."
-            )
-            console.print(
-                f"fitted on {self.tokens:,} tokens, {self.text}, in {self.seconds:.0f} s; measured on "
-                f"{self.tokens_held_out:,} others"
-                + (", which decided nothing" if self.part == "report" else ", which also told what to keep")
-            )
-            if self.longest < self.trained_positions:
-                console.print(
-                    f"no sequence was longer than {self.longest} tokens, and the original reads {self.trained_positions}: give "
-                    "longer ones too if the model is to read them"
-                )
-            console.print(self._verdict())
+            for table in (*tables, _table(heads, rows)):
+                console.print(table, "")
+            console.print(*words, self._verdict(), sep="\n")
         return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
     def _verdict(self) -> str:
@@ -129,17 +133,6 @@ class FitReport:
         if after < _NEAR:
             return f"{won}, and little is left: save the model, or train it as you would the original"
         return f"{won}; more text (fitted on {self.tokens:,} tokens) and more steps win more, training the whole model the rest"
-
-    def _reading(self) -> Table:
-        reading, losses = self.reading, self.reading.measure == "loss"
-        table = Table(box=None, pad_edge=False)
-        table.add_column(f"{reading.measure} at {'positions' if losses else 'length'}")
-        for title in ([f"original, window of {reading.window}"] if losses else []) + ["before", "after"]:
-            table.add_column(title, justify="right")
-        for key in reading.before:
-            kinds = (reading.original, reading.before, reading.after) if losses else (reading.before, reading.after)
-            table.add_row(key, *(f"{kind[key]:.4f}" for kind in kinds))
-        return table
 
     def save(self, folder: str | Path, *, command: str | None = None) -> None:
         """Write `FIT_FILE` next to the saved model, for its card: the report, hashes of the weights, versions and hardware.
@@ -155,12 +148,18 @@ class FitReport:
         if not hashes:
             raise CheckpointError(f"there is no model in {folder}: save the fitted model there first")
         if saved_weights_hash(Path(folder)) != self.sha256:
-            raise CheckpointError(
-                f"{folder} holds other weights than those that this report is of: the model was trained or cast since, or it "
-                "is another one"
-            )
+            raise CheckpointError(f"{folder} holds other weights than those that this report is of: save the model as fitted")
         report = asdict(self) | {"made": provenance() | {"command": command and without_home(command)}}
         write_json(Path(folder) / FIT_FILE, {"format": 1, "weights": hashes, "report": report})
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str | float]], *, first: str = "right") -> Table:
+    found = Table(
+        *(Column(head, justify="right" if place else first) for place, head in enumerate(heads)), box=None, pad_edge=False
+    )
+    for row in rows:
+        found.add_row(*(cell if isinstance(cell, str) else f"{cell:.4f}" for cell in row))
+    return found
 
 
 def fit(
@@ -216,11 +215,10 @@ def fit(
     target, architecture = find_target(model, dispatched=True)
     teacher = _check(target, architecture, original_model, reconstruct, learning_rate)
     reads = min(longest_input(teacher.config), longest_input(target.config))
-    _check_window(window, reads)
+    if window is not None and (type(window) is not int or not 4 <= window <= reads):
+        raise PosswapError(f"window={window!r} must be a number of tokens from 4 to {reads}, which the original reads at once")
     text = "given"
-    modes = {module: module.training for one in (target, teacher) for module in one.modules()}
-    try:
-        target.eval(), teacher.eval()
+    with evaluating(target, teacher), suppress(_NotBetter):
         causal = architecture.is_causal(target.config)
         if batches is None:
             if causal and not (teacher.can_generate() and teacher.get_output_embeddings() is not None):
@@ -233,15 +231,14 @@ def fit(
         counts = [sum(int(batch["attention_mask"].sum()) for batch in part) for part in (fitted, report or select)]
         if counts[0] < 4 * target.config.hidden_size or not select:
             least = 5 * target.config.hidden_size
+            sequences = sum(len(batch["input_ids"]) for batch in (*fitted, *select))
             raise DataError(
-                f"{sum(counts):,} tokens in {sum(len(b['input_ids']) for b in (*fitted, *select))} sequences are too few to "
-                f"fit layers of size {target.config.hidden_size}: give {least:,} in two sequences, better ten times that"
+                f"{sum(counts):,} tokens in {sequences} sequences are too few to fit layers of size "
+                f"{target.config.hidden_size}: give {least:,} in two sequences, better ten times that"
             )
         longest = max(batch["input_ids"].shape[1] for batch in (*fitted, *select, *report))
         if window is not None and longest <= window:
-            raise DataError(
-                f"no batch is longer than window={window}, so it would do nothing: give longer batches, or leave window out"
-            )
+            raise DataError(f"no batch is longer than window={window}: give longer batches, or leave window out")
         window = (window or reads) if longest > (window or reads) else None
         told = report or select
         long = LongText(teacher, architecture, told, window) if window else None
@@ -255,10 +252,8 @@ def fit(
                 with tqdm(total=len(walk.stages) * (reconstruct + 1), desc="fit", unit="step", **quiet) as bar:
                     layers = tuple(f for stage in walk.stages for f in walk.fit_layers(stage, reconstruct, learning_rate, bar))
                 if not reconstruct and not any(fit.kept for fit in layers):
-                    raise PosswapError(
-                        f"{target.base_model.position_scheme} positions have no closed form here, or it makes no layer better: "
-                        "give reconstruct a number of steps"
-                    )
+                    scheme = target.base_model.position_scheme
+                    raise PosswapError(f"no closed form of {scheme} makes a layer better: give reconstruct a number of steps")
                 found = _damage(target, teacher, told, window)
                 if window:
                     start, end = walk.error_unfitted, layers[-1].after
@@ -268,16 +263,12 @@ def fit(
                     raise _NotBetter
                 after, read_after = found, long and long.read(target)
                 target.config.position_scheme["fitted_length"] = longest  # much longer inputs give a warning
-    except _NotBetter:
+    if layers and after is before:
         warnings.warn(
             f"the fit was undone: on text not seen, {'the last error' if window else before.measure} went from {start:.4f} to "
-            f"{end:.4f}. Either there is nothing left to win, or {counts[0]:,} tokens are too few: give more text, or a lower "
-            "learning_rate",
+            f"{end:.4f}. If {counts[0]:,} tokens were too few, give more text; or a lower learning_rate",
             stacklevel=2,
         )
-    finally:
-        for module, training in modes.items():
-            module.training = training
     return FitReport(
         before=before,
         after=after,
@@ -316,17 +307,6 @@ class _NotBetter(Exception):
     """Raised to undo a fit that did not help."""
 
 
-def _check_window(window: int | None, reads: int) -> None:
-    if window is None:
-        return
-    if not isinstance(window, int) or isinstance(window, bool) or window < 4:
-        raise PosswapError(f"window={window!r} must be a number of tokens, 4 or more")
-    if window > reads:
-        raise PosswapError(
-            f"window={window} is more than the {reads} tokens that the original reads at once: give at most {reads}"
-        )
-
-
 def _check(
     target: PreTrainedModel,
     architecture: Architecture,
@@ -335,7 +315,7 @@ def _check(
     learning_rate: float,
 ) -> PreTrainedModel:
     """Return the original to fit to; PosswapError says why there is none."""
-    if not isinstance(reconstruct, int) or isinstance(reconstruct, bool) or reconstruct < 0:
+    if type(reconstruct) is not int or reconstruct < 0:
         raise PosswapError(f"reconstruct={reconstruct!r} must be a number of steps, 0 or more")
     if not isinstance(learning_rate, (int, float)) or isinstance(learning_rate, bool) or not 0 < learning_rate < float("inf"):
         raise PosswapError(f"learning_rate={learning_rate!r} must be a number above 0")
@@ -348,34 +328,22 @@ def _check(
     _check_weights(target)
     own = [name for attention in architecture.self_attentions(target.base_model) for name, _ in attention.named_parameters()]
     if not plain_projections(target, architecture) or any("base_layer." in n or "parametrizations." in n for n in own):
-        raise UnsupportedModelError(
-            "the projections of attention are wrapped by adapters, parametrized or shared: fit before that"
-        )
+        raise UnsupportedModelError("adapters or parametrizations wrap the projections of attention: fit before that")
     if given is None:
         if undo_of(target) is None:
-            raise PosswapError(
-                "the original is not here: this model was loaded from a swapped checkpoint. Load the original checkpoint and "
-                "pass it as original_model="
-            )
+            raise PosswapError(f"this process has no original of a model that was loaded swapped. {_LOAD_IT}")
         if not is_unchanged(target):
-            raise PosswapError(
-                "this model's attention has changed since it was swapped (trained, cast or loaded): fit right after the swap"
-            )
+            raise PosswapError("attention has changed since it was swapped (trained, cast, loaded): fit right after the swap")
         if any("forward" in vars(module) for module in target.modules()):
-            raise UnsupportedModelError(
-                "no original can be made from a model that accelerate has dispatched (or another patcher changed): fit before "
-                "that, or load the original checkpoint and pass it as original_model="
-            )
+            raise UnsupportedModelError(f"accelerate or another patcher has changed this model: fit before. {_LOAD_IT}")
         # A half-precision layer becomes float32 while it is fitted; the original must not change with it.
         wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in target.parameters())
         return original(target, share_weights=wide)
     other, family = find_target(given, dispatched=True)
     sizes = [(c.vocab_size, c.hidden_size, c.num_hidden_layers, c.num_attention_heads) for c in (target.config, other.config)]
     if type(family) is not type(architecture) or sizes[0] != sizes[1]:
-        raise PosswapError(
-            f"original_model is a {family.model_type} with (vocabulary, hidden size, layers, heads) {sizes[1]}, the swapped "
-            f"one a {architecture.model_type} with {sizes[0]}: pass the checkpoint that it was swapped from"
-        )
+        kinds = f"{family.model_type} {sizes[1]}, the swapped one {architecture.model_type} {sizes[0]}"
+        raise PosswapError(f"original_model is {kinds} (vocabulary, size, layers, heads): pass what it was swapped from")
     _check_weights(other)
     return other
 
@@ -385,6 +353,4 @@ def _check_weights(model: PreTrainedModel) -> None:
         if parameter.is_meta:
             raise UnsupportedModelError(f"{name} is offloaded or not loaded (meta device): load all of the model, then fit")
         if not torch.isfinite(parameter).all():
-            raise PosswapError(
-                f"{name} holds NaN or infinite numbers: the checkpoint is broken, or training has diverged; load it again"
-            )
+            raise PosswapError(f"{name} holds NaN or infinite numbers, as of training that diverged: load the model again")

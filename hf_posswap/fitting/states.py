@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_posswap.architectures import Architecture
 from hf_posswap.attention import Observation, observe, visible
 from hf_posswap.data.calibration import Batch
-from hf_posswap.evaluating import watching
+from hf_posswap.evaluating import outputs_of, watching
 
 
 class _Reached(Exception):
@@ -26,13 +26,8 @@ class States:
     """
 
     def __init__(self, model: PreTrainedModel, architecture: Architecture, batches: list[Batch], folder: Path, name: str):
-        self.base, self.architecture, self.batches, self.folder, self.name = (
-            model.base_model,
-            architecture,
-            batches,
-            folder,
-            name,
-        )
+        self.base, self.architecture = model.base_model, architecture
+        self.batches, self.folder, self.name = batches, folder, name
         self.layers: list[nn.Module] = architecture.layers(self.base)
         self.attentions: list[nn.Module] = architecture.attention_of_layers(self.base)
         for i in range(len(batches)):
@@ -51,16 +46,8 @@ class States:
     @torch.no_grad()
     def last(self, i: int) -> torch.Tensor:
         """Return the last layer's output on one batch, with all layers as they are now."""
-        seen = []
-
-        def see(layer, args, output):
-            seen.append(output[0] if isinstance(output, tuple) else output)
-
-        hook = self.layers[-1].register_forward_hook(see)
-        try:
+        with outputs_of(self.layers[-1:]) as seen:
             self._forward(i)
-        finally:
-            hook.remove()
         return seen[-1]
 
     def observe(self, indices: Iterable[int], i: int) -> Iterator[Observation]:

@@ -7,10 +7,10 @@ do not dominate.
 """
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch.nn import functional
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_posswap.architectures import family_of
 from hf_posswap.data.calibration import few_tokens
-from hf_posswap.evaluating import evaluating
+from hf_posswap.evaluating import evaluating, outputs_of
 from hf_posswap.measure.losses import mean_loss, token_losses
 
 _TOKENS_A_BATCH = 4096  # memory for logits stays the same at every length
@@ -48,14 +48,17 @@ def damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[
 
 def _damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]]) -> Damage:
     head = model.get_output_embeddings() is not None and original.get_output_embeddings() is not None
-    positions, lengths = defaultdict(lambda: [0.0, 0]), defaultdict(lambda: [0.0, 0])
-    errors, spreads, sequences = None, None, Counter()
+    positions, lengths = defaultdict(list), defaultdict(list)  # the costs of all tokens in a range, and of all sequences
+    errors, spreads = 0.0, 0.0
     for batch in few_tokens(batches, _TOKENS_A_BATCH // 4 if head else _TOKENS_A_BATCH):
         states, predictions = [], []
         for one in (original, model):
             given = {key: value.to(one.device) for key, value in batch.items()}
-            with _layer_states(one) as seen:
-                outputs = (one if head else one.base_model)(**given, use_cache=False)
+            base = one.base_model
+            # `output_hidden_states` does the same, but its hooks would stay on the model and cannot be pickled.
+            with outputs_of((*dict.fromkeys(family_of(one.config).layers(base)), base)) as seen:
+                outputs = (one if head else base)(**given, use_cache=False)
+            del seen[-2]  # the last layer's, which the base model may norm: its own are the last
             states.append([layer.float().cpu() for layer in seen])
             if head:
                 logits = outputs.logits if "logits" in outputs else outputs.prediction_logits
@@ -71,26 +74,22 @@ def _damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable
             rows = 1 - functional.cosine_similarity(*pooled, dim=-1)
         places = mask.cumsum(1) - 1  # positions without padding
         for low, high in _ranges(mask.shape[1]):
-            chosen = cost[mask & (places >= low) & (places <= high)]
-            entry = positions[str(low) if low == high else f"{low}-{high}"]
-            entry[0], entry[1] = entry[0] + chosen.sum().item(), entry[1] + len(chosen)
-        sequences.update(mask.sum(1).tolist())
+            positions[str(low) if low == high else f"{low}-{high}"] += cost[mask & (places >= low) & (places <= high)].tolist()
         for length, value in zip(mask.sum(1).tolist(), rows.tolist(), strict=True):
-            weight = length if head else 1
-            lengths[length][0] += value * weight
-            lengths[length][1] += weight
+            lengths[length].append(value)
         flat = [[functional.layer_norm(layer, layer.shape[-1:])[mask] for layer in one] for one in states]
-        found = torch.tensor([(s - t).pow(2).sum() for t, s in zip(*flat, strict=True)])
-        spread = torch.tensor([(t - t.mean(0)).pow(2).sum() for t in flat[0]])
-        errors, spreads = (found, spread) if errors is None else (errors + found, spreads + spread)
-    cost, count = (sum(entry[i] for entry in lengths.values()) for i in (0, 1))
+        errors += torch.tensor([(s - t).pow(2).sum() for t, s in zip(*flat, strict=True)])
+        spreads += torch.tensor([(t - t.mean(0)).pow(2).sum() for t in flat[0]])
+    lengths = dict(sorted(lengths.items()))
+    weights = {length: length if head else 1 for length in lengths}
+    count = sum(weights[length] * len(values) for length, values in lengths.items())
     return Damage(
         measure="KL" if head else "1 - cosine",
-        total=cost / count,
+        total=sum(weights[length] * sum(values) for length, values in lengths.items()) / count,
         by_layer=tuple((errors / spreads).tolist()),
-        by_position={name: cost / count for name, (cost, count) in positions.items() if count},
-        by_length={length: cost / count for length, (cost, count) in sorted(lengths.items())},
-        sequences=dict(sorted(sequences.items())),
+        by_position={name: fmean(values) for name, values in positions.items() if values},
+        by_length={length: fmean(values) for length, values in lengths.items()},
+        sequences={length: len(values) for length, values in lengths.items()},
     )
 
 
@@ -117,27 +116,6 @@ def order_sensitivity(model: PreTrainedModel, blocks: torch.Tensor, *, seed: int
             )
             total += functional.kl_div(got, target, reduction="sum", log_target=True).item()
     return total / len(blocks)
-
-
-@contextmanager
-def _layer_states(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
-    """Collect the states after each layer in one forward; the last are the base model's output.
-
-    `output_hidden_states` does the same, but its hooks would stay on the model and cannot be pickled.
-    """
-    base, seen = model.base_model, []
-    architecture = family_of(model.config)
-
-    def see(module, args, output):
-        seen.append(output if isinstance(output, torch.Tensor) else output[0])
-
-    hooks = [module.register_forward_hook(see) for module in (*dict.fromkeys(architecture.layers(base)), base)]
-    try:
-        yield seen
-        del seen[-2]
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _ranges(length: int):

@@ -59,9 +59,7 @@ def listops_expressions(
         if min_length < len(symbols) < max_length and text not in found:
             found[text], missed = None, 0
         elif (missed := missed + 1) == _TRIES:
-            raise DataError(
-                f"lengths from {min_length} to {max_length} are too rare at max_depth={max_depth} and max_args={max_args}"
-            )
+            raise DataError(f"lengths {min_length} to {max_length} are too rare at max_depth={max_depth}, max_args={max_args}")
     return list(found)
 
 

@@ -1,4 +1,4 @@
-"""Metrics of classification and regression, as children of `evaluate.Metric`: here, so that nothing is fetched.
+"""Metrics of classification and regression, by name, as an `evaluate.Metric`: here, so that nothing is fetched.
 
 In a run of several processes, gather the predictions first (accelerate's `gather_for_metrics`) and compute once: evaluate's own
 distributed mode counts the samples that fill up the last batch twice. Importing `evaluate` takes seconds.
@@ -6,8 +6,6 @@ distributed mode counts the samples that fill up the last batch twice. Importing
 References: Matthews 1975 (phi coefficient of the confusion matrix); Warstadt et al. 2018, section 4 (CoLA); Cer et al. 2017,
 section 4 (STS). scikit-learn and SciPy compute them.
 """
-
-from typing import Literal
 
 import datasets
 import evaluate
@@ -18,116 +16,75 @@ from sklearn import metrics
 from hf_posswap.errors import DataError, PosswapError
 
 
-class _Metric(evaluate.Metric):
-    """Base of all: samples are kept in memory, so that runs share no file, lock or folder."""
+def f1(references: list[int], predictions: list[int]) -> float:
+    """Return the harmonic mean of precision and recall of label 1, 2 TP / (2 TP + FP + FN); 0 where it never occurs."""
+    if strange := sorted({*predictions, *references} - {0, 1}):
+        raise DataError(f"f1 knows the labels 0 and 1, not {strange[0]}: take f1_macro")
+    return metrics.f1_score(references, predictions, labels=[1], average="macro", zero_division=0.0)
 
-    kind = "int64"
 
-    def __init__(self, **options):
-        if options.get("num_process", 1) != 1:
-            raise PosswapError("gather predictions with accelerate's gather_for_metrics and compute the metric in one process")
-        super().__init__(**{**options, "keep_in_memory": True})
+def f1_macro(references: list[int], predictions: list[int]) -> float:
+    """Return the plain mean of F1 over all labels that occur in either list."""
+    return metrics.f1_score(references, predictions, average="macro", zero_division=0.0)
+
+
+def matthews(references: list[int], predictions: list[int]) -> float:
+    """Return the Matthews correlation, -1 to 1, 0 for guesses; undefined, and 0, where one list holds a single label.
+
+    For two labels (TP TN - FP FN) / sqrt((TP + FP)(TP + FN)(TN + FP)(TN + FN)); for more, Gorodkin's generalization.
+    """
+    single = len(set(references)) < 2 or len(set(predictions)) < 2
+    return 0.0 if single else metrics.matthews_corrcoef(references, predictions)
+
+
+def _correlated(correlation, **lists: list[float]) -> float:
+    """Return a correlation, -1 to 1; where one list does not vary it is undefined, and 0."""
+    pair = {name: numpy.asarray(values, float) for name, values in lists.items()}
+    for name, values in pair.items():
+        if not numpy.isfinite(values).all():
+            place = int(numpy.flatnonzero(~numpy.isfinite(values))[0])
+            raise DataError(f"{name} hold {values[place]} at place {place}: a correlation needs finite numbers")
+    # SciPy warns of values that are nearly constant as well; of two samples the correlation is always 1 or -1.
+    flat = any(numpy.ptp(values) <= 1e-12 * max(1.0, abs(values).max()) for values in pair.values())
+    return 0.0 if flat else round(float(correlation(*pair.values()).statistic), 12)  # it can come out as 1.0000000000000002
+
+
+def pearson(references: list[float], predictions: list[float]) -> float:
+    """Return the linear correlation, cov(x, y) / (sd(x) sd(y))."""
+    return _correlated(stats.pearsonr, predictions=predictions, references=references)
+
+
+def spearman(references: list[float], predictions: list[float]) -> float:
+    """Return the correlation of ranks, equal values sharing their mean rank: it is unchanged by monotonic maps."""
+    return _correlated(stats.spearmanr, predictions=predictions, references=references)
+
+
+OF_LABELS = {"accuracy": metrics.accuracy_score, "f1": f1, "f1_macro": f1_macro, "matthews": matthews}
+OF_NUMBERS = {"spearman": spearman, "pearson": pearson}
+
+
+class Metric(evaluate.Metric):
+    """One of the metrics above. Samples are kept in memory, so that runs share no file, lock or folder.
+
+    >>> Metric("f1").compute(predictions=[0, 1, 1, 0], references=[0, 1, 0, 1])
+    {'f1': 0.5}
+    """
+
+    def __init__(self, name: str):
+        if name not in OF_LABELS | OF_NUMBERS:
+            raise PosswapError(f"metric {name!r} is not known; known are {', '.join(OF_LABELS | OF_NUMBERS)}")
+        super().__init__(config_name=name, keep_in_memory=True)
 
     def _build_data_dir(self) -> str:
         return ""  # evaluate makes a folder in its cache even if nothing is ever put there
 
     def _info(self) -> evaluate.MetricInfo:
-        features = datasets.Features(dict.fromkeys(("predictions", "references"), datasets.Value(self.kind)))
+        kind = datasets.Value("float64" if self.config_name in OF_NUMBERS else "int64")
+        features = datasets.Features(predictions=kind, references=kind)
         return evaluate.MetricInfo(description=self.__doc__, citation="", inputs_description="", features=features)
 
-
-class Accuracy(_Metric):
-    """Share of labels that are right: 0 to 1.
-
-    >>> Accuracy().compute(predictions=[0, 1, 1, 2], references=[0, 1, 0, 2])
-    {'accuracy': 0.75}
-    """
-
     def _compute(self, predictions, references) -> dict[str, float]:
-        return {"accuracy": float(metrics.accuracy_score(references, predictions))}
-
-
-class F1(_Metric):
-    """Harmonic mean of precision and recall, 2 TP / (2 TP + FP + FN): 0 to 1.
-
-    `average="binary"` is the F1 of label 1, "macro" the plain mean over all labels that occur in either list. If label 1 occurs
-    in neither, its F1 is 0.
-
-    >>> F1().compute(predictions=[0, 1, 1, 0], references=[0, 1, 0, 1])
-    {'f1': 0.5}
-    >>> F1().compute(predictions=[0, 1, 2, 2], references=[0, 1, 2, 1], average="macro")
-    {'f1_macro': 0.777...}
-    """
-
-    def _compute(self, predictions, references, average: Literal["binary", "macro"] = "binary") -> dict[str, float]:
-        if average not in ("binary", "macro"):
-            raise PosswapError(f"average={average!r} is not known; known are binary, macro")
-        binary = average == "binary"
-        if binary and (strange := sorted({*predictions, *references} - {0, 1})):
-            raise DataError(f"binary F1 knows the labels 0 and 1, not {strange[0]}: take average='macro'")
-        labels = [1] if binary else None
-        value = metrics.f1_score(references, predictions, labels=labels, average="macro", zero_division=0.0)
-        return {"f1" if binary else "f1_macro": float(value)}
-
-
-class Matthews(_Metric):
-    """Matthews correlation of given and predicted labels: -1 to 1, and 0 for guesses.
-
-    For two labels (TP TN - FP FN) / sqrt((TP + FP)(TP + FN)(TN + FP)(TN + FN)); for more, Gorodkin's generalization. Where
-    one list holds a single label it is undefined and 0 is returned.
-
-    >>> Matthews().compute(predictions=[1, 1, 1, 0], references=[1, 1, 0, 0])
-    {'matthews': 0.577...}
-    """
-
-    def _compute(self, predictions, references) -> dict[str, float]:
-        if len(set(references)) < 2 or len(set(predictions)) < 2:
-            return {"matthews": 0.0}
-        return {"matthews": float(metrics.matthews_corrcoef(references, predictions))}
-
-
-class Pearson(_Metric):
-    """Linear correlation, cov(x, y) / (sd(x) sd(y)): -1 to 1.
-
-    Where one list does not vary it is undefined and 0 is returned. Numbers that are not finite are an error.
-
-    >>> Pearson().compute(predictions=[0.0, 1.0, 3.0], references=[1.0, 2.0, 4.0])
-    {'pearson': 1.0}
-    """
-
-    kind = "float64"
-    correlation = staticmethod(stats.pearsonr)
-
-    def _compute(self, predictions, references) -> dict[str, float]:
-        pair = {"predictions": numpy.asarray(predictions, float), "references": numpy.asarray(references, float)}
-        for name, values in pair.items():
-            if not numpy.isfinite(values).all():
-                place = int(numpy.flatnonzero(~numpy.isfinite(values))[0])
-                raise DataError(f"{name} hold {values[place]} at place {place}: a correlation needs finite numbers")
-        # SciPy warns of values that are nearly constant as well; of two samples the correlation is always 1 or -1.
-        flat = any(numpy.ptp(values) <= 1e-12 * max(1.0, abs(values).max()) for values in pair.values())
-        value = 0.0 if flat else float(self.correlation(*pair.values()).statistic)
-        return {type(self).__name__.lower(): round(value, 12)}  # it can come out as 1.0000000000000002
-
-
-class Spearman(Pearson):
-    """Correlation of ranks, equal values sharing their mean rank: -1 to 1, unchanged by monotonic maps.
-
-    >>> Spearman().compute(predictions=[0.1, 0.2, 9.0, 0.0], references=[2.0, 3.0, 4.0, 1.0])
-    {'spearman': 1.0}
-    """
-
-    correlation = staticmethod(stats.spearmanr)
-
-
-METRICS = {
-    "accuracy": (Accuracy, {}),
-    "f1": (F1, {}),
-    "f1_macro": (F1, {"average": "macro"}),
-    "matthews": (Matthews, {}),
-    "pearson": (Pearson, {}),
-    "spearman": (Spearman, {}),
-}
+        return {self.config_name: float((OF_LABELS | OF_NUMBERS)[self.config_name](references, predictions))}
 
 
 def metric_names(labels: int) -> tuple[str, ...]:
@@ -136,21 +93,14 @@ def metric_names(labels: int) -> tuple[str, ...]:
     >>> metric_names(2), metric_names(0)
     (('accuracy', 'f1', 'f1_macro', 'matthews'), ('spearman', 'pearson'))
     """
-    if labels == 0:
-        return "spearman", "pearson"
-    return ("accuracy", "f1", "f1_macro", "matthews") if labels == 2 else ("accuracy", "f1_macro", "matthews")
+    return tuple(OF_NUMBERS) if labels == 0 else tuple(name for name in OF_LABELS if labels == 2 or name != "f1")
 
 
 def compute_metrics(names: tuple[str, ...], predictions: list, references: list) -> dict[str, float]:
     """Return several metrics by name, each computed on the same samples.
 
-    >>> compute_metrics(("accuracy", "matthews"), [0, 1, 1, 0], [0, 1, 1, 0])
-    {'accuracy': 1.0, 'matthews': 1.0}
+    >>> compute_metrics(("accuracy", "matthews"), [0, 1, 1, 2], [0, 1, 0, 2])
+    {'accuracy': 0.75, 'matthews': 0.7}
     """
-    figures = {}
-    for name in names:
-        if name not in METRICS:
-            raise PosswapError(f"metric {name!r} is not known; known are {', '.join(METRICS)}")
-        metric, options = METRICS[name]
-        figures |= metric().compute(predictions=predictions, references=references, **options)
-    return figures
+    pair = {"predictions": predictions, "references": references}
+    return {name: value for one in names for name, value in Metric(one).compute(**pair).items()}

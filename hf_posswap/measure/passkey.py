@@ -115,31 +115,23 @@ class PasskeyTexts:
         question, end = ([*asked, *self._said[names[0]], *keys[0]], []) if self.causal else (asked, self._edges[1:])
         front = [] if self.causal else [self._edges[0], *question, self._edges[1]]
         size = length - len(front) - sum(map(len, said)) - (len(question) if self.causal else len(end))
-        filler = self._draw_filler(size, chance)
-        ends = [0]
-        for sentence in filler:
-            ends.append(ends[-1] + len(sentence))
+        first, filler, ends = chance.randrange(len(self._filler)), [], [0]  # sentences from a random one on; the last is cut
+        while len(filler) < size:
+            filler += self._filler[(first + len(ends) - 1) % len(self._filler)][: size - len(filler)]
+            ends.append(len(filler))
         nearest = min(range(len(ends)), key=lambda place: abs(ends[place] - depth * size))
         places = [nearest, *(chance.randrange(len(ends)) for _ in range(self.decoys))]
         # Keys at one place stand in random order: the right one is not always the first of them.
         order = sorted(range(len(places)), key=lambda which: (places[which], chance.random()))
-        ids, start = list(front), -1
-        for place in range(len(ends)):
-            for which in order:
-                if places[which] == place:
-                    if which == 0:
-                        start = len(ids) + len(self._said[names[0]])
-                    ids += said[which]
-            ids += filler[place] if place < len(filler) else []
+        ids, start, told = list(front), -1, 0
+        for which in order:
+            ids += filler[told : ends[places[which]]]
+            told = ends[places[which]]
+            if which == 0:
+                start = len(ids) + len(self._said[names[0]])
+            ids += said[which]
+        ids += filler[told:]
         return PasskeyText(ids + (question if self.causal else end), start, len(front), keys)
-
-    def _draw_filler(self, size: int, chance: random.Random) -> list[list[int]]:
-        """Return sentences of `size` tokens in all, from a random one on; the last is cut."""
-        first, drawn, missing = chance.randrange(len(self._filler)), [], size
-        while missing > 0:
-            drawn.append(self._filler[(first + len(drawn)) % len(self._filler)][:missing])
-            missing -= len(drawn[-1])
-        return drawn
 
 
 class PasskeyExamples(Dataset):

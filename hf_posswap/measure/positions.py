@@ -51,9 +51,8 @@ def position_table(source: Scheme | PreTrainedModel, positions: int | None = Non
         owner, name = architecture.table_owner(target.base_model)
         module = getattr(owner, name)
     if isinstance(module, Constant):
-        raise PosswapError(
-            f"{scheme} adds no vectors: see `plot attention MODEL {scheme}`; `plot wavelengths`, `translation` take {TURNING}"
-        )
+        others = f"`plot wavelengths`, `translation` take {TURNING}"
+        raise PosswapError(f"{scheme} adds no vectors: see `plot attention MODEL {scheme}`; {others}")
     count = positions or geometry.max_positions
     if count > geometry.max_positions:
         raise PosswapError(f"{count} positions were asked for, and the model holds {geometry.max_positions}")

@@ -59,9 +59,7 @@ def draw_passages(
         ends = _word_ends(document, tokenizer)
         room = (len(ends) - tokens) / each
         if room < 1:
-            raise DataError(
-                f"document {number} has {len(ends)} tokens, too few for {each} passages of {tokens}: give longer documents"
-            )
+            raise DataError(f"a document has {len(ends)} tokens, too few for {each} passages of {tokens}: give longer ones")
         for part in range(each):
             start = int(room * (part + float(torch.rand(1, generator=generator))))
             text = document[ends[start - 1] if start else 0 : ends[start + tokens - 1]].strip()

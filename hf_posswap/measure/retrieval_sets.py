@@ -40,12 +40,11 @@ def passkeys(tokenizer: PreTrainedTokenizerBase, length: int, seed: int = 0) -> 
         DataError: The length leaves no room.
     """
     generator = random.Random(f"passkey-{length}-{seed}")
-    facts = {}
-    for name in _names(generator):
-        key = generator.randrange(10_000, 100_000)
-        facts[f"What is the pass key for {name}?"] = (
-            f"{name}'s pass key is {key}. Remember it. {key} is the pass key for {name}."
-        )
+    keys = {name: generator.randrange(10_000, 100_000) for name in _names(generator)}
+    facts = {
+        f"What is the pass key for {name}?": f"{name}'s pass key is {key}. Remember it. {key} is the pass key for {name}."
+        for name, key in keys.items()
+    }
     return _hide(facts, FILLER, tokenizer, length, generator)
 
 

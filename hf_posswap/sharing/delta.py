@@ -69,29 +69,22 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
     theirs = {name: value for name, value in _weights(base).items() if name != table}
     if own.keys() != theirs.keys():
         raise PosswapError(f"base_model has other weights: {sorted(own.keys() ^ theirs.keys())[:3]} ...")
-    changed = [
-        name
-        for name, value in own.items()
-        if value.dtype != theirs[name].dtype or not torch.equal(value.to(theirs[name].device), theirs[name])
-    ]
+    pairs = {name: (value.to(theirs[name].device), theirs[name]) for name, value in own.items()}
+    changed = [name for name, (one, other) in pairs.items() if one.dtype != other.dtype or not torch.equal(one, other)]
     if changed:
         raise PosswapError(
-            f"{len(changed)} weights are not the base model's ({', '.join(changed[:3])} ...): a fit, a balanced basis or "
-            "training has changed them, and a delta holds positions only. Save the whole model, or swap with "
-            "warm_start=False or a scheme that does not change attention"
+            f"{len(changed)} weights are not the base model's ({', '.join(changed[:3])}...), and a delta holds positions only: "
+            "save the whole model, or swap with warm_start=False and neither fit nor train"
         )
     scheme, trained = target.base_model.position_scheme, target.config.position_scheme["trained_positions"]
-    entry = config_entry(scheme, trained, longest_input(target.config), span=state_of(target).span)
+    longest, known = longest_input(target.config), on_hub(base.name_or_path) or {"id": None, "revision": None}
     about = {
         "format": FORMAT,
         "model_type": architecture.model_type,
-        "position_scheme": entry,
-        "max_positions": longest_input(target.config),
+        "position_scheme": config_entry(scheme, trained, longest, span=state_of(target).span),
+        "max_positions": longest,
         "num_heads": target.config.num_attention_heads,  # the same weights with other heads are another model
-        "base_model": {
-            **(on_hub(base.name_or_path) or {"id": None, "revision": None}),
-            "sha256": weights_hash(base),
-        },
+        "base_model": {**known, "sha256": weights_hash(base)},
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: value.contiguous() for name, value in mine.items()}, folder / WEIGHTS)
@@ -141,27 +134,17 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
     except PosswapError as error:
         raise CheckpointError(f"{folder_or_id} holds a scheme that cannot be used: {error}") from None
     wanted = _position_weights(target, architecture)
-    if problem := _misfit(weights, wanted):
+    kinds = [{name: (one.shape, one.is_floating_point()) for name, one in some.items()} for some in (weights, wanted)]
+    wrong = {name for name, _ in kinds[0].items() ^ kinds[1].items()}
+    wrong |= {name for name, value in weights.items() if not torch.isfinite(value).all()}
+    if wrong:
         restore(base_model)
-        raise CheckpointError(f"{folder_or_id} does not hold the weights of its scheme ({problem}): download the delta again")
+        names = ", ".join(sorted(wrong))
+        raise CheckpointError(f"{folder_or_id} does not hold the weights of its scheme (see {names}): download the delta again")
     with torch.no_grad():
         for name, value in wanted.items():
             value.copy_(weights[name])
     return base_model
-
-
-def _misfit(weights: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> str:
-    """Return why weights do not fit those of the scheme; "" if they do."""
-    if different := sorted(weights.keys() ^ wanted.keys()):
-        return f"{different[0]} is missing or too many"
-    for name, value in weights.items():
-        if value.shape != wanted[name].shape:
-            return f"{name} has shape {tuple(value.shape)}, not {tuple(wanted[name].shape)}"
-        if value.is_floating_point() != wanted[name].is_floating_point():
-            return f"{name} is {value.dtype}, not {wanted[name].dtype}"
-        if not torch.isfinite(value).all():
-            return f"{name} has numbers that are NaN or infinite"
-    return ""
 
 
 def weights_hash(model: PreTrainedModel) -> str:

@@ -106,24 +106,17 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     stock = next(plain for plain, swapped in SWAPPED_CLASSES.items() if swapped is type(model))
     scheme, attention = model.base_model.position_scheme, model.architecture.self_attentions(model.base_model)[0]
     _check_weights(model)
+    share = "share the swapped model as it is"
     if span := state_of(model).span:
-        raise UnsupportedModelError(
-            f"no class of transformers has a span of {span.span}: share the swapped model, or swap without span="
-        )
+        raise UnsupportedModelError(f"no class of transformers has a span of {span.span}: {share}, or swap without span=")
     if not hasattr(attention, "positions"):
         convert = with_table
-    elif isinstance(scheme, Rotary) and stock in _CONVERT:
-        convert = _CONVERT[stock]
-    elif isinstance(scheme, Rotary):
+    elif not isinstance(scheme, Rotary):
+        raise UnsupportedModelError(f"no class of transformers has {scheme.name} positions in its attention: {share}")
+    elif (convert := _CONVERT.get(stock)) is None:
         heads = [kind.__name__ for kind in _CONVERT if issubclass(kind.config_class, model.architecture.config_class)]
-        raise UnsupportedModelError(
-            f"{stock.__name__} with rotary positions has no native counterpart: "
-            + (f"heads that have one are {', '.join(heads)}" if heads else "no class of transformers has this family's layers")
-        )
-    else:
-        raise UnsupportedModelError(
-            f"no class of transformers has {scheme.name} positions in its attention: share the swapped model as it is"
-        )
+        why = f"heads that have one are {', '.join(heads)}" if heads else "no class of transformers has this family's layers"
+        raise UnsupportedModelError(f"{stock.__name__} with rotary positions has no native counterpart: {why}")
     with evaluating(model):
         exported, left_out, holds_for = convert(model, stock, tokenizer)
         exported.to(model.device).eval()

@@ -95,10 +95,8 @@ def share(
         there = [file.rfilename for file in head.siblings or ()]
         held = [path for path in there if _of_a_model(path)]
         if held and RESULTS_FILE not in there and not (overwrite or create_pr):
-            raise PosswapError(
-                f"{repo_id} holds a model that was not shared with hf_posswap ({', '.join(held[:3])}), and this would take its "
-                "place: choose another name, or pass overwrite=True (--overwrite)"
-            )
+            other = f"{repo_id} holds a model that was not shared with hf_posswap"
+            raise PosswapError(f"{other}: choose another name, or pass overwrite=True (--overwrite)")
         if not overwrite and _take_over(api, repo_id, head.sha, folder, fresh):
             write_card(folder, repo_id=repo_id, **options)
         files = check_files(folder)
@@ -159,10 +157,8 @@ def _check_code(folder: Path, files: Sequence[str]) -> None:
             raise CheckpointError(f"{path} has an auto_map to other code, and what is shared is run: save the model again")
     modules = json.loads((folder / "modules.json").read_text()) if "modules.json" in files else []
     if foreign := [one for one in modules if not str(one.get("type")).startswith("sentence_transformers.")]:
-        raise CheckpointError(
-            f"{folder / 'modules.json'} names {foreign[0].get('type')!r:.100}, and what is shared is run: share pipelines with "
-            "sentence-transformers' own modules"
-        )
+        kind = foreign[0].get("type")
+        raise CheckpointError(f"modules.json names {kind!r:.100}, and what is shared is run: share sentence-transformers' own")
     if stub is not None and not (is_stub(stub) and named == {f"{Path(STUB).stem}.{name}" for name in imports}):
         raise CheckpointError(f"{folder / STUB} is not what save_pretrained writes, and is run: save the model again")
 
@@ -170,11 +166,9 @@ def _check_code(folder: Path, files: Sequence[str]) -> None:
 def _check_index(folder: Path) -> None:
     for path in folder.glob("*.safetensors.index.json"):
         shards = read_json(path).get("weight_map")
-        if not isinstance(shards, dict):
-            raise CheckpointError(f"{path} has no weight_map: save the model again")
-        for shard in map(str, shards.values()):
-            if Path(shard).name != shard or not (folder / shard).is_file():
-                raise CheckpointError(f"{path} names {shard!r}, which is no file next to it: save the model again")
+        beside = {file.name for file in folder.iterdir()}
+        if not isinstance(shards, dict) or not beside.issuperset(map(str, shards.values())):
+            raise CheckpointError(f"{path} names what is no file next to it: save the model again")
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -203,10 +197,8 @@ def _take_over(api: HfApi, repo_id: str, revision: str, folder: Path, fresh: boo
         (folder / CARD_FILE).write_bytes(there.read_bytes())
         return True
     if theirs.strip() and theirs.split() != ours.split():
-        raise PosswapError(
-            f"the card of {repo_id} has text that {folder / CARD_FILE} has not: copy what you want to keep "
-            f"(hf download {repo_id} {CARD_FILE}), then push with overwrite=True (--overwrite)"
-        )
+        more = f"the card of {repo_id} has text that {folder / CARD_FILE} has not"
+        raise PosswapError(f"{more}: hf download {repo_id} {CARD_FILE}, or push with overwrite=True (--overwrite)")
     return False
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hf_posswap.errors import DataError, PosswapError
-from hf_posswap.experiments.comparison import background, check_budgets, markdown
+from hf_posswap.experiments.comparison import background, check_budgets, figure_names, markdown
 from hf_posswap.sharing.record import SCHEMA, data_of, own_rows, read_results, scheme_of
 
 
@@ -39,16 +39,12 @@ def leaderboard(places: Sequence[str | Path], *, vary: Sequence[str] = (), figur
                 )
     if not tables:
         raise DataError(f"none of {', '.join(names)} has a comparison: hf-posswap card FOLDER --results RUNS puts one there")
-    parts, missing = [], set(figures)
+    parts = []
+    figure_names([run for runs in tables.values() for run in runs], figures)  # raises for one that no run has
     for title, runs in tables.items():
         here = [name for name in sorted(known) if any(name in run["config"] for run in runs)]
         check_budgets(runs, here)
         shown = [name for name in figures if any(name in run["figures"] for run in runs)]
-        missing -= set(shown)
-        if figures and not shown:
-            continue
-        parts.append(f"## {title}\n\n{markdown(runs, vary=here, figures=shown)}\n\n{background(runs)}\n")
-    if missing:
-        there = sorted({name for runs in tables.values() for run in runs for name in run["figures"]})
-        raise PosswapError(f"no comparison has a figure named {', '.join(sorted(missing))}; there are {', '.join(there)}")
+        if shown or not figures:
+            parts.append(f"## {title}\n\n{markdown(runs, vary=here, figures=shown)}\n\n{background(runs)}\n")
     return "\n".join(parts)

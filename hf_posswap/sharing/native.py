@@ -17,6 +17,11 @@ COMMON = (
     "initializer_range", "use_cache", "id2label", "label2id", "problem_type",
 )  # fmt: skip
 
+NO_PLACE = (
+    "the first token has a vector of its own, for which {} has no place, since any token may come first: swap with "
+    "posswap.Rotary(mark_first=False), fit, and export that"
+)
+CLS = "inputs that begin with [CLS] and have it nowhere else: it carries what marked the first token"
 
 Converted = tuple[PreTrainedModel, tuple[str, ...], tuple[str, ...]]  # the model, and `left_out` and `holds_for` of Certificate
 
@@ -80,30 +85,29 @@ def pairs_first(positions: RotaryPositions) -> torch.Tensor:
     return torch.cat([positions.planes().flatten(), still])
 
 
-NO_PLACE = (
-    "the first token has a vector of its own, for which {} has no place, since any token may come first: swap with "
-    "posswap.Rotary(mark_first=False), fit, and export that"
-)
+def without_constant(
+    model: SwappedModel, tokenizer, native: str, *, onto: str
+) -> tuple[dict[str, torch.Tensor], tuple[str, ...], bool]:
+    """Return an encoder's weights without position embeddings, for which inputs they hold, and whether the words stay tied.
 
-
-CLS = "inputs that begin with [CLS] and have it nowhere else: it carries what marked the first token"
-
-
-def mark_cls(model: SwappedModel, name: str, weights: dict[str, torch.Tensor], tokenizer, native: str) -> tuple[str, ...]:
-    """Add the first token's vector to [CLS] in the word embedding `name` of `weights`; return for which inputs this holds."""
-    _, difference, marked = constant(model)
-    if not marked:
-        return ()
-    cls = getattr(tokenizer, "cls_token_id", None)
-    if model.config.is_decoder:
-        raise UnsupportedModelError(NO_PLACE.format(f"{native} as a decoder"))
-    if cls is None:
-        raise UnsupportedModelError(
-            f"the first token has a vector of its own, of [CLS] in {native}: pass the tokenizer, or swap with mark_first=False"
-        )
-    weights[name] = weights[name].clone()  # a tied head keeps the old ones
-    weights[name][cls] = (weights[name][cls].double() + difference).to(model.dtype)
-    return (CLS,)
+    What `Constant` added is in embeddings: the mean in `onto`, token types or words, which every token has; the first token's
+    vector in [CLS].
+    """
+    weights, prefix = without(model, model.base_model.embeddings.position_embeddings)
+    mean, difference, marked = constant(model)
+    added, words = (prefix.replace("position_embeddings", f"{name}_embeddings.weight") for name in (onto, "word"))
+    weights[added] = (weights[added].double() + mean).to(model.dtype)
+    if marked:
+        cls = getattr(tokenizer, "cls_token_id", None)
+        if model.config.is_decoder:
+            raise UnsupportedModelError(NO_PLACE.format(f"{native} as a decoder"))
+        if cls is None:
+            raise UnsupportedModelError(f"{native} has the first token's vector in [CLS]: pass the tokenizer, which knows it")
+        weights[words] = weights[words].clone()
+        weights[words][cls] = (weights[words][cls].double() + difference).to(model.dtype)
+    tied = model.config.tie_word_embeddings and model.get_output_embeddings() is not None
+    # A tied head keeps the old words.
+    return weights, (CLS,) * marked, tied and torch.equal(weights[words], model.get_input_embeddings().weight)
 
 
 def halves_first(positions: RotaryPositions) -> torch.Tensor:

@@ -21,7 +21,6 @@ from transformers import (
 
 from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import UnsupportedModelError
-from hf_posswap.schemes.rotary import RotaryPositions
 from hf_posswap.sharing import native
 from hf_posswap.sharing.native import Converted
 
@@ -48,16 +47,8 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
     if positions.geometry.head_dim % 2:
         raise UnsupportedModelError(f"RoFormer rotates pairs of dimensions, and head_dim {positions.geometry.head_dim} is odd")
     if stock is BertForSequenceClassification and config.hidden_act != "tanh":
-        raise UnsupportedModelError(
-            f"RoFormer's head applies {config.hidden_act} where BERT's pooler applies tanh: share the swapped model as it is"
-        )
-    mean, _, marked = native.constant(model)
-    tied = config.tie_word_embeddings and model.get_output_embeddings() is not None
-    weights, prefix = native.without(model, model.base_model.embeddings.position_embeddings)
-    embeddings = prefix.removesuffix("position_embeddings")
-    types, words = (f"{embeddings}{name}.weight" for name in ("token_type_embeddings", "word_embeddings"))
-    weights[types] = (weights[types].double() + mean).to(model.dtype)
-    holds_for = native.mark_cls(model, words, weights, tokenizer, "RoFormer")
+        raise UnsupportedModelError(f"RoFormer's head applies {config.hidden_act}, BERT's pooler tanh: share the model itself")
+    weights, holds_for, tied = native.without_constant(model, tokenizer, "RoFormer", onto="token_type")
     native.reorder(weights, native.pairs_first(positions), config.num_attention_heads)
     pooler = {name: weights.pop(name) for name in list(weights) if ".pooler." in f".{name}"}
     head = {BertForMultipleChoice: "sequence_summary.summary", BertForSequenceClassification: "classifier.dense"}.get(stock)
@@ -68,14 +59,18 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
         pooler = {}
     weights = {name.replace("bert.", "roformer.", 1) if name.startswith("bert.") else name: v for name, v in weights.items()}
     base = "" if stock is BertModel else "roformer."
-    weights[f"{base}encoder.embed_positions.weight"] = _angle_table(positions, config.max_position_embeddings, model)
+    length, still = config.max_position_embeddings, (positions.geometry.head_dim - positions.rotary_dim) // 2
+    angles = positions.angles(torch.arange(length, device=model.device)[None], length)
+    # RoFormer's table, (L, D): sines, then cosines; unrotated dimensions have angle 0.
+    cos, sin = (nn.functional.pad(part[0, 0], (0, still), value=value) for part, value in zip(angles, (1.0, 0.0), strict=True))
+    weights[f"{base}encoder.embed_positions.weight"] = torch.cat([sin, cos], dim=-1).to(model.dtype)
     summary = {"summary_type": "first", "summary_use_proj": True, "summary_activation": "tanh"}
     exported = native.build(
         ROFORMER[stock],
         RoFormerConfig(
             **native.common(config, *_SAME, "max_position_embeddings", "is_decoder", "add_cross_attention"),
             **(summary if stock is BertForMultipleChoice else {}),
-            tie_word_embeddings=tied and not marked,
+            tie_word_embeddings=tied,
         ),
         weights,
         model,
@@ -84,31 +79,15 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
     return exported, tuple(pooler), (counted, *holds_for)
 
 
-def _angle_table(positions: RotaryPositions, length: int, model: SwappedModel) -> torch.Tensor:
-    """Return RoFormer's table (L, D): sines, then cosines; unrotated dimensions have angle 0."""
-    cos, sin = positions.angles(torch.arange(length, device=model.device)[None], length)
-    still = (positions.geometry.head_dim - positions.rotary_dim) // 2
-    cos, sin = (nn.functional.pad(part[0, 0], (0, still), value=value) for part, value in ((cos, 1.0), (sin, 0.0)))
-    return torch.cat([sin, cos], dim=-1).to(model.dtype)
-
-
 def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
     """Export a RoBERTa, XLM-RoBERTa or CamemBERT to JinaEmbeddingsV3: the same post-norm layers with other names."""
     config, positions = model.config, model.architecture.self_attentions(model.base_model)[0].positions
     if config.is_decoder:
         raise UnsupportedModelError("JinaEmbeddingsV3 is no decoder")
     if positions.rotary_dim != positions.geometry.head_dim:
-        raise UnsupportedModelError(
-            f"JinaEmbeddingsV3 rotates all dimensions of a head, and here {positions.rotary_dim} of "
-            f"{positions.geometry.head_dim} rotate: swap with fraction=1, or share the swapped model as it is"
-        )
-    mean, _, _ = native.constant(model)
-    own, prefix = native.without(model, model.base_model.embeddings.position_embeddings)
-    embeddings = prefix.removesuffix("position_embeddings")
-    tied = config.tie_word_embeddings and model.get_output_embeddings() is not None
-    types = f"{embeddings}token_type_embeddings.weight"
-    own[types] = (own[types].double() + mean).to(model.dtype)
-    holds_for = native.mark_cls(model, f"{embeddings}word_embeddings.weight", own, tokenizer, "JinaEmbeddingsV3")
+        few = f"{positions.rotary_dim} of {positions.geometry.head_dim}"
+        raise UnsupportedModelError(f"JinaEmbeddingsV3 rotates all dimensions of a head, not {few}: swap with fraction=1")
+    own, holds_for, tied = native.without_constant(model, tokenizer, "JinaEmbeddingsV3", onto="token_type")
     native.reorder(own, native.halves_first(positions), config.num_attention_heads)
     weights = {}
     for name, value in own.items():
@@ -122,7 +101,7 @@ def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
             **native.common(config, *_SAME, "classifier_dropout"),
             max_position_embeddings=longest,
             rope_parameters=parameters,
-            tie_word_embeddings=tied and not holds_for,
+            tie_word_embeddings=tied,
         ),
         weights,
         model,
@@ -153,20 +132,14 @@ def esm(model: SwappedModel, stock: type, tokenizer) -> Converted:
         raise UnsupportedModelError(f"ESM has one frequency for each pair, and no factor: {kind} scaling does not fit")
     mean, difference, _ = native.constant(model)
     if (mean.any() or difference.any()) and (config.token_dropout or config.emb_layer_norm_before):
-        raise UnsupportedModelError(
-            "the vector that the swap kept of the table has no place in ESM, which rescales its words (token_dropout) or "
-            "norms them: swap with warm_start=False, fit, and export that"
-        )
-    weights, prefix = native.without(model, model.base_model.embeddings.position_embeddings)
-    words = f"{prefix.removesuffix('position_embeddings')}word_embeddings.weight"
-    weights[words] = (weights[words].double() + mean).to(model.dtype)  # a tied head keeps the old ones
-    holds_for = native.mark_cls(model, words, weights, tokenizer, "ESM")
+        why = "what a swap keeps of the table has no place in ESM, which rescales its words"
+        raise UnsupportedModelError(f"{why}: swap with warm_start=False, and fit")
+    weights, holds_for, tied = native.without_constant(model, tokenizer, "ESM", onto="word")
     pairs = native.pairs_first(positions)
     native.reorder(weights, torch.cat([pairs[0::2], pairs[1::2]]), config.num_attention_heads)
     base = "" if stock is EsmModel else "esm."
     frequencies = nn.functional.pad(frequencies, (0, head_dim // 2 - len(frequencies)))
     weights[f"{base}rotary_embeddings.inv_freq"] = frequencies.float()
-    tied = bool(config.tie_word_embeddings and not (mean.any() or difference.any()))
     turns = {"position_embedding_type": "rotary", "rope_theta": float(positions.scheme.theta)}
     own = native.family_config(model, **turns, tie_word_embeddings=tied)
     return native.build(ESM[stock], own, weights, model), (), holds_for

@@ -9,15 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import transformers
+from huggingface_hub import errors as hub_errors
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from huggingface_hub.utils import validate_repo_id
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
@@ -114,10 +107,7 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
         if not isinstance(entry, dict) or "trained_positions" not in entry:
             raise CheckpointError(f"{folder / PARITY_FILE} does not say which scheme was exported: export the model again")
         return "native", entry, {"family": config.model_type, **about}
-    raise CheckpointError(
-        f"{folder} holds a {config.model_type!r} model that has not been swapped: give a swapped model, a folder that "
-        "`hf-posswap export` wrote, or a delta"
-    )
+    raise CheckpointError(f"{folder} holds a {config.model_type} model that has not been swapped: give one, an export, a delta")
 
 
 def _class_name(config: PreTrainedConfig, folder: Path) -> str | None:
@@ -155,17 +145,15 @@ def _base_model(known: dict | None, given: str | None, before: dict | None, fold
     """Return the base model: from the folder, from the user, or from the card that was there before."""
     known = known if isinstance(known, dict) and known.get("id") else None
     if known is not None and not is_repo_id(known["id"]):
-        raise CheckpointError(
-            f"{folder} names {known['id']!r:.100} as its base, which is no name on the Hub: save the model again"
-        )
-    if given is None and known is not None:
-        return {"id": known["id"], "revision": known.get("revision"), "on_hub": True}
+        raise CheckpointError(f"{folder} has the base {known['id']!r:.100}, which is no name on the Hub: save the model again")
     if given is None:
+        if known is not None:
+            return {"id": known["id"], "revision": known.get("revision"), "on_hub": True}
         if isinstance(before, dict) and (not before.get("on_hub") or is_repo_id(before.get("id"))):
             return before
         raise PosswapError(
-            f"{folder} does not say which model it was swapped from: give base_model (--base-model), owner/name or "
-            f"owner/name@revision on the Hub, or {LOCAL}NAME for one that is not there"
+            f"{folder} does not say what it was swapped from: give base_model (--base-model), owner/name[@revision], "
+            f"or {LOCAL}NAME"
         )
     on_hub = not given.startswith(LOCAL)
     name, _, revision = given.partition("@") if on_hub else (given.removeprefix(LOCAL), "", None)
@@ -182,7 +170,7 @@ def is_repo_id(name) -> bool:
     """Whether the Hub would take this as the name of a repository."""
     try:
         validate_repo_id(name)
-    except HFValidationError:
+    except hub_errors.HFValidationError:
         return False
     return True
 
@@ -201,10 +189,8 @@ def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:
     comparison = {"vary": found["vary"], "runs": runs}
     _check(comparison, str(file), comparison=True)
     if not own_rows(runs, scheme):
-        raise DataError(
-            f"{file} has no run with {scheme}, the scheme of {folder}; it has "
-            f"{', '.join(sorted({run['config']['scheme'] for run in runs}))}"
-        )
+        there = ", ".join(sorted({run["config"]["scheme"] for run in runs}))
+        raise DataError(f"{file} has no run with {scheme}, the scheme of {folder}; it has {there}")
     return comparison
 
 
@@ -255,12 +241,12 @@ def _check(content: dict, where: str, *, comparison: bool = False) -> None:
 
 # Messages for errors of the Hub; the first that matches is used, since some are subclasses of others.
 _HUB_SAYS = {
-    HFValidationError: "{name} is neither a folder nor a name on the Hub (owner/name)",
-    RepositoryNotFoundError: "there is no model {name} on the Hub that you may read",
-    RevisionNotFoundError: "{name} has no revision {revision}",
-    LocalEntryNotFoundError: "{name} could not be read: the Hub cannot be reached, and it is not in the cache",
-    EntryNotFoundError: "{name} has no results: it was not shared with hf_posswap",
-    HfHubHTTPError: "{name} could not be read: the Hub answered with an error; try again",
+    hub_errors.HFValidationError: "{name} is neither a folder nor a name on the Hub (owner/name)",
+    hub_errors.RepositoryNotFoundError: "there is no model {name} on the Hub that you may read",
+    hub_errors.RevisionNotFoundError: "{name} has no revision {revision}",
+    hub_errors.LocalEntryNotFoundError: "{name} could not be read: the Hub cannot be reached, and it is not in the cache",
+    hub_errors.EntryNotFoundError: "{name} has no results: it was not shared with hf_posswap",
+    hub_errors.HfHubHTTPError: "{name} could not be read: the Hub answered with an error; try again",
 }
 
 
@@ -285,8 +271,7 @@ def read_results(folder_or_id: str | Path) -> dict:
             raise CheckpointError(says.format(name=name, revision=revision)) from None
     content = read_json(path)
     if content.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{folder_or_id} has format {content.get('format')!r}, not {FORMAT}: upgrade with pip install -U hf_posswap"
-        )
+        version = content.get("format")
+        raise CheckpointError(f"{folder_or_id} has format {version!r}, not {FORMAT}: upgrade with pip install -U hf_posswap")
     check(content, str(folder_or_id))
     return content

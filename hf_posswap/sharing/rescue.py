@@ -46,9 +46,7 @@ def load_relative_key(
     fields, _ = PreTrainedConfig.get_config_dict(path_or_id, **{key: hub[key] for key in hub if key != "dtype"})
     kind = fields.pop("position_embedding_type", "absolute")
     if fields.get("model_type") != "bert" or kind not in KINDS:
-        raise UnsupportedModelError(
-            f"{path_or_id} is a {fields.get('model_type')!r} model with {kind!r} positions: load it with from_pretrained"
-        )
+        raise UnsupportedModelError(f"{path_or_id} is {fields.get('model_type')} with {kind!r} positions: use from_pretrained")
     config_class = CONFIG_CLASSES["bert"]
     trained = fields.get("max_position_embeddings", config_class().max_position_embeddings)
     if (max_positions or trained) < trained:

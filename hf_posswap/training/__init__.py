@@ -1,7 +1,7 @@
 """The one training loop, on accelerate, and what belongs to it.
 
 `loop`: the loop. `budget`: what a run may spend and has spent. `batching`: order of examples, padding. `run_state`:
-checkpoints and stopping. `run_log`: losses, progress bar, trackers. `launching`: processes. `evaluation`: metrics on them.
+checkpoints and stopping. `run_log`: losses, progress bar, trackers. `launching`: processes. `evaluation`: predictions on them.
 """
 
 from importlib import import_module
@@ -11,8 +11,8 @@ from hf_posswap.extras import extra
 _HOME = {
     "TrainingConfig": "budget",
     "TrainingRun": "budget",
-    "evaluate_batches": "evaluation",
     "pad": "batching",
+    "predict": "evaluation",
     "train": "loop",
 }
 

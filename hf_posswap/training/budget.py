@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from hf_posswap.errors import PosswapError
 
@@ -23,6 +23,16 @@ def check_seed(seed: int) -> None:
         raise PosswapError(f"seed={seed} must be from 0 to {2**32 - 1}")
 
 
+def check_least(config) -> None:
+    """Raise for an option below the least that LEAST of its class, or of a parent, names; None means not given."""
+    least = {name: bound for kind in reversed(type(config).__mro__) for name, bound in vars(kind).get("LEAST", {}).items()}
+    for name, bound in least.items():
+        value = getattr(config, name)
+        for one in value if isinstance(value, tuple) else (value,):
+            if one is not None and not bound <= one < math.inf:  # false for NaN, too
+                raise PosswapError(f"{name}={one} must be {'finite and ' * isinstance(one, float)}at least {bound}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Budget and means of a training run. Names are those of transformers' TrainingArguments where it has the same option.
@@ -30,6 +40,11 @@ class TrainingConfig:
     >>> TrainingConfig(torch_compile="inductor").budget() == TrainingConfig(seed=1).budget()
     True
     """
+
+    LEAST: ClassVar[dict[str, float]] = {
+        **dict.fromkeys(("max_steps", "batch_size", "gradient_accumulation_steps", "checkpoints_kept"), 1),
+        **dict.fromkeys(("learning_rate", "table_learning_rate_factor", "warmup_ratio", "weight_decay", "max_grad_norm"), 0),
+    }
 
     max_steps: Annotated[int, "Optimizer steps."] = 100
     batch_size: Annotated[int, "Sequences a step, over all processes and accumulation steps."] = 16
@@ -58,18 +73,10 @@ class TrainingConfig:
     checkpoints_kept: Annotated[int, "How many checkpoints to keep."] = 2
 
     def __post_init__(self):
-        if min(self.max_steps, self.batch_size, self.gradient_accumulation_steps, self.checkpoints_kept) < 1:
-            raise PosswapError(
-                f"max_steps, batch_size, gradient_accumulation_steps and checkpoints_kept must be 1 or more: {self}"
-            )
+        check_least(self)
         check_seed(self.seed)
-        for name in ("learning_rate", "table_learning_rate_factor", "warmup_ratio", "weight_decay", "max_grad_norm"):
-            if not 0 <= getattr(self, name) < math.inf:  # false for NaN, too
-                raise PosswapError(f"{name}={getattr(self, name)} must be a number of 0 or more")
-        if self.batch_size % self.gradient_accumulation_steps:
-            raise PosswapError(
-                f"batch_size {self.batch_size} does not divide into {self.gradient_accumulation_steps} accumulation steps"
-            )
+        if self.batch_size % (parts := self.gradient_accumulation_steps):
+            raise PosswapError(f"batch_size={self.batch_size} does not divide into gradient_accumulation_steps={parts}")
         for name, known in (("lr_scheduler_type", SCHEDULES), ("train_sampling_strategy", SAMPLING_STRATEGIES)):
             if getattr(self, name) not in known:
                 raise PosswapError(f"{name}={getattr(self, name)!r} is not known; known are {', '.join(known)}")
@@ -80,9 +87,7 @@ class TrainingConfig:
                 known = ", ".join(backend.lower() for backend in DynamoBackend.list())
                 raise PosswapError(f"torch_compile={self.torch_compile!r} is not a backend; accelerate knows {known}")
         if self.gradient_checkpointing and not self.dropout:
-            raise PosswapError(
-                "gradient_checkpointing needs training mode, dropout=True: set dropouts in the model's config to 0"
-            )
+            raise PosswapError("gradient_checkpointing needs training mode, dropout=True: set the config's dropouts to 0")
         if isinstance(self.report_to, str):
             raise PosswapError(f"report_to takes a tuple of names: ({self.report_to!r},)")
 

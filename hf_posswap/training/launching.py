@@ -46,9 +46,8 @@ def start_accelerator(
     check_processes(accelerator)
     micro_batch = config.batch_size // accumulation_steps
     if micro_batch % accelerator.num_processes:
-        raise PosswapError(
-            f"{micro_batch} sequences do not divide into {accelerator.num_processes} processes: choose a multiple as batch_size"
-        )
+        count = accelerator.num_processes
+        raise PosswapError(f"{micro_batch} sequences do not divide into {count} processes: choose a multiple as batch_size")
     # All Accelerators of a process share one state, which would keep the compiler of the first.
     accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend=config.torch_compile)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:  # which accumulates and clips by itself
@@ -71,10 +70,7 @@ def check_processes(accelerator: Accelerator) -> None:
         raise PosswapError(f"WORLD_SIZE is {asked} but accelerate connected {accelerator.num_processes} process; {ON_CPUS}")
     launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
     if accelerator.num_processes == 1 and launched and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-        raise PosswapError(
-            "accelerate launch was asked for more than one process and has started one, as it does without GPUs (if you asked "
-            f"for one, unset MASTER_ADDR); {ON_CPUS}"
-        )
+        raise PosswapError(f"accelerate launch has started one process, not several (or unset MASTER_ADDR); {ON_CPUS}")
 
 
 def check_trackers(names: tuple[str, ...]) -> None:

@@ -152,10 +152,8 @@ class _Loop:
                 if checkpoints and (save or log.stopping):
                     checkpoints.save(run, len(self.dataset))
                 if log.stopping:
-                    raise Interrupted(
-                        f"stopped after step {len(run.losses)} of {config.max_steps}, as asked; the checkpoint is saved: "
-                        f"continue with resume=True (--resume) and the same output, {self.output}"
-                    )
+                    where = f"step {len(run.losses)} of {config.max_steps}, the checkpoint is in {self.output}"
+                    raise Interrupted(f"stopped after {where}: continue with resume=True (--resume) and the same output")
 
     def _loader(self, parts: int, first_step: int) -> DataLoader:
         return DataLoader(
@@ -179,7 +177,9 @@ class _Loop:
         step_loss, norm = 0.0, None
         for batch, weight in zip(batches, weights, strict=True):
             with accelerator.accumulate(model):
-                loss = self.compute_loss(model, batch) if self.compute_loss else _own_loss(model, batch)
+                loss = self.compute_loss(model, batch) if self.compute_loss else getattr(model(**batch), "loss", None)
+                if loss is None:
+                    raise PosswapError("the model returned no loss: give its batches `labels`, or pass compute_loss")
                 # The mean loss of a part without labels is NaN: leave it out.
                 loss = torch.where(weight > 0, loss * weight, 0.0)
                 accelerator.backward(loss)
@@ -239,13 +239,6 @@ def _gradient_checkpointing(model: torch.nn.Module, wanted: bool) -> Iterator[No
     finally:
         getattr(model, f"{name}_disable")()
         model.disable_input_require_grads()  # which *_enable() had switched on
-
-
-def _own_loss(model: torch.nn.Module, batch: dict) -> torch.Tensor:
-    loss = getattr(model(**batch), "loss", None)
-    if loss is None:
-        raise PosswapError("the model returned no loss: give its batches `labels`, or pass compute_loss")
-    return loss
 
 
 def _check_labels(dataset: Dataset) -> None:

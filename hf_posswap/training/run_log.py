@@ -120,6 +120,4 @@ class RunLog:
         # With a loss of exactly zero there is nothing left to learn, which is no error.
         self._without_gradient = self._without_gradient + 1 if norm == 0 and loss != 0 else math.nan
         if self._without_gradient == _STEPS_WITHOUT_GRADIENT:
-            raise PosswapError(
-                f"nothing is learned: gradients are zero since the first step, loss {loss:.4g}: does compute_loss detach?"
-            )
+            raise PosswapError(f"gradients are zero since the first step, loss {loss:.4g}: does compute_loss detach?")

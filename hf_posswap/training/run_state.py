@@ -48,9 +48,7 @@ class Checkpoints:
     def __init__(self, accelerator: Accelerator, output: Path, *, resume: bool):
         self.accelerator, self.output, self.folder = accelerator, output, output / "checkpoints"
         if not resume and checkpoint_folders(output):
-            raise CheckpointError(
-                f"{self.folder} holds checkpoints of an earlier run: pass resume=True (--resume), or another folder"
-            )
+            raise CheckpointError(f"{self.folder} is of an earlier run: pass resume=True (--resume), or another folder")
         if accelerator.is_main_process:
             for remnant in (*self.folder.glob("writing-*"), *self.folder.glob("removing-*")):
                 shutil.rmtree(remnant)
