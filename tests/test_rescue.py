@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertModel,
+    RobertaConfig,
 )
 from transformers.utils import logging
 
@@ -126,6 +127,9 @@ def test_what_is_refused(checkpoint, make_model, tmp_path, kind):
     make_model("bert").save_pretrained(tmp_path / "plain")
     with pytest.raises(posswap.UnsupportedModelError, match="'absolute' positions"):
         posswap.load_relative_key(tmp_path / "plain")
+    RobertaConfig(position_embedding_type="relative_key").save_pretrained(tmp_path / "roberta")
+    with pytest.raises(posswap.UnsupportedModelError, match="roberta with 'relative_key' .* only bert's"):
+        posswap.load_relative_key(tmp_path / "roberta")
     with pytest.raises(posswap.UnsupportedModelError, match="AutoModelForObjectDetection has no BERT"):
         posswap.load_relative_key(folder, AutoModelForObjectDetection)
     with pytest.raises(posswap.PosswapError, match="unknown option 'revison'"):

@@ -45,8 +45,11 @@ def load_relative_key(
         raise PosswapError(f"unknown option {unknown[0]!r}; known are {', '.join(sorted(allowed))}")
     fields, _ = PreTrainedConfig.get_config_dict(path_or_id, **{key: hub[key] for key in hub if key != "dtype"})
     kind = fields.pop("position_embedding_type", "absolute")
-    if fields.get("model_type") != "bert" or kind not in KINDS:
-        raise UnsupportedModelError(f"{path_or_id} is {fields.get('model_type')} with {kind!r} positions: use from_pretrained")
+    found = f"{path_or_id} is {fields.get('model_type')} with {kind!r} positions"
+    if kind not in KINDS:
+        raise UnsupportedModelError(f"{found}: use from_pretrained")
+    if fields.get("model_type") != "bert":
+        raise UnsupportedModelError(f"{found}, and only bert's can be loaded here: use transformers 4, as 5 drops them")
     config_class = CONFIG_CLASSES["bert"]
     trained = fields.get("max_position_embeddings", config_class().max_position_embeddings)
     if (max_positions or trained) < trained:
