@@ -17,7 +17,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     BertForMaskedLM,
     GPT2LMHeadModel,
 )
@@ -160,30 +159,6 @@ def test_sharded_and_placed(model, family, tokens, tmp_path):
 
 
 @pytest.mark.only(cases=KINDS)
-def test_meta_device_then_load(make_swapped, family, case, tokens, tmp_path):
-    """A swapped model built on the meta device takes a saved state dict: no scheme keeps what is lost there."""
-    model = make_swapped(family, case.scheme, max_positions=case.max_positions)
-    with torch.device("meta"):
-        empty = AUTO[family].from_config(model.config).eval()
-    empty = empty.to_empty(device="cpu")
-    empty.load_state_dict(model.state_dict())
-    empty.tie_weights()
-    if family != "gpt2":  # buffers of BERT itself, which no state dict holds
-        model.architecture.resize(empty.base_model, empty.config.max_position_embeddings)
-    empty.set_attn_implementation("eager")
-    assert torch.equal(empty(tokens).logits, model(tokens).logits)
-
-
-@pytest.mark.only(backends=("eager",), cases=KINDS)
-def test_bfloat16_round_trip(model, family, tokens, tmp_path):
-    """A bfloat16 model is saved and loaded in bfloat16, with the same logits."""
-    model.bfloat16().save_pretrained(tmp_path)
-    loaded = load(family, tmp_path, attn_implementation="eager")
-    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
-    assert torch.equal(loaded(tokens).logits, model(tokens).logits)
-
-
-@pytest.mark.only(cases=KINDS)
 def test_other_heads_from_a_folder(make_swapped, family, case, tokens, tmp_path):
     """The headless model and a new head load from the folder of another head, with its positions."""
     model = make_swapped(family, case.scheme, max_positions=case.max_positions)
@@ -228,15 +203,6 @@ def test_config_and_from_config(make_swapped, family, tmp_path, tokens):
         model = AUTO[family].from_config(config)
         model(tokens, labels=tokens).loss.backward()
         assert all(p.isfinite().all() and p.grad is not None for p in model.parameters())
-
-
-def test_tokenizer_in_the_folder(make_swapped, bert_tokenizer, tmp_path):
-    """AutoTokenizer finds the tokenizer that was saved beside a swapped model."""
-    make_swapped("bert", "rotary").save_pretrained(tmp_path)
-    bert_tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    assert type(loaded) is type(bert_tokenizer)
-    assert loaded("the cat").input_ids == bert_tokenizer("the cat").input_ids
 
 
 # -- broken folders ------------------------------------------------------------------------------------------------

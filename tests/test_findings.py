@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
-from transformers import AutoModel, AutoModelForCausalLM, BertLMHeadModel, BertModel, EncoderDecoderModel
+from transformers import AutoModel, AutoModelForCausalLM
 
 import hf_posswap as posswap
 
@@ -90,23 +90,6 @@ def test_an_adapter_of_a_swapped_model_on_a_plain_one(make_model, tokens, tmp_pa
     assert torch.equal(right(tokens).logits, adapted(tokens).logits)
 
 
-def test_parts_of_a_composed_model(make_model, tmp_path):
-    """Swapped first and composed then, parts are saved and loaded; the other way round is refused."""
-    encoder = make_model("bert", head=BertModel)
-    decoder = make_model("bert-decoder", head=BertLMHeadModel, add_cross_attention=True)
-    both = EncoderDecoderModel(encoder=encoder, decoder=decoder)
-    with pytest.raises(posswap.UnsupportedModelError, match="a part of EncoderDecoderModel"):
-        posswap.swap(both.encoder, "rotary")
-    assert type(both.encoder) is BertModel
-    del both
-    both = EncoderDecoderModel(encoder=posswap.swap(encoder, "rotary"), decoder=posswap.swap(decoder, "relative:clip=4")).eval()
-    both.save_pretrained(tmp_path)
-    again = EncoderDecoderModel.from_pretrained(tmp_path).eval()
-    inputs = {"input_ids": torch.randint(2, 98, (2, 9)), "decoder_input_ids": torch.randint(2, 98, (2, 7))}
-    with torch.no_grad():
-        assert_close(again(**inputs).logits, both(**inputs).logits)
-
-
 @pytest.fixture
 def saved(make_swapped, tmp_path):
     """A folder of a model with tables of keys and values, and a way to change its config or its weights."""
@@ -170,27 +153,6 @@ def test_another_vocabulary(saved):
     """Only positions are guarded: other shapes are between the user and transformers."""
     model = AutoModelForCausalLM.from_pretrained(saved(), vocab_size=50, ignore_mismatched_sizes=True)
     assert model.get_input_embeddings().num_embeddings == 50
-
-
-@pytest.mark.parametrize(
-    ("scheme", "message"),
-    [
-        ("relative:clip=100000000000000", "clip=100000000000000 must be an integer .* at most 65,536"),
-        (f"rotary:theta={10**400}", "theta=.* must be a number above 1"),
-        ("rotary:fraction=0.125,scaling={rope_type=dynamic,factor=2}", "dynamic scaling needs at least 4 dimensions"),
-    ],
-)
-def test_numbers_beyond_reason(make_model, scheme, message):
-    """One line, before anything is allocated."""
-    with pytest.raises(posswap.PosswapError, match=message):
-        posswap.swap(make_model("gpt2"), scheme)
-
-
-def test_lengths_beyond_reason(make_model, family):
-    """What positions in a cache can count to is the most that a model can be swapped for."""
-    for length in (16_777_217, 10**12, 10**30):
-        with pytest.raises(posswap.PosswapError, match="must be an integer from 32, what the model holds now, to 16,777,216"):
-            posswap.swap(make_model(family), "rotary", max_positions=length)
 
 
 @pytest.mark.parametrize(("scheme", "span"), [("relative:clip=4", None), ("none", 8)])

@@ -198,17 +198,6 @@ def test_bad_windows(make_model, name):
         quick(model, **{"batches": torch.ones(60, 96, dtype=torch.long), **options})
 
 
-def test_a_loaded_model_needs_its_original(make_model, tmp_path):
-    """A loaded model needs its original for a long fit, too."""
-    model = posswap.swap(make_model("gpt2"), "rotary", max_positions=128)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    ids = torch.randint(2, 98, (60, 96))
-    with pytest.raises(posswap.PosswapError, match="pass it as original_model="):
-        quick(loaded, ids)
-    assert quick(loaded, ids, original_model=make_model("gpt2"), reconstruct=5).window == 32
-
-
 def test_far_beyond_the_fit(make_model, tmp_path):
     """A model knows what it was fitted to, also once it is loaded, and says so when it reads far beyond."""
     model = posswap.swap(make_model("gpt2"), "rotary", max_positions=300)
