@@ -9,7 +9,6 @@ from hf_posswap.fitting.fit import fit
 from hf_posswap.functional.closed_form import (
     Evidence,
     balance,
-    by_distance,
     fit_kernel,
     fit_relative_keys,
     fit_relative_values,
@@ -70,26 +69,6 @@ def project(query_key: QueryKey, states: torch.Tensor) -> list[torch.Tensor]:
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
-
-
-def test_by_distance_is_a_loop_over_diagonals(random):
-    """`by_distance` sums over batch and diagonals, from the key furthest left to the one furthest right."""
-    values = random(3, 2, 5, 5)
-    expected = torch.zeros(2, 9, dtype=torch.float64)
-    for b in range(3):
-        for i in range(5):
-            for j in range(5):
-                expected[:, j - i + 4] += values[b, :, i, j]
-    torch.testing.assert_close(by_distance(values), expected, rtol=0, atol=1e-12)
-
-
-def test_evidence_leaves_padding_out(random):
-    """`tokens` are the rows that see something, heads first, row after row."""
-    states = random(2, HEADS, LENGTH, DIM)
-    evidence = Evidence(*[states] * 5, allow(2, LENGTH, True, padding=3))
-    expected = torch.cat([states[0], states[1][:, :-3]], dim=1)
-    assert torch.equal(evidence.tokens(states), expected)
-    torch.testing.assert_close(second_moment(expected)[1], expected[1].T @ expected[1] / expected.shape[1])
 
 
 @pytest.mark.parametrize("causal", [True, False])
