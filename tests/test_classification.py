@@ -46,7 +46,9 @@ def _files(folder, model="bert", **options):
     return {"model": str(folder / model), **files, **FAST, **options}
 
 
-@pytest.mark.parametrize(("model", "scheme"), [("bert", "relative:clip=4"), ("gpt2", "rotary"), ("bert", "original")])
+@pytest.mark.parametrize(
+    ("model", "scheme"), [("bert", "relative:clip=4"), ("gpt2", "rotary"), ("bert", "original"), ("bert", "none")]
+)
 def test_what_can_be_learnt_is_learnt(recipe, folder, model, scheme):
     """Which of two animals comes first: every scheme learns it, and no positions at all do not, in an encoder."""
     module = recipe("downstream_classification")
@@ -54,6 +56,9 @@ def test_what_can_be_learnt_is_learnt(recipe, folder, model, scheme):
         folder, model, scheme=scheme, max_steps=150, batch_size=16, learning_rate=3e-3, eval_steps=75, dropout=False
     )
     result = module.run(module.Config(**options), folder / "out", False)
+    if scheme == "none":  # guesses: the texts tell by their order alone
+        assert result["figures"]["accuracy"] < 0.75
+        return
     assert result["figures"]["accuracy"] > 0.95 and result["figures"]["matthews"] > 0.9
     assert list(result["figures"]) == ["accuracy", "f1", "f1_macro", "matthews", "loss"] and result["metric"] == "accuracy"
     means = {name: sum(values) / len(values) for name, values in result["items"].items()}
@@ -63,13 +68,6 @@ def test_what_can_be_learnt_is_learnt(recipe, folder, model, scheme):
     sizes = result["data"]["splits"]
     assert result["data"]["labels"] == ["cat", "dog"] and (sizes["train"]["rows"], sizes["validation"]["rows"]) == (400, 101)
     assert sizes["train"]["longest"] == (16 if model == "bert" else 14) and sizes["train"]["truncated"] == 0
-
-
-def test_what_cannot_be_learnt(recipe, folder):
-    """The same task without positions is guessing: the texts tell by their order alone."""
-    module = recipe("downstream_classification")
-    options = _files(folder, scheme="none", max_steps=100, batch_size=16, learning_rate=3e-3, dropout=False)
-    assert module.run(module.Config(**options), folder / "out", False)["figures"]["accuracy"] < 0.75
 
 
 @pytest.mark.parametrize("model", ["bert", "gpt2"])

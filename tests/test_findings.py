@@ -117,7 +117,6 @@ def saved(make_swapped, tmp_path):
         ({"values": False}, "position weights that its scheme does not read"),
         ({"trained_positions": 31}, "not the one that these weights were saved with"),
         ({"name": "rotary"}, "cannot be used"),
-        ({"share_heads": True}, None),
     ],
 )
 def test_a_config_that_contradicts_the_weights(saved, config, message):

@@ -5,6 +5,8 @@ import tempfile
 import pytest
 import torch
 from conftest import WORDS
+from test_fitting import batch as padded
+from test_fitting import quick, text
 from torch.nn.functional import cosine_similarity, kl_div
 from transformers import (
     BertForMaskedLM,
@@ -23,24 +25,6 @@ from hf_posswap.fitting import fit as fitting
 from hf_posswap.fitting import layerwise
 from hf_posswap.fitting.fit import fit
 from hf_posswap.measure.damage import damage, order_sensitivity
-
-
-def text(rows: int = 40, length: int = 20, seed: int = 0) -> torch.Tensor:
-    """Random tokens, none of them special."""
-    return torch.randint(2, 98, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def padded(side: str = "right", rows: int = 40) -> dict[str, torch.Tensor]:
-    """Tokens with a mask; every third row is padded by a quarter."""
-    mask = torch.ones(rows, 20, dtype=torch.long)
-    mask[::3, slice(5) if side == "left" else slice(-5, None)] = 0
-    return {"input_ids": text(rows) * mask, "attention_mask": mask}
-
-
-def quick(model, batches=None, **options):
-    """A fit with few steps, no bar."""
-    settings = {"reconstruct": 10, "learning_rate": 3e-3, "progress": False, **options}
-    return fit(model, text() if batches is None else batches, **settings)
 
 
 @pytest.fixture(params=[("bert", None), ("bert", BertModel), ("gpt2", None), ("gpt2", GPT2Model)], ids=str)
@@ -180,7 +164,10 @@ def test_kinds(make_model, name, scheme):
 )
 def test_what_stands_under_padding_does_not_matter(make_model, family, scheme, monkeypatch):
     """Neither as queries nor as keys do masked tokens leave a trace in a fit, nor in the closed form that it starts from."""
-    models, mask = [posswap.swap(make_model(family).double(), scheme) for _ in range(2)], padded(rows=60)["attention_mask"]
+    models, mask = (
+        [posswap.swap(make_model(family).double(), scheme) for _ in range(2)],
+        padded("right", rows=60)["attention_mask"],
+    )
     before, evidence, inner = models[0](text()).logits, [], layerwise.Walk._evidence
 
     def watched(self, *args):
@@ -212,7 +199,7 @@ def test_a_tenth_is_held_out(make_model, rows):
 def test_report(make_model, capsys):
     """Figures are of held-out text, lengths without padding; all of it is printed; no bar if none is wanted."""
     model = posswap.swap(make_model("gpt2"), "relative:clip=4")
-    report = quick(model, [padded(), text(10, 12)])
+    report = quick(model, [padded("right"), text(10, 12)])
     assert capsys.readouterr() == ("", "")
     assert (report.tokens, report.tokens_held_out) == (36 * 20 - 12 * 5 + 108, 20 + 15 + 20 * 2 - 5 * 1 + 12 + 5 - 5)
     assert set(report.after.by_length) <= {12, 15, 20} and len(report.layers) == 2 and report.text == "given"

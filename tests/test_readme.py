@@ -51,12 +51,6 @@ def test_a_sentence_that_no_longer_holds_is_an_error(update):
             render(f'{{{{ of("passkey")("{row}", "{figure}") }}}}')
 
 
-def test_tidy(update):
-    """Columns of shared machines and spreads of zero go, everything else stays."""
-    table = "| a | tokens/s | b |\n|---|---:|---:|\n| x | 1,234 | 1.000 ± 0.000 |\n| y | 2 | 0.5 ± 0.001 |\n\n± 0 tokens/s"
-    assert update["tidy"](table) == "| a | b |\n|---|---:|\n| x | 1.000 |\n| y | 0.5 ± 0.001 |\n\n± 0 tokens/s"
-
-
 def test_results_page(update):
     """It shows no time of a shared machine and no spread of nothing, and its index has every result file."""
     page = (update["RESULTS"] / "README.md").read_text()

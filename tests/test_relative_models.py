@@ -1,6 +1,8 @@
 """Which way relative positions take inside a model, and that positions are worked out once for all layers."""
 
 import inspect
+from contextlib import ExitStack
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -98,27 +100,22 @@ def test_generation_takes_the_window(make_swapped, taken, tokens):
     assert {way for way, _ in taken} == {"window"}
 
 
-@pytest.mark.parametrize("scheme", ["rotary", "relative:clip=4"])
-def test_positions_are_worked_out_once_for_all_layers(make_swapped, monkeypatch, tokens, scheme):
+@pytest.mark.parametrize(
+    ("scheme", "kind", "names"),
+    [
+        ("rotary", rotary.RotaryPositions, ("prepare", "angles")),
+        ("relative:clip=4", relative.RelativePositions, ("prepare",)),
+    ],
+)
+def test_positions_are_worked_out_once_for_all_layers(make_swapped, tokens, scheme, kind, names):
     """One call of `prepare` for a forward of two layers; angles are computed nowhere else."""
     model = make_swapped("bert", scheme, "sdpa")
-    kind = rotary.RotaryPositions if scheme == "rotary" else relative.RelativePositions
-    calls = {"prepare": 0, "angles": 0}
-
-    def count(name):
-        original = getattr(kind, name)
-
-        def counted(*arguments, **options):
-            calls[name] += 1
-            return original(*arguments, **options)
-
-        monkeypatch.setattr(kind, name, counted)
-
-    count("prepare")
-    if scheme == "rotary":
-        count("angles")
-    model(tokens)
-    assert calls == {"prepare": 1, "angles": int(scheme == "rotary")}
+    with ExitStack() as stack:
+        spies = [
+            stack.enter_context(patch.object(kind, name, autospec=True, side_effect=getattr(kind, name))) for name in names
+        ]
+        model(tokens)
+    assert [spy.call_count for spy in spies] == [1] * len(names)
 
 
 def live_peak(model, tokens) -> int:
