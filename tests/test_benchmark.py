@@ -105,7 +105,6 @@ def test_memory_is_that_of_the_subject(benchmark, config):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"scheme": "rotray"}, "did you mean"),
         ({"phase": ("backward",)}, "known are forward, train, decode"),
         ({"phase": ("decode",)}, "--family gpt2"),
         ({"shape": ("512",)}, "such as 4x512"),

@@ -185,7 +185,6 @@ def test_pairs_and_cuts(bert_tokenizer, gpt2_tokenizer):
         ({"text_column": "text"}, r"no column 'text'; it has \['sentence', 'label'\]"),
         ({"train_file": None}, "one of them"),
         ({"eval_steps": -1}, "eval_steps=-1"),
-        ({"scheme": "rotery"}, "rotery"),
         ({"dataset": "glue/cola"}, "one of them"),
         (
             {"dataset": "glue/cola", "train_file": None, "validation_file": None},

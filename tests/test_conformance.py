@@ -114,11 +114,6 @@ def scheme(base: type[Scheme], **members) -> type[Scheme]:
     return dataclass(frozen=True, kw_only=True)(type("Broken", (base,), {"__annotations__": {}, **members}))
 
 
-class NormalisedByLength(Sines):
-    def code(self, position_ids):
-        return super().code(100 * position_ids / position_ids.amax(-1, keepdim=True).clamp(min=1))
-
-
 class OfTheFirstRow(Sines):
     def forward(self, position_ids):
         return super().forward(position_ids[:1]).expand(*position_ids.shape, -1)
@@ -256,11 +251,6 @@ BROKEN = {  # scheme, the checks that fail, what one of the reasons says
     ),
     "place": (scheme(Sinking, module=ByPlace), "position ids", "position_ids 1, 1, 2, 2"),
     "written positions": (scheme(Waves, module=WritesToPositions), "position ids", "changed in place"),
-    "normalised by length": (
-        scheme(Waves, module=NormalisedByLength),
-        "padding, packing, cache",
-        "13 tokens with 7 of padding on the (right|left), and alone",
-    ),
     "no mask": (
         scheme(Sinking, module=IgnoresTheMask),
         "padding, packing, cache",

@@ -63,7 +63,6 @@ def test_seeds_matter(options, tmp_path):
     [
         ({"start": "scratch"}, "what a checkpoint loses; known are cold, swap, fit"),
         ({"word_order_sentences": 2}, "word_order_sentences=2"),
-        ({"scheme": "rotray"}, "did you mean 'rotary'"),
     ],
 )
 def test_bad_options(changes, says):

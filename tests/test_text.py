@@ -98,24 +98,6 @@ def test_parts_share_no_text(name, causal):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_parts_of_real_text():
-    """Of the standard library's sources, which repeat themselves a little, hardly a line is in two parts."""
-    documents = list(stdlib_documents("train").values())[:200]
-    tokens = {}
-
-    class Words(Numbers):
-        def __call__(self, documents, **options):
-            return {"input_ids": [[tokens.setdefault(word, len(tokens)) for word in text.split()] for text in documents]}
-
-    batches = text_batches(documents, Words(None), 256, tokens=10**6, causal=True)
-    grams = [
-        {tuple(gram) for blocks in part for row in blocks.tolist() for gram in zip(*(row[k:] for k in range(8)), strict=False)}
-        for part in (batches, batches.select, batches.report)
-    ]
-    assert min(map(len, grams)) > 5_000
-    assert len(grams[2] & grams[0]) < 0.05 * len(grams[2]) and len(grams[1] & grams[0]) < 0.05 * len(grams[1])
-
-
 def test_too_little_text_for_parts():
     """Three blocks of the longest are the least; the error says how much that is."""
     made = text_batches(numbers(384), Numbers(None), 128, causal=True)
