@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from conftest import WORDS
 from test_fitting import batch as padded
 from test_fitting import quick, text
 from torch.nn.functional import cosine_similarity, kl_div
@@ -16,8 +15,6 @@ from transformers import (
 )
 
 import hf_posswap as posswap
-from hf_posswap.commands import swap
-from hf_posswap.commands.opening import open_model
 from hf_posswap.data.calibration import check_batches, few_tokens, split_batches, written_text
 from hf_posswap.fitting import fit as fitting
 from hf_posswap.fitting import layerwise
@@ -223,20 +220,3 @@ def test_memory(make_model, monkeypatch):
     monkeypatch.setattr(layerwise.Walk, "_compare", watched)
     quick(model, list(text().split(10)))
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_command_line(save, program, family, tmp_path, monkeypatch):
-    """`swap --fit`: a BERT on a text, a GPT-2 on its own writing; the report is printed and the fitted model saved."""
-    text_file = tmp_path / "text.txt"
-    text_file.write_text("\n".join(" ".join(WORDS[(i * j) % len(WORDS)] for j in range(40)) for i in range(1, 60)))
-    options = ["--scheme", "relative:clip=4", "--output", tmp_path / "out", "--reconstruct", "3", "--fit-tokens", "1500"]
-    options += ["--max-positions", "64", "--fit", text_file] if family == "bert" else ["--fit", "auto"]
-    windows, drawn = [], swap.text_batches
-    monkeypatch.setattr(swap, "text_batches", lambda *a, **given: windows.append(given["window"]) or drawn(*a, **given))
-    code, out, err = program("swap", save(family), *options)
-    assert code == 0, err
-    assert family == "gpt2" or windows == [32]  # of a length that it reads at once, there are blocks, too
-    assert "error before" in out and "fitted on 1," in out and "learned -> relative:clip=4" in out
-    saved = open_model(str(tmp_path / "out"))
-    assert all(bool(parameter.any()) for name, parameter in saved.named_parameters() if "key_table" in name)

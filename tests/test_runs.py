@@ -150,26 +150,20 @@ def test_a_comparison_is_runs_too(tmp_path):
 
 
 def test_runs_of_one_name_are_not_one(tmp_path, monkeypatch):
-    """Comparisons of several folders hold runs whose own folders have the same name; all of them come back."""
+    """Comparisons of several folders hold runs whose own folders have the same name; all of them come back, and what `vary`
+    names stands in the label.
+    """
     monkeypatch.chdir(tmp_path)
     for steps in (10, 20):
         for scheme in ("original", "rotary"):
             write_run(Path(f"s{steps}") / scheme, {"accuracy": steps / 100}, scheme=scheme, max_steps=steps)
     runs = load_runs([Path("s10"), Path("s20")])
+    with pytest.raises(posswap.PosswapError, match="--vary max_steps"):
+        check_budgets(runs)
+    assert "| original, max_steps 20 | 0.200 |" in markdown(runs, vary=["max_steps"])
     write_comparison(runs, Path("both"), vary=["max_steps"])
     again = load_runs([Path("both")])
     assert len(again) == 4 and markdown(again, vary=["max_steps"]) == markdown(runs, vary=["max_steps"])
-
-
-def test_asked_differences_are_rows(tmp_path):
-    """What `vary` names may differ, and stands in the label."""
-    for steps in (10, 20):
-        write_run(tmp_path / str(steps), {"accuracy": steps / 100}, max_steps=steps)
-    runs = load_runs([tmp_path])
-    with pytest.raises(posswap.PosswapError, match="--vary max_steps"):
-        check_budgets(runs)
-    check_budgets(runs, ["max_steps"])
-    assert "| original, max_steps 20 | 0.200 |" in markdown(runs, vary=["max_steps"])
 
 
 def test_page(tmp_path):
