@@ -1,5 +1,8 @@
 """What cannot work is refused with a PosswapError that says why and what to do, and the model is as it was before."""
 
+from itertools import count
+from unittest.mock import Mock
+
 import pytest
 import torch
 from conftest import changes, snapshot
@@ -208,19 +211,6 @@ def test_wrapped_models(make_model):
 FAMILIES, PLACES = ("bert", "bert-decoder", "gpt2"), ("first layer", "second layer", "config")
 
 
-class FailsLater:
-    """A function that works a number of times and then fails."""
-
-    def __init__(self, function, calls: int):
-        self.function, self.left = function, calls
-
-    def __call__(self, *args, **kwargs):
-        if not self.left:
-            raise RuntimeError("out of luck")
-        self.left -= 1
-        return self.function(*args, **kwargs)
-
-
 @pytest.mark.parametrize(
     ("family", "first", "place"),
     [
@@ -239,11 +229,16 @@ def test_failure_in_the_middle(make_model, family, first, place, monkeypatch, to
     before, logits = snapshot(model), model(tokens).logits
     scheme = "rotary:fraction=0.5"
     if "layer" in place:
-        scheme = "relative:clip=5"
-        function = FailsLater(lambda self, geometry: RelativePositions(self, geometry), 1 + (place == "second layer"))
-        monkeypatch.setattr(Relative, "attention_module", lambda *args: function(*args))
+        scheme, calls = "relative:clip=5", count()
+
+        def fails_later(self, geometry):
+            if next(calls) > (place == "second layer"):
+                raise RuntimeError("out of luck")
+            return RelativePositions(self, geometry)
+
+        monkeypatch.setattr(Relative, "attention_module", fails_later)
     else:  # the config comes last, when weights are rewritten
-        monkeypatch.setattr(posswap.Rotary, "to_dict", FailsLater(None, 0))
+        monkeypatch.setattr(posswap.Rotary, "to_dict", Mock(side_effect=RuntimeError("out of luck")))
     with pytest.raises(RuntimeError, match="out of luck"):
         posswap.swap(model, scheme, max_positions=64)
     monkeypatch.undo()

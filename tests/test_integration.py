@@ -165,16 +165,10 @@ def train(model, tokenizer, folder, *, masked: bool):
     """Two steps of the Trainer, with evaluation, and the folder saved by it."""
     texts = ["the cat sat on the mat", "a dog ran under the log and it was happy", "then the cat was sad"] * 4
     data = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
-    options = {
-        "max_steps": 2,
-        "per_device_train_batch_size": 4,
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
     trainer = Trainer(
         model,
-        TrainingArguments(folder, learning_rate=1e-3, dataloader_pin_memory=False, **options),
+        TrainingArguments(folder, learning_rate=1e-3, max_steps=2, per_device_train_batch_size=4, **quiet),
         train_dataset=data,
         eval_dataset=data,
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=masked, mlm_probability=0.3),

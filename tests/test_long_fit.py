@@ -4,6 +4,7 @@ import copy
 import json
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -159,18 +160,13 @@ def test_a_window_of_less(pair):
     assert ("0-15" in report.reading.after) == (report.reading.measure == "loss")
 
 
-def test_parts_decide_apart(pair, monkeypatch):
+def test_parts_decide_apart(pair):
     """What is kept is told by the part to select by; what is reported is another part, whatever it says."""
     original, text = pair
-    seen = []
     compare = layerwise.Walk._compare
-
-    def watched(self, stage, i):
-        seen.append(self.batches[i]["input_ids"])
-        return compare(self, stage, i)
-
-    monkeypatch.setattr(layerwise.Walk, "_compare", watched)
-    quick(longer(original, "relative:clip=4"), text, reconstruct=2)
+    with patch.object(layerwise.Walk, "_compare", autospec=True, side_effect=compare) as watched:
+        quick(longer(original, "relative:clip=4"), text, reconstruct=2)
+    seen = [walk.batches[i]["input_ids"] for walk, _, i in (call.args for call in watched.mock_calls)]
     looked = {tuple(row.tolist()) for ids in seen for row in ids}
     rows = [{tuple(row.tolist()) for ids in part for row in ids} for part in (text, text.select, text.report)]
     assert rows[0] & looked and rows[1] <= looked and not rows[2] & looked
