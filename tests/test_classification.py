@@ -1,8 +1,10 @@
 """The recipes of classification end to end on tiny models: what can be learnt is, and what cannot be run is refused first."""
 
 import csv
+import itertools
 import random
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -223,20 +225,16 @@ def test_measuring_does_not_change_training(recipe, folder):
 def test_resuming(recipe, folder):
     """A run that stopped goes on with the measurements that it has made."""
     module = recipe("downstream_classification")
-    config = module.Config(**_files(folder, max_steps=6, eval_steps=2, checkpoint_every=4))
-    whole = module.run(config, folder / "whole", False)
-    with pytest.MonkeyPatch.context() as patch:
-        seen, write = [], curve.write_json
+    config = module.Config(**_files(folder, max_steps=6, eval_steps=2, checkpoint_every=3))
+    whole, write, calls = module.run(config, folder / "whole", False), curve.write_json, itertools.count(1)
 
-        def stop(path, content):
-            write(path, content)
-            seen.append(path)
-            if len(seen) == 2:
-                raise KeyboardInterrupt
+    def stop(path, content):
+        write(path, content)
+        if next(calls) == 2:
+            raise KeyboardInterrupt
 
-        patch.setattr(curve, "write_json", stop)
-        with pytest.raises(KeyboardInterrupt):
-            module.run(module.Config(**_files(folder, max_steps=6, eval_steps=2, checkpoint_every=3)), folder / "cut", False)
-    cut = module.run(module.Config(**_files(folder, max_steps=6, eval_steps=2, checkpoint_every=3)), folder / "cut", True)
+    with patch.object(curve, "write_json", stop), pytest.raises(KeyboardInterrupt):
+        module.run(config, folder / "cut", False)
+    cut = module.run(config, folder / "cut", True)
     assert cut["losses"] == whole["losses"] and cut["figures"] == whole["figures"]
     assert [point["step"] for point in cut["curve"]] == [2, 4, 6]
