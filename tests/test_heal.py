@@ -56,6 +56,7 @@ def test_healing_end_to_end(recipe, heal, name):
     ("changes", "says"),
     [
         ({"start": "scratch"}, "random weights have nothing to win back.*known are cold, swap, fit"),
+        ({"scheme": "rotray"}, "did you mean"),
         ({"max_steps": 0}, "1 or more"),
         ({"block_size": 33}, "from 3 to 32"),
         ({"batch_size": 1000}, "fewer than one batch"),

@@ -40,7 +40,7 @@ PARTS = {  # files, how many there are at least, and what of the package they ma
     "schemes/*.py": (7, ["errors", "functional.relative_attention", "functional.closed_form", "schemes"]),
     "architectures/*.py": (4, ["errors", "architectures"]),
     "functional/*.py": (5, ["errors", "functional"]),
-    "training/*.py": (8, ["errors", "extras", "schemes", "architectures", "training"]),
+    "training/*.py": (8, ["errors", "evaluating", "extras", "schemes", "architectures", "training"]),
     **{f"{name}.py": (1, BENEATH + SPINE[:place]) for place, name in enumerate(SPINE)},
 }
 
