@@ -218,6 +218,9 @@ def test_config_and_from_config(make_swapped, family, tmp_path, tokens):
         ({"clip": "four"}, r"clip='four' must be"),
         ({"clop": 3}, r"no option 'clop'.*clip"),
         ({"trained_positions": None}, r"complete `position_scheme`"),
+        ({"trained_positions": 31}, "not the one that these weights were saved with"),
+        ({"name": "rotary"}, "cannot be used"),
+        ({"values": False}, "position weights that its scheme does not read"),
         (None, "complete `position_scheme` entry, it has None"),
     ],
     ids=str,
@@ -297,3 +300,29 @@ def test_position_weights_of_another_shape(make_swapped, family, tmp_path):
         AUTO[family].from_pretrained(tmp_path)
     with pytest.raises(posswap.PosswapError, match="key_table"):
         AUTO[family].from_pretrained(tmp_path, ignore_mismatched_sizes=True)
+
+
+def test_an_edited_config_that_is_meant(make_swapped, tmp_path):
+    """It says so itself; and only positions are guarded: other shapes are between the user and transformers."""
+    make_swapped("gpt2", "relative:clip=4").save_pretrained(tmp_path)
+    edit_config(tmp_path, {"trained_positions": 31, "edited": True})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, vocab_size=50, ignore_mismatched_sizes=True)
+    assert posswap.describe(model).trained_positions == 31 and model.get_input_embeddings().num_embeddings == 50
+
+
+@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM])
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda table: table.index_fill(-1, torch.tensor(0), float("nan")), "key_table holds NaN or infinite numbers"),
+        (lambda table: table.to(torch.int32), "key_table is I32, not floating point"),  # transformers would cast it
+    ],
+)
+def test_broken_position_weights(make_swapped, auto_class, change, says, tmp_path):
+    """NaN in a table, and integers, are refused."""
+    make_swapped("gpt2", "relative:clip=4").save_pretrained(tmp_path)
+    weights = load_file(path := tmp_path / "model.safetensors")
+    name = next(name for name in weights if name.endswith("key_table"))
+    save_file(weights | {name: change(weights[name])}, path, {"format": "pt"})
+    with pytest.raises(posswap.CheckpointError, match=says):
+        auto_class.from_pretrained(tmp_path)
