@@ -123,8 +123,9 @@ def _position_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter
     return {key: parameter for key, parameter in model.named_parameters() if id(parameter) in ours}
 
 
-def _make_swapped(family: str, scheme, backend: str = "eager", *, max_positions=None, seed=0, **options):
-    model = posswap.swap(tiny_model(family, backend, seed=seed, **options), scheme, max_positions=max_positions)
+def _make_swapped(family: str, scheme, backend: str = "eager", *, max_positions=None, span=None, first=4, seed=0, **options):
+    plain = tiny_model(family, backend, seed=seed, **options)
+    model = posswap.swap(plain, scheme, max_positions=max_positions, span=span, first=first)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():  # zero tables and a constant would hide that they are not used
         for parameter in subject.position_parameters(model):

@@ -17,17 +17,10 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    BertModel,
-    BertTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-)
+from transformers import BertForMaskedLM, BertForSequenceClassification, BertModel, BertTokenizer
 
 import hf_posswap as posswap
+from hf_posswap.contract.subject import tiny_model
 from hf_posswap.experiments.recipe import main
 from hf_posswap.measure.losses import token_losses
 from hf_posswap.training import TrainingConfig, train
@@ -35,21 +28,15 @@ from hf_posswap.training.batching import pad
 from hf_posswap.training.evaluation import predict
 from hf_posswap.training.launching import save_trained, share_weights
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 99}
-DROPOUTS = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 STEADY = TrainingConfig(max_steps=5, batch_size=8, learning_rate=1e-3)
 
 
 def bert(head=BertForMaskedLM, **changes):
-    torch.manual_seed(0)
-    return posswap.swap(head(BertConfig(**SIZES, **DROPOUTS, initializer_range=0.3, **changes)), "relative:clip=4")
+    return posswap.swap(tiny_model("bert", head=head, **changes), "relative:clip=4")
 
 
 def gpt2():
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 99, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 32, "initializer_range": 0.3}
-    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return posswap.swap(GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=1, eos_token_id=2)), "relative:clip=4")
+    return posswap.swap(tiny_model("gpt2", n_layer=1), "relative:clip=4")
 
 
 def even_rows():
@@ -110,8 +97,7 @@ def sentences(data: Path) -> None:
     words, chance = "cat dog the a sat ran on under mat log and then it was happy sad".split(), random.Random(0)
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
     BertTokenizer(vocab={word: number for number, word in enumerate(vocabulary)}).save_pretrained(data)
-    torch.manual_seed(0)
-    BertModel(BertConfig(**SIZES, max_position_embeddings=32, initializer_range=0.3)).save_pretrained(data)
+    tiny_model("bert", head=BertModel).save_pretrained(data)
     for split, count in (("train", 400), ("validation", 101)):
         rows = [[*chance.sample(words[:2], 2), *chance.choices(words[2:], k=chance.randint(1, 12))] for _ in range(count)]
         (data / f"{split}.csv").write_text("sentence,label\n" + "".join(f"{' '.join(row)},{row[0]}\n" for row in rows))

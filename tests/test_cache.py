@@ -30,35 +30,27 @@ def generate(model, prompt, **options):
 
 
 @torch.no_grad()
-def recompute(model, tokens, steps: int, mask=None):
+def recompute(model, tokens, mask, steps: int = 8):
     """Greedy tokens by a full forward for each, with no cache at all."""
-    mask = torch.ones_like(tokens) if mask is None else mask
     for _ in range(steps):
-        position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
-        logits = model(tokens, attention_mask=mask, position_ids=position_ids, use_cache=False).logits
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = model(tokens, attention_mask=mask, position_ids=positions, use_cache=False).logits
         tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], dim=1)
-        mask = torch.cat([mask, mask[:, :1].fill_(1) if mask.all() else torch.ones_like(mask[:, :1])], dim=1)
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
     return tokens
 
 
-def test_generate_equals_recomputing(model, prompt):
-    """Greedy tokens with a dynamic or static cache, a prefill in chunks, and no cache are those of full forwards."""
-    expected = recompute(model, prompt, 8)
-    assert expected.shape[1] == prompt.shape[1] + 8
-    for options in ({}, {"cache_implementation": "static", "disable_compile": True}, {"use_cache": False}):
-        assert torch.equal(generate(model, prompt, **options), expected), options
-    assert torch.equal(generate(model, prompt, prefill_chunk_size=7), expected)
-
-
-def test_generate_left_padded(model, prompt):
-    """A left-padded row continues as it does alone, with a dynamic and with a static cache."""
+@pytest.mark.parametrize("left", [0, 9])
+def test_generate_equals_recomputing(model, prompt, left):
+    """Greedy tokens with a dynamic or static cache, a prefill in chunks, and no cache are those of full forwards, with one row
+    padded on the left and without.
+    """
     mask = torch.ones_like(prompt)
-    mask[1, :9] = 0
-    alone = generate(model, prompt[1:, 9:])[:, -8:]
-    for options in ({}, {"cache_implementation": "static", "disable_compile": True}):
-        both = generate(model, prompt, attention_mask=mask, **options)
-        assert torch.equal(both[1:, -8:], alone), options
-        assert torch.equal(both[:1], generate(model, prompt[:1])), options
+    mask[1, :left] = 0
+    expected = recompute(model, prompt, mask)
+    ways = [{}, {"cache_implementation": "static", "disable_compile": True}, {"use_cache": False}]
+    for options in ways + ([] if left else [{"prefill_chunk_size": 7}]):
+        assert torch.equal(generate(model, prompt, attention_mask=mask, **options), expected), options
 
 
 @pytest.mark.only(cases=KINDS)
@@ -72,7 +64,7 @@ def test_beams(model, prompt):
 def test_assisted_decoding(model, make_swapped, family, case, prompt):
     """Tokens drafted by another model, or looked up in the prompt, change nothing in what is generated."""
     prompt = prompt[:1, 4:]  # transformers drafts past max_length: leave it room
-    expected = recompute(model, prompt, 8)
+    expected = recompute(model, prompt, torch.ones_like(prompt))
     options = {"max_positions": case.max_positions, "seed": 0}
     assistant = make_swapped(family, case.scheme, **options)
     with torch.no_grad():  # close to the model, so that some drafts are taken and others rejected

@@ -1,5 +1,7 @@
 """choose: options that are "auto" are settled by damage, and nowhere else do they pass."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,41 +15,31 @@ def _text(rows=40, length=32):
     return torch.randint(2, 98, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
-def test_chooses_the_least_damage(make_model, monkeypatch):
-    """Every candidate is tried once, option by option; the one with the least damage wins; the model stays as it is."""
+@pytest.mark.parametrize("size", [4_000, 1])
+def test_chooses_the_least_damage(make_model, monkeypatch, size):
+    """Every candidate is tried once, option by option, on a share of the text; the one with the least damage wins; the model
+    stays as it is.
+    """
     model = make_model("gpt2")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     tried = {}
 
-    class Report:
-        def __init__(self, score):
-            self.score = score
-
     def planted(trial, text, **options):
         scheme = posswap.describe(trial).new
-        assert scheme not in tried and sum(batch["input_ids"].numel() for batch in text) <= 16_384
+        assert scheme not in tried
+        tokens = sum(batch["input_ids"].numel() for batch in text)
+        assert tokens == pytest.approx(choosing._TOKENS_A_TRIAL, rel=0.25)
         tried[scheme] = abs(scheme.theta - 1_000) + abs(scheme.fraction - 0.25)
-        return Report(tried[scheme])
+        return SimpleNamespace(score=tried[scheme])
 
     monkeypatch.setattr(choosing, "fit", planted)
-    chosen = posswap.choose(model, "rotary:theta=auto,fraction=auto,layout=half", _text(2_000), progress=False)
+    chosen = posswap.choose(
+        model, "rotary:theta=auto,fraction=auto,layout=half", list(_text(4_000).split(size)), progress=False
+    )
     assert chosen == posswap.Rotary(theta=1_000, fraction=0.25, layout="half")
     assert len(tried) == 4 + 2  # fractions are tried at the theta that was chosen
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert posswap.describe(model).new == posswap.Learned()
-
-
-def test_many_small_batches_are_cut_too(make_model, monkeypatch):
-    """A trial uses as much text when batches have one row each."""
-    seen = []
-
-    def planted(trial, text, **options):
-        seen.append(sum(batch["input_ids"].numel() for batch in text))
-        return type("Report", (), {"score": 1.0})
-
-    monkeypatch.setattr(choosing, "fit", planted)
-    posswap.choose(make_model("gpt2"), "rotary:fraction=auto", list(_text(4_000).split(1)), progress=False)
-    assert len(seen) == 3 and all(tokens == pytest.approx(choosing._TOKENS_A_TRIAL, rel=0.25) for tokens in seen)
 
 
 def test_text_to_report_on_is_not_looked_at(make_model, monkeypatch):
@@ -58,7 +50,7 @@ def test_text_to_report_on_is_not_looked_at(make_model, monkeypatch):
         seen.append(
             (options["window"], [[len(batch["input_ids"]) for batch in part] for part in (text, text.select, text.report)])
         )
-        return type("Report", (), {"score": 1.0})
+        return SimpleNamespace(score=1.0)
 
     monkeypatch.setattr(choosing, "fit", planted)
     text = TextBatches([_text(100, 64), _text(10)], [_text(10, 64)], [_text(10, 64)])

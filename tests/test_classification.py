@@ -1,8 +1,10 @@
 """The recipes of classification end to end on tiny models: what can be learnt is, and what cannot be run is refused first."""
 
 import csv
+import itertools
 import random
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -46,7 +48,9 @@ def _files(folder, model="bert", **options):
     return {"model": str(folder / model), **files, **FAST, **options}
 
 
-@pytest.mark.parametrize(("model", "scheme"), [("bert", "relative:clip=4"), ("gpt2", "rotary"), ("bert", "original")])
+@pytest.mark.parametrize(
+    ("model", "scheme"), [("bert", "relative:clip=4"), ("gpt2", "rotary"), ("bert", "original"), ("bert", "none")]
+)
 def test_what_can_be_learnt_is_learnt(recipe, folder, model, scheme):
     """Which of two animals comes first: every scheme learns it, and no positions at all do not, in an encoder."""
     module = recipe("downstream_classification")
@@ -54,6 +58,9 @@ def test_what_can_be_learnt_is_learnt(recipe, folder, model, scheme):
         folder, model, scheme=scheme, max_steps=150, batch_size=16, learning_rate=3e-3, eval_steps=75, dropout=False
     )
     result = module.run(module.Config(**options), folder / "out", False)
+    if scheme == "none":  # guesses: the texts tell by their order alone
+        assert result["figures"]["accuracy"] < 0.75
+        return
     assert result["figures"]["accuracy"] > 0.95 and result["figures"]["matthews"] > 0.9
     assert list(result["figures"]) == ["accuracy", "f1", "f1_macro", "matthews", "loss"] and result["metric"] == "accuracy"
     means = {name: sum(values) / len(values) for name, values in result["items"].items()}
@@ -63,13 +70,6 @@ def test_what_can_be_learnt_is_learnt(recipe, folder, model, scheme):
     sizes = result["data"]["splits"]
     assert result["data"]["labels"] == ["cat", "dog"] and (sizes["train"]["rows"], sizes["validation"]["rows"]) == (400, 101)
     assert sizes["train"]["longest"] == (16 if model == "bert" else 14) and sizes["train"]["truncated"] == 0
-
-
-def test_what_cannot_be_learnt(recipe, folder):
-    """The same task without positions is guessing: the texts tell by their order alone."""
-    module = recipe("downstream_classification")
-    options = _files(folder, scheme="none", max_steps=100, batch_size=16, learning_rate=3e-3, dropout=False)
-    assert module.run(module.Config(**options), folder / "out", False)["figures"]["accuracy"] < 0.75
 
 
 @pytest.mark.parametrize("model", ["bert", "gpt2"])
@@ -187,7 +187,6 @@ def test_pairs_and_cuts(bert_tokenizer, gpt2_tokenizer):
         ({"text_column": "text"}, r"no column 'text'; it has \['sentence', 'label'\]"),
         ({"train_file": None}, "one of them"),
         ({"eval_steps": -1}, "eval_steps=-1"),
-        ({"scheme": "rotery"}, "rotery"),
         ({"dataset": "glue/cola"}, "one of them"),
         (
             {"dataset": "glue/cola", "train_file": None, "validation_file": None},
@@ -226,20 +225,16 @@ def test_measuring_does_not_change_training(recipe, folder):
 def test_resuming(recipe, folder):
     """A run that stopped goes on with the measurements that it has made."""
     module = recipe("downstream_classification")
-    config = module.Config(**_files(folder, max_steps=6, eval_steps=2, checkpoint_every=4))
-    whole = module.run(config, folder / "whole", False)
-    with pytest.MonkeyPatch.context() as patch:
-        seen, write = [], curve.write_json
+    config = module.Config(**_files(folder, max_steps=6, eval_steps=2, checkpoint_every=3))
+    whole, write, calls = module.run(config, folder / "whole", False), curve.write_json, itertools.count(1)
 
-        def stop(path, content):
-            write(path, content)
-            seen.append(path)
-            if len(seen) == 2:
-                raise KeyboardInterrupt
+    def stop(path, content):
+        write(path, content)
+        if next(calls) == 2:
+            raise KeyboardInterrupt
 
-        patch.setattr(curve, "write_json", stop)
-        with pytest.raises(KeyboardInterrupt):
-            module.run(module.Config(**_files(folder, max_steps=6, eval_steps=2, checkpoint_every=3)), folder / "cut", False)
-    cut = module.run(module.Config(**_files(folder, max_steps=6, eval_steps=2, checkpoint_every=3)), folder / "cut", True)
+    with patch.object(curve, "write_json", stop), pytest.raises(KeyboardInterrupt):
+        module.run(config, folder / "cut", False)
+    cut = module.run(config, folder / "cut", True)
     assert cut["losses"] == whole["losses"] and cut["figures"] == whole["figures"]
     assert [point["step"] for point in cut["curve"]] == [2, 4, 6]

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 from hf_posswap import PosswapError
 from hf_posswap.provenance import weight_hashes
 from hf_posswap.training import TrainingConfig, train
-from hf_posswap.training.launching import layer_class_names
 
 ROOT = Path(__file__).parents[1]
 JOB = Path(__file__).with_name("distributed_job.py")
@@ -204,12 +203,3 @@ def test_accelerate_configurations(path):
     if path.stem == "fsdp2":
         assert written["fsdp_config"]["fsdp_version"] == 2
         assert "fsdp_transformer_layer_cls_to_wrap" not in written["fsdp_config"]  # see the test below
-
-
-def test_layers_that_are_sharded(make_model, make_swapped):
-    """The names that FSDP is given are those of the layers, before and after a swap."""
-    for family, name in (("bert", "BertLayer"), ("gpt2", "GPT2Block")):
-        for model in (make_model(family), make_swapped(family, "rotary")):
-            assert layer_class_names(model) == [name]
-            assert sum(type(module).__name__ == name for module in model.modules()) == 2
-    assert layer_class_names(torch.nn.Linear(1, 1)) is None

@@ -1,15 +1,11 @@
 """What a hostile user once found wrong without a word, finding by finding; caches that are moved: test_relative_models."""
 
-import json
-import shutil
-
 import accelerate
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
-from transformers import AutoModel, AutoModelForCausalLM, BertLMHeadModel, BertModel, EncoderDecoderModel
+from transformers import AutoModelForCausalLM
 
 import hf_posswap as posswap
 
@@ -88,109 +84,6 @@ def test_an_adapter_of_a_swapped_model_on_a_plain_one(make_model, tokens, tmp_pa
     right = PeftModel.from_pretrained(posswap.swap(make_model("gpt2"), "rotary"), tmp_path / "adapter")
     assert posswap.describe(right).swapped
     assert torch.equal(right(tokens).logits, adapted(tokens).logits)
-
-
-def test_parts_of_a_composed_model(make_model, tmp_path):
-    """Swapped first and composed then, parts are saved and loaded; the other way round is refused."""
-    encoder = make_model("bert", head=BertModel)
-    decoder = make_model("bert-decoder", head=BertLMHeadModel, add_cross_attention=True)
-    both = EncoderDecoderModel(encoder=encoder, decoder=decoder)
-    with pytest.raises(posswap.UnsupportedModelError, match="a part of EncoderDecoderModel"):
-        posswap.swap(both.encoder, "rotary")
-    assert type(both.encoder) is BertModel
-    del both
-    both = EncoderDecoderModel(encoder=posswap.swap(encoder, "rotary"), decoder=posswap.swap(decoder, "relative:clip=4")).eval()
-    both.save_pretrained(tmp_path)
-    again = EncoderDecoderModel.from_pretrained(tmp_path).eval()
-    inputs = {"input_ids": torch.randint(2, 98, (2, 9)), "decoder_input_ids": torch.randint(2, 98, (2, 7))}
-    with torch.no_grad():
-        assert_close(again(**inputs).logits, both(**inputs).logits)
-
-
-@pytest.fixture
-def saved(make_swapped, tmp_path):
-    """A folder of a model with tables of keys and values, and a way to change its config or its weights."""
-    make_swapped("gpt2", "relative:clip=4").save_pretrained(tmp_path / "whole")
-
-    def change(config=None, weights=None):
-        folder = tmp_path / "changed"
-        shutil.copytree(tmp_path / "whole", folder, dirs_exist_ok=True)
-        if config is not None:
-            content = json.loads((folder / "config.json").read_text())
-            content["position_scheme"] |= config
-            (folder / "config.json").write_text(json.dumps(content))
-        if weights is not None:
-            tensors = load_file(folder / "model.safetensors")
-            weights(tensors)
-            save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-        return folder
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"values": False}, "position weights that its scheme does not read"),
-        ({"trained_positions": 31}, "not the one that these weights were saved with"),
-        ({"name": "rotary"}, "cannot be used"),
-        ({"share_heads": True}, None),
-    ],
-)
-def test_a_config_that_contradicts_the_weights(saved, config, message):
-    """An edited scheme is an error that says what to do, and loads where it is meant."""
-    with pytest.raises((posswap.CheckpointError, RuntimeError), match=message):
-        AutoModelForCausalLM.from_pretrained(saved(config))
-
-
-def test_an_edited_config_that_is_meant(saved):
-    """It says so itself."""
-    model = AutoModelForCausalLM.from_pretrained(saved({"trained_positions": 31, "edited": True}))
-    assert posswap.describe(model).trained_positions == 31
-
-
-@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM])
-def test_broken_position_weights(saved, auto_class):
-    """NaN in a table, and integers, which transformers would cast."""
-
-    def break_one(tensors):
-        next(value for name, value in tensors.items() if "key_table" in name)[0, 0, 0] = float("nan")
-
-    def round_one(tensors):
-        name = next(name for name in tensors if "key_table" in name)
-        tensors[name] = tensors[name].to(torch.int32)
-
-    with pytest.raises(posswap.CheckpointError, match="key_table holds NaN or infinite numbers"):
-        auto_class.from_pretrained(saved(weights=break_one))
-    with pytest.raises(posswap.CheckpointError, match="key_table is I32, not floating point"):
-        auto_class.from_pretrained(saved(weights=round_one))
-
-
-def test_another_vocabulary(saved):
-    """Only positions are guarded: other shapes are between the user and transformers."""
-    model = AutoModelForCausalLM.from_pretrained(saved(), vocab_size=50, ignore_mismatched_sizes=True)
-    assert model.get_input_embeddings().num_embeddings == 50
-
-
-@pytest.mark.parametrize(
-    ("scheme", "message"),
-    [
-        ("relative:clip=100000000000000", "clip=100000000000000 must be an integer .* at most 65,536"),
-        (f"rotary:theta={10**400}", "theta=.* must be a number above 1"),
-        ("rotary:fraction=0.125,scaling={rope_type=dynamic,factor=2}", "dynamic scaling needs at least 4 dimensions"),
-    ],
-)
-def test_numbers_beyond_reason(make_model, scheme, message):
-    """One line, before anything is allocated."""
-    with pytest.raises(posswap.PosswapError, match=message):
-        posswap.swap(make_model("gpt2"), scheme)
-
-
-def test_lengths_beyond_reason(make_model, family):
-    """What positions in a cache can count to is the most that a model can be swapped for."""
-    for length in (16_777_217, 10**12, 10**30):
-        with pytest.raises(posswap.PosswapError, match="must be an integer from 32, what the model holds now, to 16,777,216"):
-            posswap.swap(make_model(family), "rotary", max_positions=length)
 
 
 @pytest.mark.parametrize(("scheme", "span"), [("relative:clip=4", None), ("none", 8)])

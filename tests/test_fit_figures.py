@@ -1,10 +1,9 @@
 """What a fit is measured and told with: damage, the report, text that is at hand, memory, and the command line."""
 
-import tempfile
-
 import pytest
 import torch
-from conftest import WORDS
+from test_fitting import batch as padded
+from test_fitting import quick, text
 from torch.nn.functional import cosine_similarity, kl_div
 from transformers import (
     BertForMaskedLM,
@@ -16,31 +15,11 @@ from transformers import (
 )
 
 import hf_posswap as posswap
-from hf_posswap.commands import swap
-from hf_posswap.commands.opening import open_model
 from hf_posswap.data.calibration import check_batches, few_tokens, split_batches, written_text
 from hf_posswap.fitting import fit as fitting
 from hf_posswap.fitting import layerwise
 from hf_posswap.fitting.fit import fit
 from hf_posswap.measure.damage import damage, order_sensitivity
-
-
-def text(rows: int = 40, length: int = 20, seed: int = 0) -> torch.Tensor:
-    """Random tokens, none of them special."""
-    return torch.randint(2, 98, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def padded(side: str = "right", rows: int = 40) -> dict[str, torch.Tensor]:
-    """Tokens with a mask; every third row is padded by a quarter."""
-    mask = torch.ones(rows, 20, dtype=torch.long)
-    mask[::3, slice(5) if side == "left" else slice(-5, None)] = 0
-    return {"input_ids": text(rows) * mask, "attention_mask": mask}
-
-
-def quick(model, batches=None, **options):
-    """A fit with few steps, no bar."""
-    settings = {"reconstruct": 10, "learning_rate": 3e-3, "progress": False, **options}
-    return fit(model, text() if batches is None else batches, **settings)
 
 
 @pytest.fixture(params=[("bert", None), ("bert", BertModel), ("gpt2", None), ("gpt2", GPT2Model)], ids=str)
@@ -61,13 +40,6 @@ def test_report_says_how_long_the_text_was(make_model):
         report = quick(posswap.swap(make_model("bert"), "relative:clip=4"), text(60, length), reconstruct=2)
         assert (report.longest, report.trained_positions) == (length, 32)
         assert ("no sequence was longer than 20 tokens, and the original reads 32" in str(report)) == said
-
-
-def test_damage_of_nothing_is_zero(pair):
-    """A model against itself: zero in total, by layer, position and length."""
-    found = damage(pair[0], pair[0], [padded()])
-    parts = [found.total, *found.by_layer, *found.by_position.values(), *found.by_length.values()]
-    assert len(parts) > 7 and max(map(abs, parts)) < 2e-6
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -113,21 +85,6 @@ def test_damage_is_a_naive_loop(pair, side):
         target, other = joined[0][index], joined[1][index]
         error = (other - target).pow(2).sum() / (target - target.mean(0)).pow(2).sum()
         assert got == pytest.approx(error.item(), rel=0.05)  # the spread is taken about each batch's own mean
-
-
-def test_damage_does_not_see_where_padding_is(make_swapped):
-    """For models that compare places alone, padding on the left costs what padding on the right does."""
-    models = [make_swapped("bert", "relative:clip=4", seed=seed) for seed in (0, 1)]
-    with torch.no_grad():
-        for model in models:
-            model.bert.embeddings.position_embeddings.first.copy_(model.bert.embeddings.position_embeddings.mean)
-    ids, mask = text(6), padded("right", 6)["attention_mask"]
-    right = damage(*models, [{"input_ids": ids, "attention_mask": mask}])
-    moved = torch.stack([row.roll(20 - int(one.sum())) for row, one in zip(ids, mask, strict=True)])
-    left = damage(*models, [{"input_ids": moved, "attention_mask": padded("left", 6)["attention_mask"]}])
-    assert right.total > 0.01 and left.total == pytest.approx(right.total, rel=1e-4)
-    assert left.by_position == pytest.approx(right.by_position, rel=1e-4)
-    assert left.by_length == pytest.approx(right.by_length, rel=1e-4)
 
 
 def test_order_sensitivity(make_model):
@@ -202,7 +159,10 @@ def test_kinds(make_model, name, scheme):
 )
 def test_what_stands_under_padding_does_not_matter(make_model, family, scheme, monkeypatch):
     """Neither as queries nor as keys do masked tokens leave a trace in a fit, nor in the closed form that it starts from."""
-    models, mask = [posswap.swap(make_model(family).double(), scheme) for _ in range(2)], padded(rows=60)["attention_mask"]
+    models, mask = (
+        [posswap.swap(make_model(family).double(), scheme) for _ in range(2)],
+        padded("right", rows=60)["attention_mask"],
+    )
     before, evidence, inner = models[0](text()).logits, [], layerwise.Walk._evidence
 
     def watched(self, *args):
@@ -234,7 +194,7 @@ def test_a_tenth_is_held_out(make_model, rows):
 def test_report(make_model, capsys):
     """Figures are of held-out text, lengths without padding; all of it is printed; no bar if none is wanted."""
     model = posswap.swap(make_model("gpt2"), "relative:clip=4")
-    report = quick(model, [padded(), text(10, 12)])
+    report = quick(model, [padded("right"), text(10, 12)])
     assert capsys.readouterr() == ("", "")
     assert (report.tokens, report.tokens_held_out) == (36 * 20 - 12 * 5 + 108, 20 + 15 + 20 * 2 - 5 * 1 + 12 + 5 - 5)
     assert set(report.after.by_length) <= {12, 15, 20} and len(report.layers) == 2 and report.text == "given"
@@ -248,41 +208,15 @@ def test_report(make_model, capsys):
     assert "given" in printed and f"{report.tokens:,}" in printed
 
 
-def test_memory(make_model, monkeypatch, tmp_path):
-    """A fit keeps three files of hidden states for each batch, and gradients of one layer at a time."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    model, seen = posswap.swap(make_model("gpt2"), "relative:clip=4"), []
-    inner, compare = layerwise.Walk.fit_layers, layerwise.Walk._compare
+def test_memory(make_model, monkeypatch):
+    """A fit keeps gradients of one layer at a time."""
+    model, compare = posswap.swap(make_model("gpt2"), "relative:clip=4"), layerwise.Walk._compare
 
     def watched(self, *args):
-        done = inner(self, *args)
-        seen.append((len(list(self.folder.iterdir())), 3 * len(self.batches)))
-        return done
-
-    def watched_compare(self, *args):
         assert sum(any(p.grad is not None for p in layer.parameters()) for layer in self.ours.layers) <= 1
         assert all(parameter.grad is None for parameter in self.theirs.states.base.h.parameters())
         return compare(self, *args)
 
-    monkeypatch.setattr(layerwise.Walk, "fit_layers", watched)
-    monkeypatch.setattr(layerwise.Walk, "_compare", watched_compare)
+    monkeypatch.setattr(layerwise.Walk, "_compare", watched)
     quick(model, list(text().split(10)))
-    assert seen == [(15, 15), (15, 15)] or seen == [(seen[0][1],) * 2] * 2
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_command_line(save, program, family, tmp_path, monkeypatch):
-    """`swap --fit`: a BERT on a text, a GPT-2 on its own writing; the report is printed and the fitted model saved."""
-    text_file = tmp_path / "text.txt"
-    text_file.write_text("\n".join(" ".join(WORDS[(i * j) % len(WORDS)] for j in range(40)) for i in range(1, 60)))
-    options = ["--scheme", "relative:clip=4", "--output", tmp_path / "out", "--reconstruct", "3", "--fit-tokens", "1500"]
-    options += ["--max-positions", "64", "--fit", text_file] if family == "bert" else ["--fit", "auto"]
-    windows, drawn = [], swap.text_batches
-    monkeypatch.setattr(swap, "text_batches", lambda *a, **given: windows.append(given["window"]) or drawn(*a, **given))
-    code, out, err = program("swap", save(family), *options)
-    assert code == 0, err
-    assert family == "gpt2" or windows == [32]  # of a length that it reads at once, there are blocks, too
-    assert "error before" in out and "fitted on 1," in out and "learned -> relative:clip=4" in out
-    saved = open_model(str(tmp_path / "out"))
-    assert all(bool(parameter.any()) for name, parameter in saved.named_parameters() if "key_table" in name)

@@ -1,23 +1,17 @@
 """Every head of every family, swapped: it runs, trains, saves and loads; cross-attention is left alone."""
 
 import re
-from collections import Counter
 
 import pytest
 import torch
 from torch.testing import assert_close
 from transformers import (
-    AutoModel,
     BertLMHeadModel,
     BertModel,
     EncoderDecoderModel,
-    EsmConfig,
     EsmModel,
     GPT2LMHeadModel,
     GPT2Model,
-    GPTNeoConfig,
-    MPNetConfig,
-    T5Config,
 )
 
 import hf_posswap as posswap
@@ -65,16 +59,6 @@ def inputs_for(head: type) -> dict:
 def tensors_of(output) -> dict[str, torch.Tensor]:
     """The tensors of a model output, by name."""
     return {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
-
-
-def test_every_head_is_here():
-    """The families' heads are those that transformers' Auto mappings list, and the ones beyond them."""
-    names = {head.__name__ for head in SWAPPED_CLASSES}
-    assert {"BertForPreTraining", "GPT2DoubleHeadsModel", "RobertaForCausalLM", "XLMRobertaForMultipleChoice"} <= names
-    kin = {"electra": 8, "distilbert": 6, "esm": 4, "opt": 4, "biogpt": 4, "roberta": 7, "xlm-roberta": 7, "camembert": 7}
-    kin |= {"albert": 7}
-    found = Counter(head.config_class.model_type for head in SWAPPED_CLASSES)
-    assert found == kin | {"bert": 9, "gpt2": 6} and len(set(SWAPPED_CLASSES.values())) == len(names)
 
 
 @pytest.mark.parametrize(
@@ -146,8 +130,10 @@ def test_cross_attention(make_swapped, head, scheme, backend, tokens, tmp_path):
 @pytest.mark.parametrize(
     ("encoder", "head", "decoder"), [("bert", BertModel, "bert-decoder"), ("esm", EsmModel, "roberta-decoder")]
 )
-def test_inside_an_encoder_decoder(make_swapped, tokens, encoder, head, decoder):
-    """A swapped encoder and decoder, of one family or two, work inside an EncoderDecoderModel, with and without a cache."""
+def test_inside_an_encoder_decoder(make_swapped, tokens, encoder, head, decoder, tmp_path):
+    """A swapped encoder and decoder, of one family or two, work and are saved inside an EncoderDecoderModel; a part of one that
+    is swapped would not be.
+    """
     encoder = make_swapped(encoder, "rotary", head=head)
     decoder = make_swapped(decoder, "relative:clip=4", add_cross_attention=True)
     model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
@@ -159,34 +145,6 @@ def test_inside_an_encoder_decoder(make_swapped, tokens, encoder, head, decoder)
     for whole in (model, model.encoder):
         with pytest.raises(posswap.UnsupportedModelError, match="then compose them"):
             posswap.swap(whole, "none")
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        (GPTNeoConfig(hidden_size=32, num_layers=1, attention_types=[[["local"], 1]], num_heads=2), "it has local layers"),
-        (
-            MPNetConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
-            "besides its table it has a bias by distance",
-        ),
-        (T5Config(d_model=32, num_layers=1, num_heads=2), "it has no table"),
-        (
-            EsmConfig(
-                vocab_size=9,
-                pad_token_id=0,
-                hidden_size=32,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                position_embedding_type="rotary",
-            ),
-            "rotary positions already",
-        ),
-    ],
-    ids=lambda value: getattr(value, "model_type", None),
-)
-def test_families_that_cannot_be(config, says):
-    """The error says why."""
-    with torch.device("meta"):
-        model = AutoModel.from_config(config)
-    with pytest.raises(posswap.UnsupportedModelError, match=says):
-        posswap.swap(model, "rotary")
+    model.save_pretrained(tmp_path)
+    again = EncoderDecoderModel.from_pretrained(tmp_path).eval()
+    assert_close(*(one(tokens, decoder_input_ids=generated).logits for one in (again, model)))

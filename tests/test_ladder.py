@@ -141,14 +141,6 @@ def test_sinusoidal_vectors_are_solved_for(share_heads):
     assert (signal @ _project(signal, table, torch.ones_like(weights)) / 8 - table)[:, :10].abs().max() > 0.1
 
 
-def test_bad_ladders():
-    """An unknown rung or combination is refused with those that there are."""
-    with pytest.raises(posswap.PosswapError, match="rung='roman' is not one of 'count'"):
-        posswap.Ladder(rung="roman")
-    with pytest.raises(posswap.PosswapError, match="combine='times' is not one of 'add', 'concatenate'"):
-        posswap.swap(None, "ladder:combine=times")
-
-
 def test_a_code_for_one_length_is_not_resized(make_model, make_swapped, tmp_path):
     """What a loaded rung has learned belongs to its N: another length is refused, the same one is no change."""
     for rung in ("normalised", "binary"):

@@ -23,27 +23,6 @@ def recipe(recipe):
     return recipe("listops")
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("7", 7),
-        ("[MIN 3 1 2 ]", 1),
-        ("[MAX 3 1 2 ]", 3),
-        ("[MED 3 1 2 ]", 2),
-        ("[MED 1 2 ]", 1),  # the published generator cuts 1.5 down
-        ("[MED 0 9 9 0 ]", 4),
-        ("[SM 9 9 9 ]", 7),
-        ("[SM 5 5 ]", 0),
-        ("[MAX 2 9 [MIN 4 7 ] 0 ]", 9),
-        ("[MAX 4 3 [MIN 2 3 ] 1 0 [MED 1 5 8 9 2 ] ]", 5),  # the example of the papers, with SUM_MOD's place taken by MED
-        ("[SM [SM 9 9 ] [MED 8 [MIN 6 7 ] 1 ] ]", 4),
-    ],
-)
-def test_hand_made(text, value):
-    """Expressions by hand have their values: every operator, its edges, and nesting."""
-    assert evaluate(text) == value
-
-
 def _by_python(text: str) -> int:
     """Evaluate as Python evaluates a nested call."""
     names = {"[MIN": "min([", "[MAX": "max([", "[MED": "med([", "[SM": "sm([", "]": "]),"}

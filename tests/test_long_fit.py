@@ -4,6 +4,7 @@ import copy
 import json
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -159,18 +160,13 @@ def test_a_window_of_less(pair):
     assert ("0-15" in report.reading.after) == (report.reading.measure == "loss")
 
 
-def test_parts_decide_apart(pair, monkeypatch):
+def test_parts_decide_apart(pair):
     """What is kept is told by the part to select by; what is reported is another part, whatever it says."""
     original, text = pair
-    seen = []
     compare = layerwise.Walk._compare
-
-    def watched(self, stage, i):
-        seen.append(self.batches[i]["input_ids"])
-        return compare(self, stage, i)
-
-    monkeypatch.setattr(layerwise.Walk, "_compare", watched)
-    quick(longer(original, "relative:clip=4"), text, reconstruct=2)
+    with patch.object(layerwise.Walk, "_compare", autospec=True, side_effect=compare) as watched:
+        quick(longer(original, "relative:clip=4"), text, reconstruct=2)
+    seen = [walk.batches[i]["input_ids"] for walk, _, i in (call.args for call in watched.mock_calls)]
     looked = {tuple(row.tolist()) for ids in seen for row in ids}
     rows = [{tuple(row.tolist()) for ids in part for row in ids} for part in (text, text.select, text.report)]
     assert rows[0] & looked and rows[1] <= looked and not rows[2] & looked
@@ -196,17 +192,6 @@ def test_bad_windows(make_model, name):
     model = posswap.swap(make_model("gpt2"), "rotary", max_positions=128)
     with pytest.raises(posswap.PosswapError, match=says):
         quick(model, **{"batches": torch.ones(60, 96, dtype=torch.long), **options})
-
-
-def test_a_loaded_model_needs_its_original(make_model, tmp_path):
-    """A loaded model needs its original for a long fit, too."""
-    model = posswap.swap(make_model("gpt2"), "rotary", max_positions=128)
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
-    ids = torch.randint(2, 98, (60, 96))
-    with pytest.raises(posswap.PosswapError, match="pass it as original_model="):
-        quick(loaded, ids)
-    assert quick(loaded, ids, original_model=make_model("gpt2"), reconstruct=5).window == 32
 
 
 def test_far_beyond_the_fit(make_model, tmp_path):

@@ -84,6 +84,9 @@ def test_texts(tokenizer, decoys, length):
         assert len(text.input_ids) == length and len(text.key) == 4
         places = _places(text.input_ids, text.key)
         assert places == [text.start, length - 4] if tokenizer.causal else places == [text.start]
+        assert len(set(text.candidates)) == CANDIDATES  # the right one first, then those of decoys; the text has no other
+        counts = [len(_places(text.input_ids, key)) for key in text.candidates[1:]]
+        assert counts == [1] * decoys + [0] * (CANDIDATES - 1 - decoys)
         words = tokenizer.it.decode(text.input_ids).lower()
         assert words.count("key is") == 1 + decoys + tokenizer.causal and words.count("what is the") == 1
         asked = words.split("what is the ")[1].split()[0]
@@ -92,15 +95,6 @@ def test_texts(tokenizer, decoys, length):
         filler = length - (texts.shortest - 1)
         before = text.start - 4 - (0 if tokenizer.causal else text.question_size)
         assert abs(before - depth * filler) <= 6 + decoys * longest
-
-
-def test_candidates(tokenizer):
-    """Ten different keys, the right one first and then those of decoys; the text has no other."""
-    texts = PasskeyTexts(tokenizer.it, "train", causal=tokenizer.causal, decoys=2)
-    text = texts.draw(120, 0.5, random.Random(0))
-    assert len(set(text.candidates)) == CANDIDATES and len(set(map(len, text.candidates))) == 1
-    counts = [len(_places(text.input_ids, key)) for key in text.candidates]
-    assert counts == [1 + tokenizer.causal, 1, 1, *[0] * 7]
 
 
 def test_the_right_key_stands_before_and_after_decoys(gpt2_tokenizer):
@@ -236,26 +230,22 @@ def config(recipe, checkpoint):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{"scheme": "relative:clip=4"}, {"start": "fit"}, {"filler": "text", "decoys": 1}])
-def test_causal_end_to_end(recipe, config, tmp_path, options):
-    """A matrix of both figures for each depth and length, their means, the picture, and what it cost."""
-    config = replace(config, **options, lengths=(64, 150), train_lengths=(64,))
-    answer = recipe.run(config, tmp_path, False)
-    assert list(answer["figures"]) == ["accuracy_64", "accuracy_150", "candidates_64", "candidates_150"]
-    for name in ("accuracy", "candidates"):
+@pytest.mark.parametrize(
+    "options", [{"scheme": "relative:clip=4"}, {"start": "fit"}, {"filler": "text", "decoys": 1}, {"model": "bert"}]
+)
+def test_end_to_end(recipe, config, checkpoint, tmp_path, options):
+    """A matrix of both figures for each depth and length, their means, the picture, and what it cost; of encoders the first."""
+    names = ("accuracy",) if "model" in options else ("accuracy", "candidates")
+    options = {name: checkpoint(value) if name == "model" else value for name, value in options.items()}
+    answer = recipe.run(replace(config, **options, lengths=(64, 150), train_lengths=(64,)), tmp_path, False)
+    assert list(answer["figures"]) == [f"{name}_{length}" for name in names for length in (64, 150)]
+    for name in names:
         matrix = answer["details"][name]
         assert len(matrix) == 2 and all(len(row) == 2 and 0 <= min(row) <= max(row) <= 1 for row in matrix)
         assert answer["figures"][f"{name}_150"] == pytest.approx(sum(row[1] for row in matrix) / 2)
         assert len(answer["items"][f"{name}_150"]) == 6 and sum(answer["items"][f"{name}_150"][3:]) == 3 * matrix[1][1]
     assert answer["cost"]["tokens"] == 2 * 4 * 64 and len(answer["details"]["losses"]) == 2
     assert (tmp_path / "heat_map.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_encoder_end_to_end(recipe, config, checkpoint, tmp_path):
-    """An encoder is measured by accuracy alone."""
-    config = replace(config, model=checkpoint("bert"), decoys=1, lengths=(64, 150), train_lengths=(60, 64))
-    answer = recipe.run(config, tmp_path, False)
-    assert list(answer["figures"]) == ["accuracy_64", "accuracy_150"] and (tmp_path / "heat_map.png").exists()
 
 
 def test_without_training(recipe, config, checkpoint, tmp_path):
@@ -287,21 +277,6 @@ def test_it_learns(recipe, config, checkpoint, tmp_path, family, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"depths": (0.5, 1.2)}, "depths=.*must be from 0"),
-        ({"depths": (-0.1,)}, "depths=.*must be from 0"),
-        ({"lengths": ()}, "lengths must not be empty"),
-        ({"examples": 0}, "examples=0 must be at least 1"),
-    ],
-)
-def test_bad_options(config, options, says):
-    """Bad options are refused before anything is loaded."""
-    with pytest.raises(PosswapError, match=says):
-        replace(config, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
         ({"lengths": (16,)}, "length=16 is too short: keys and question take"),
         ({"train_lengths": (16,)}, "length=16 is too short: keys and question take"),
         ({"max_positions": 100}, "max_positions=100 is less than the 150 tokens"),
@@ -309,6 +284,10 @@ def test_bad_options(config, options, says):
         ({"filler": "lorem"}, "filler='lorem' is not known"),
         ({"decoys": 12}, "decoys=12 must be from 0 to"),
         ({"model": "no-head", "train": False}, "no question-answering head"),
+        ({"depths": (0.5, 1.2)}, "depths=.*must be from 0"),
+        ({"depths": (-0.1,)}, "depths=.*must be from 0"),
+        ({"lengths": ()}, "lengths must not be empty"),
+        ({"examples": 0}, "examples=0 must be at least 1"),
     ],
 )
 def test_refused_before_training(recipe, config, make_model, bert_tokenizer, tmp_path, monkeypatch, options, says):

@@ -51,12 +51,6 @@ def test_a_sentence_that_no_longer_holds_is_an_error(update):
             render(f'{{{{ of("passkey")("{row}", "{figure}") }}}}')
 
 
-def test_tidy(update):
-    """Spreads of zero go, everything else stays."""
-    table = "| a | b |\n|---|---:|\n| x | 1.000{} |\n| y | 0.5 ± 0.001 |"
-    assert update["tidy"](table.format(" ± 0.000")) == table.format("")
-
-
 def test_results_page(update):
     """It shows no time of a shared machine and no spread of nothing, and its index has every result file."""
     page = (update["RESULTS"] / "README.md").read_text()

@@ -5,7 +5,6 @@ Blocks are a few queries long here, so that short sequences have many of them, w
 
 import dataclasses
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -210,23 +209,6 @@ def test_long_sequences_need_no_square():
             output = relative_attention(*tensors, clip=64, key_mask=mask, implementation=implementation)
             torch.autograd.grad(output.sum(), tensors)
         assert max(largest) < 4 * 2048 * 2048 * 4 / 4
-
-
-def test_threads_do_not_share_anything():
-    """Four threads at once, each with tensors of its own, get what they get alone."""
-    torch.manual_seed(0)
-    jobs = [inputs((1, 2, 300, 300, 8), dtype=torch.float32, head_dim=8) for _ in range(4)]
-
-    def work(tensors):
-        output = relative_attention(*tensors, clip=8, implementation="fused")
-        return output, *torch.autograd.grad(output.sum(), tensors)
-
-    alone = [work(job) for job in jobs]
-    with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(work, jobs))
-    for one, other in zip(alone, together, strict=True):
-        for ours, theirs in zip(one, other, strict=True):
-            assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

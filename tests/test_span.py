@@ -21,18 +21,9 @@ def scheme(request):
 
 
 @pytest.fixture
-def make(make_model, position_parameters):
+def make(make_swapped):
     """A factory of swapped models with random positions that look `span` tokens far, and of one without for the same seed."""
-
-    def build(family, scheme, backend="sdpa", **options):
-        model = posswap.swap(make_model(family, backend), scheme, max_positions=64, **options)
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in position_parameters(model).values():
-                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-        return model
-
-    return build
+    return lambda family, scheme, backend="sdpa", **options: make_swapped(family, scheme, backend, max_positions=64, **options)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 import hf_posswap as posswap
 from hf_posswap.experiments.swap_cost import SwapCostConfig, run
-from hf_posswap.measure import kl_divergence, perplexity, pooled_cosine, pooled_states, word_order_examples
+from hf_posswap.measure import kl_divergence, perplexity, word_order_examples
 
 ROOT = Path(__file__).parents[1]
 SENTENCES = "the cat sat on the mat. a dog ran under the log and sat. then it was happy and the cat ran on. "
@@ -63,7 +63,6 @@ def test_seeds_matter(options, tmp_path):
     [
         ({"start": "scratch"}, "what a checkpoint loses; known are cold, swap, fit"),
         ({"word_order_sentences": 2}, "word_order_sentences=2"),
-        ({"scheme": "rotray"}, "did you mean 'rotary'"),
     ],
 )
 def test_bad_options(changes, says):
@@ -79,14 +78,6 @@ def test_perplexity_and_kl_against_the_model(make_model, make_swapped, tokens):
     assert kl_divergence(model, model, tokens) == pytest.approx(0, abs=1e-6)
     p, q = (m(input_ids=tokens).logits.double().log_softmax(-1) for m in (model, other))
     assert kl_divergence(other, model, tokens) == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4)
-
-
-def test_cosine_of_pooled_states(make_model, make_swapped, tokens):
-    """The cosine is 1 for the model itself and less for a swapped one."""
-    model = make_model("bert")
-    states = pooled_states(model, tokens)
-    assert pooled_cosine(model, tokens, states) == pytest.approx(1, abs=1e-5)
-    assert pooled_cosine(make_swapped("bert", "rotary"), tokens, states) < 0.99
 
 
 def test_word_order_pairs_hold_the_same_words():

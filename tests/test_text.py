@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from test_tables import write_rows
 
 from hf_posswap import PosswapError, text_batches
 from hf_posswap.data.text import read_documents, split_of, stdlib_documents, stdlib_prose, token_blocks
@@ -22,16 +21,6 @@ def test_prose_is_prose():
     prose = stdlib_prose("validation")
     assert len(prose) > 200 and len(set(prose)) == len(prose)
     assert not any(">>>" in paragraph or "def " in paragraph[:4] for paragraph in prose)
-
-
-def test_formats_read_alike(tmp_path):
-    """The same rows come out of csv, tsv, jsonl and parquet, split the same way."""
-    rows = [f"document number {n} has some text" for n in range(40)]
-    files = [write_rows(tmp_path / f"t.{kind}", [{"text": row} for row in rows]) for kind in ("csv", "tsv", "jsonl", "parquet")]
-    for split in ("train", "validation"):
-        read = [read_documents(file, split=split) for file in files]
-        assert read[0] == [row for row in rows if split_of(row) == split] and read[0]
-        assert all(other == read[0] for other in read)
 
 
 def test_text_file_and_folder(tmp_path):
@@ -67,12 +56,6 @@ def test_blocks_are_wrapped_for_bert_and_joined_for_gpt2(bert_tokenizer, gpt2_to
     assert (blocks[:, 0] == bert_tokenizer.cls_token_id).all() and (blocks[:, -1] == bert_tokenizer.sep_token_id).all()
     stream = token_blocks(documents, gpt2_tokenizer, 7).flatten()
     assert (stream == gpt2_tokenizer.eos_token_id).sum() == 8 and stream[6] == gpt2_tokenizer.eos_token_id
-
-
-def test_too_little_text_for_one_block(bert_tokenizer):
-    """Fewer tokens than a block holds are an error, not an empty tensor."""
-    with pytest.raises(PosswapError, match="fewer than one block"):
-        token_blocks(["the cat"], bert_tokenizer, 128)
 
 
 class Numbers:
@@ -113,24 +96,6 @@ def test_parts_share_no_text(name, causal):
         assert not torch.equal(made[0][0], made[1][0])
     for ours, theirs in ((made[0].select, made[1].select), (made[0].report, made[1].report)):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-
-
-def test_parts_of_real_text():
-    """Of the standard library's sources, which repeat themselves a little, hardly a line is in two parts."""
-    documents = list(stdlib_documents("train").values())[:200]
-    tokens = {}
-
-    class Words(Numbers):
-        def __call__(self, documents, **options):
-            return {"input_ids": [[tokens.setdefault(word, len(tokens)) for word in text.split()] for text in documents]}
-
-    batches = text_batches(documents, Words(None), 256, tokens=10**6, causal=True)
-    grams = [
-        {tuple(gram) for blocks in part for row in blocks.tolist() for gram in zip(*(row[k:] for k in range(8)), strict=False)}
-        for part in (batches, batches.select, batches.report)
-    ]
-    assert min(map(len, grams)) > 5_000
-    assert len(grams[2] & grams[0]) < 0.05 * len(grams[2]) and len(grams[1] & grams[0]) < 0.05 * len(grams[1])
 
 
 def test_too_little_text_for_parts():

@@ -20,17 +20,21 @@ def masks() -> torch.Tensor:
     return mask
 
 
+def starts_of(real: list[bool]) -> list[int]:
+    """Where the windows of one sequence start."""
+    tokens = [place for place, one in enumerate(real) if one]
+    first, end = tokens[0], tokens[-1] + 1
+    if end - first > WINDOW:
+        return sorted({*range(first, end - WINDOW, STRIDE), end - WINDOW})
+    return [min(first, len(real) - WINDOW)]
+
+
 def naive(mask: torch.Tensor, causal: bool) -> dict[tuple[int, int], list[int]]:
     """The places of the window that each token of each sequence is taken from."""
     found = {}
     for row, real in enumerate(mask.tolist()):
-        tokens = [place for place, one in enumerate(real) if one]
-        first, end = tokens[0], tokens[-1] + 1
-        starts = [min(first, len(real) - WINDOW)]
-        if end - first > WINDOW:
-            starts = [start for start in range(first, end - WINDOW) if (start - first) % STRIDE == 0] + [end - WINDOW]
-        for token in tokens:
-            holding = [start for start in starts if start <= token < start + WINDOW]
+        for token in (place for place, one in enumerate(real) if one):
+            holding = [start for start in starts_of(real) if start <= token < start + WINDOW]
             best = holding[0] if causal else min(holding, key=lambda start: abs(token - start - (WINDOW - 1) / 2))
             found[row, token] = list(range(best, best + WINDOW))
     return found
@@ -99,12 +103,7 @@ def naive_traces(model, index, ids, mask, edges) -> torch.Tensor:
     """The mean state at each place of all windows, less the mean over places."""
     at = [[] for _ in range(WINDOW)]
     for row in range(len(ids)):
-        tokens = mask[row].nonzero()[:, 0].tolist()
-        first, end = tokens[0], tokens[-1] + 1
-        starts = [min(first, ids.shape[1] - WINDOW)]
-        if end - first > WINDOW:
-            starts = sorted({*range(first, end - WINDOW, STRIDE), end - WINDOW})
-        for start in starts:
+        for start in starts_of(mask[row].tolist()):
             places = list(range(start, start + WINDOW))
             out = model.base_model(ids[row, places][None], attention_mask=mask[row, places][None], output_hidden_states=True)
             for number, place in enumerate(places):

@@ -86,32 +86,8 @@ class Tester:
         return config, {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
 
 
-class Outcomes(unittest.TestResult):
-    """The names of tests that failed, as a whole or in a part."""
-
-    def __init__(self):
-        super().__init__()
-        self.failed, self.parts, self.told = set(), 0, {}
-
-    def addFailure(self, test, error):  # noqa: N802
-        self._add(test, error)
-
-    def addError(self, test, error):  # noqa: N802
-        self._add(test, error)
-
-    def addSubTest(self, test, part, error):  # noqa: N802
-        self.parts += 1
-        if error is not None:
-            self._add(test, error)
-
-    def _add(self, test, error):
-        name = getattr(test, "_testMethodName", str(test))
-        self.failed.add(name)
-        self.told[name] = f"{error[0].__name__}: {' '.join(str(error[1]).split())[:300]}"
-
-
-def outcomes(module: types.ModuleType, family: str, scheme: str | None) -> Outcomes:
-    """Run all common tests on all classes of a family, stock or swapped."""
+def outcomes(module: types.ModuleType, family: str, scheme: str | None) -> tuple[int, dict[str, str]]:
+    """Run all common tests on all classes of a family, stock or swapped; return how many, and what each failed one said."""
     stock = [c for c in SWAPPED_CLASSES if c.config_class is ARCHITECTURES[family].config_class]
     stock = [c for c in stock if not any(word in c.__name__ for word in SPECIAL)]
     classes = tuple(stock if scheme is None else (SWAPPED_CLASSES[c] for c in stock))
@@ -121,9 +97,10 @@ def outcomes(module: types.ModuleType, family: str, scheme: str | None) -> Outco
 
     body = {"all_model_classes": classes, "setUp": set_up}
     case = type(f"{family}-{scheme}", (module.ModelTesterMixin, unittest.TestCase), body)
-    found = Outcomes()
+    found = unittest.TestResult()
     unittest.defaultTestLoader.loadTestsFromTestCase(case).run(found)
-    return found
+    failed = [(getattr(test, "test_case", test), said) for test, said in found.failures + found.errors]  # of parts: the whole
+    return found.testsRun, {getattr(test, "_testMethodName", str(test)): said.splitlines()[-1][:300] for test, said in failed}
 
 
 def main(wanted: list[str]) -> int:
@@ -136,17 +113,15 @@ def main(wanted: list[str]) -> int:
     known = {name: [*ARCHITECTURES] for name in KNOWN} | {n: fs for fs, names in KNOWN_OF.items() for n in names}
     pairs = [one.split("=", 1) for one in wanted] or [(family, scheme) for family in ARCHITECTURES for scheme in SCHEMES]
     for family in dict.fromkeys(family for family, _ in pairs):
-        stock = outcomes(module, family, None)
+        _, stock = outcomes(module, family, None)
         for scheme in [scheme for one, scheme in pairs if one == family]:
-            swapped = outcomes(module, family, scheme)
-            print(
-                f"{family} {scheme}: {swapped.testsRun} tests, {swapped.parts} parts; {len(stock.failed)} fail for stock, too"
-            )
-            differing |= stock.failed ^ swapped.failed
-            for name in sorted(stock.failed ^ swapped.failed):
+            count, swapped = outcomes(module, family, scheme)
+            print(f"{family} {scheme}: {count} tests; {len(stock)} fail for stock, too")
+            differing |= stock.keys() ^ swapped.keys()
+            for name in sorted(stock.keys() ^ swapped.keys()):
                 if family not in known.get(name, ()):
                     wrong += 1
-                    print(f"  {name} differs: {swapped.told.get(name, 'only the stock class fails')}")
+                    print(f"  {name} differs: {swapped.get(name, 'only the stock class fails')}")
     for name in sorted((KNOWN if wanted else known).keys() - differing):
         wrong += 1
         print(f"  {name} is known to differ and does not any more: take it off the list")
