@@ -10,7 +10,6 @@ from transformers import BertModel
 from hf_posswap.evaluating import evaluating, watching
 from hf_posswap.measure import (
     kl_divergence,
-    order_sensitivity,
     perplexity,
     pooled_cosine,
     pooled_states,
@@ -86,7 +85,6 @@ def test_measures_leave_modes_alone(make_model, gpt2_tokenizer, tokens):
     for measure in (
         lambda: perplexity(model, tokens),
         lambda: kl_divergence(model, original, tokens),
-        lambda: order_sensitivity(model, tokens),
         lambda: pooled_states(model, tokens).sum().item(),
         lambda: token_losses(model, tokens).nansum().item(),
         lambda: word_order_preference(model, gpt2_tokenizer, texts),

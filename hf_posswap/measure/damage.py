@@ -93,31 +93,6 @@ def _damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable
     )
 
 
-@torch.no_grad()
-def order_sensitivity(model: PreTrainedModel, blocks: torch.Tensor, *, seed: int = 0) -> float:
-    """Return how much shuffling tokens changes a model's output, over unpadded blocks (N, L): 0 is a bag of words.
-
-    Shuffle test: all tokens but the first and the last change places. A causal model with a head: KL of its last prediction
-    from that for the intact text, in nats. Other models: 1 - cosine of mean-pooled states.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    shuffled = blocks.clone()
-    for row in shuffled:
-        row[1:-1] = row[1:-1][torch.randperm(blocks.shape[1] - 2, generator=generator)]
-    causal = family_of(model.config).is_causal(model.config)
-    if model.get_output_embeddings() is None or not causal:
-        return 1 - (pooled_states(model, blocks) * pooled_states(model, shuffled)).sum(-1).mean().item()
-    total = 0.0
-    with evaluating(model):
-        for intact, mixed in zip(_batches(blocks, model), _batches(shuffled, model), strict=True):
-            target, got = (
-                model(input_ids=rows, use_cache=False, logits_to_keep=1).logits[:, -1].float().log_softmax(-1)
-                for rows in (intact, mixed)
-            )
-            total += functional.kl_div(got, target, reduction="sum", log_target=True).item()
-    return total / len(blocks)
-
-
 def _ranges(length: int):
     low, size = 0, 1
     while low < length:
