@@ -96,8 +96,9 @@ def input_hashes(options: dict) -> dict[str, dict[str, str]]:
         hashes = {}
         for place in (Path(one) for one in (value if several else (value,)) if isinstance(one, str) and one):
             start = place.parent if several or not place.is_dir() else place
-            files = sorted(place.rglob("*")) if place.is_dir() else [place]
-            hashes |= {file.relative_to(start).as_posix(): _sha256(file) for file in files if file.is_file()}
+            files = sorted(place.rglob("[!.]*")) if place.is_dir() else [place]
+            names = {file.relative_to(start).as_posix(): file for file in files if file.is_file()}
+            hashes |= {one: _sha256(file) for one, file in names.items() if "/." not in one}  # no .git, no .cache
         if hashes:
             found[name] = hashes
     return found

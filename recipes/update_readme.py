@@ -30,8 +30,8 @@ from hf_posswap.experiments.differences import differences, interval_table
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "recipes" / "results"
 PICTURES = {
-    "read_on/reading-on.png": "Past the 256 tokens that a GPT-2 was trained on: a long fit, without labels,\n"
-    "reads on near the original's sliding window; trained on 2 million tokens alike, below it",
+    "read_on/reading-on.png": "Past the 256 tokens that a GPT-2 was trained on: a long fit on 1,024, without labels,\n"
+    "reads on near the original's sliding window up to there; trained on 2 million tokens alike, below it",
     "length_extrapolation/reading-past-the-trained-length.png": "Past the 256 tokens that a GPT-2 was trained on, "
     "its own table breaks at once;\nrelative and rotary positions fitted to 256 tokens fade slowly; a sliding window holds",
 }

@@ -27,14 +27,19 @@ class Difference:
 
     @property
     def sure(self) -> bool:
-        """Whether it is unlike zero: over seeds, by itself, and over items, if they were kept (p < 0.05)."""
-        return surely(self.seeds) and self.p < 0.05
+        """Whether it is unlike zero: over seeds, if they differ, and over items, if they were kept (p < 0.05)."""
+        fixed = len(self.seeds) > 1 and not varied(self.seeds) and self.items is not None
+        return (fixed or surely(self.seeds)) and self.p < 0.05
 
 
 def surely(values: list[float]) -> bool:
     """Whether the mean differs from zero in Student's t-test, p < 0.05; False for one value or equal values."""
-    varied = len(values) > 1 and stdev(values) > 1e-9 * abs(mean(values))
-    return varied and abs(mean(values)) > half_width(values)
+    return varied(values) and abs(mean(values)) > half_width(values)
+
+
+def varied(values: list[float]) -> bool:
+    """Whether there are several values, and not of one size."""
+    return len(values) > 1 and stdev(values) > 1e-9 * abs(mean(values))
 
 
 def differences(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> dict[str, dict[str, Difference]]:
@@ -65,7 +70,7 @@ def paired_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequenc
     """Return a table of differences from the original, with what bold means below it; empty if no original was run.
 
     A cell is the mean of the differences seed by seed ± their standard deviation. Bold: `Difference.sure`. A figure that is the
-    same for all seeds is not tested.
+    same for all seeds is tested over items alone, or, without them, not at all.
     """
     names, found = figure_names(runs, figures), differences(runs, vary=vary, figures=figures)
     rows = [[label, *(_cell(cells[name]) for name in names)] for label, cells in found.items()]
