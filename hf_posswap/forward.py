@@ -9,7 +9,7 @@ import inspect
 import warnings
 
 import torch
-from transformers.cache_utils import EncoderDecoderCache, StaticCache
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_posswap.architectures import Inputs
 from hf_posswap.attention import Shared, check_implementation, key_positions
@@ -123,7 +123,10 @@ def _share(base, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, 
         use_cache = base.config.use_cache if use_cache is None else use_cache
         wanted = use_cache and not (base.training and base.is_gradient_checkpointing)
         spans = [state.kinds[module.kind].span for module in modules]
-        cache = keep_span(cache, spans, wanted=wanted, counted=positions is slots)
+        if cache is None and wanted:
+            crossing = arguments.get("encoder_hidden_states") is not None
+            cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()
+        cache = keep_span(cache, spans, counted=positions is slots)
     given = {} if cache is None else {"past_key_values": cache}
     rest = mask, cache, positions, slots, past, known, causal
     shared = tuple(_share_kind(base, first, kind, *rest) for first, kind in zip(firsts, state.kinds, strict=True))

@@ -67,21 +67,20 @@ class SpanLayer(DynamicLayer):
         self.seen = 0
 
 
-def keep_span(cache: Cache | None, spans: list[Span | None], *, wanted: bool, counted: bool) -> Cache | None:
+def keep_span(cache: Cache | None, spans: list[Span | None], *, counted: bool) -> Cache | None:
     """Return the cache for a model with each layer's span or None: an empty dynamic one is given such layers, in place.
 
-    If there is none and one is `wanted`, a new one is made. `counted`: positions count on from the cache's length. Static
-    caches stay as they are.
+    `counted`: positions count on from the cache's length. Static caches stay as they are.
     """
     if cache is None:
-        return _filled(DynamicCache(), spans) if wanted else None
+        return None
     own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
     made = [layer.span if isinstance(layer, SpanLayer) else None for layer in own.layers]
     if any(made) and made != spans:
         raise PosswapError(f"this cache was made for {_told(made)}, the model has {_told(spans)}: start with a new cache")
     plain = isinstance(own, DynamicCache) and all(type(layer) is DynamicLayer for layer in own.layers)
     if plain and own.get_seq_length() == 0:
-        _filled(own, spans)
+        own.layers = [DynamicLayer() if span is None else SpanLayer(span) for span in spans]
     elif plain and counted:  # built from tensors: its length leaves out forgotten keys
         positions = read_positions(own.layers[next(layer for layer, span in enumerate(spans) if span)].keys)
         if positions.masked_fill(positions == PADDING, 0).max() >= own.get_seq_length():
@@ -94,8 +93,3 @@ def keep_span(cache: Cache | None, spans: list[Span | None], *, wanted: bool, co
 
 def _told(spans: list[Span | None]) -> str:
     return " and ".join(map(str, dict.fromkeys(spans)))
-
-
-def _filled(cache: DynamicCache, spans: list[Span | None]) -> DynamicCache:
-    cache.layers = [DynamicLayer() if span is None else SpanLayer(span) for span in spans]
-    return cache

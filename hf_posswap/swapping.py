@@ -161,7 +161,7 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
     if same and not embedding.keeps_table:
         # A loaded model that only gets another length keeps what it has learned.
         for new, old in zip([embedding, *(getattr(a, "positions", None) for a in attentions)], kept, strict=True):
-            if new is not None:
+            if None not in (new, old):  # a scheme without a module in attention has one for a span
                 new.load_state_dict(old.state_dict())
     elif warm_start or embedding.keeps_table:
         with torch.no_grad():

@@ -169,9 +169,9 @@ def test_whose_weights(swapped, tmp_path):
     assert "those of *" not in text and "one seed, hence no spread" in text and not ModelCard.load(card).data.eval_results
     assert sorted(path.name for path in (swapped / "posswap_results").iterdir()) == ["0-passkey-accuracy.png"]
     assert posswap.write_card(swapped).read_text() == text  # what was given before is known
-    (swapped / "posswap_results" / "mine.png").write_bytes(b"x")
+    (swapped / "posswap_results" / "3d-mine.png").write_bytes(b"x")
     posswap.write_card(swapped, results=[])
-    assert [path.name for path in (swapped / "posswap_results").iterdir()] == ["mine.png"]
+    assert [path.name for path in (swapped / "posswap_results").iterdir()] == ["3d-mine.png"]
 
 
 def test_what_the_user_wrote_stays(swapped, results):

@@ -160,6 +160,7 @@ def test_warm_start_balances_turning_layers(make_model):
         ("mixed:layers=rotary", {}, "layers='rotary' must be a list of schemes"),
         ("mixed:layers=[rotary, rotery]", {}, "unknown scheme 'rotery' .did you mean 'rotary'"),
         ("mixed:layers=[rotary, 5]", {}, "mixed: 5 in layers is no scheme"),
+        ("mixed:layers=[rotary: 5, none]", {}, "rotary has no option '5'"),
         ("mixed:layers=[rotary:theta=100,fraction=0.5]", {}, "unknown scheme 'fraction'"),
         ("mixed:layers=[rotary:{theta=auto}]", {}, "cannot be part of a mix: .* numbers for 'auto'"),
         ("mixed:layers=[mixed:layers=[rotary]]", {}, "cannot be part of a mix"),

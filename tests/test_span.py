@@ -171,6 +171,26 @@ def test_saved_described_restored(make, family, tmp_path, text):
     assert posswap.describe(model).span is None and "position_scheme" not in model.config.to_dict()
 
 
+@torch.no_grad()
+def test_a_loaded_model_gets_a_span(make, tmp_path, text):
+    """A scheme that has no module in attention gets one for the span, and keeps what it learned."""
+    model = make("gpt2", "none")
+    model.save_pretrained(tmp_path)
+    again = posswap.swap(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), "none", span=40)
+    assert_close(again(text).logits, model(text).logits)
+
+
+@torch.no_grad()
+def test_cross_attention_has_a_cache_of_its_own(make_swapped, text):
+    """A decoder that reads an encoder's states, and makes its own cache, keeps the span in the part of self-attention."""
+    model = make_swapped("bert-decoder", "rotary", max_positions=64, span=6, first=2, add_cross_attention=True)
+    states = torch.randn(2, 5, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    whole = model(text, encoder_hidden_states=states, use_cache=False)[0]
+    start = model(text[:, :30], encoder_hidden_states=states, use_cache=True)
+    rest = model(text[:, 30:], encoder_hidden_states=states, past_key_values=start.past_key_values)
+    assert_close(torch.cat([start[0], rest[0]], dim=1), whole, rtol=1e-4, atol=1e-4)
+
+
 def test_gradients(make, family, text):
     """Block by block, gradients are those of the mask."""
     gradients = []

@@ -98,7 +98,8 @@ def _read(entry: Any) -> tuple[Scheme, bool]:
         # So YAML reads rotary:theta=100 and rotary:{theta=100,fraction=0.5} in a list.
         [(name, options)] = entry.items()
         name, _, option = str(name).partition(":")
-        entry = {"name": name} | ({option: options} if option else options if isinstance(options, dict) else {})
+        given = options if isinstance(options, dict) else {str(options): None}  # rotary: 5, which has no such option
+        entry = {"name": name} | ({option: options} if option else given)
     if not isinstance(entry, dict):
         raise PosswapError(f"mixed: {entry!r} in layers is no scheme: write for example [rotary, none:span=false]")
     options = dict(entry)

@@ -126,8 +126,8 @@ def write_card(
             (folder / path).parent.mkdir(exist_ok=True)
             (aside / path).replace(folder / path)
     # Remove pictures and figures of an earlier card.
-    for path in [*(folder / PICTURES).glob("[0-9]*-*.png"), folder / EVAL_RESULTS / "hf_posswap.yaml"]:
-        if path.relative_to(folder) not in written:
+    for path in [*(folder / PICTURES).glob("*.png"), folder / EVAL_RESULTS / "hf_posswap.yaml"]:
+        if path.relative_to(folder) not in written and (path.suffix == ".yaml" or re.match(r"\d+-", path.name)):
             path.unlink(missing_ok=True)
     return folder / CARD_FILE
 
