@@ -96,9 +96,10 @@ def input_hashes(options: dict) -> dict[str, dict[str, str]]:
         hashes = {}
         for place in (Path(one) for one in (value if several else (value,)) if isinstance(one, str) and one):
             start = place.parent if several or not place.is_dir() else place
-            files = sorted(place.rglob("[!.]*")) if place.is_dir() else [place]
-            names = {file.relative_to(start).as_posix(): file for file in files if file.is_file()}
-            hashes |= {one: _sha256(file) for one, file in names.items() if "/." not in one}  # no .git, no .cache
+            files = sorted(place.rglob("*")) if place.is_dir() else [place]
+            names = {file: file.relative_to(start) for file in files if file.is_file()}
+            shown = {file: name for file, name in names.items() if not any(part[0] == "." for part in name.parts)}  # no .git
+            hashes |= {name.as_posix(): _sha256(file) for file, name in shown.items()}
         if hashes:
             found[name] = hashes
     return found

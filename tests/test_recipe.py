@@ -191,7 +191,7 @@ def test_inputs_are_named_as_they_were(start, tmp_path):
 
 def test_inputs_in_folders(tmp_path):
     """A folder is hashed as deep as it is read; several folders whose files have the same names stay apart."""
-    for place in ("one/deep/a.txt", "two/deep/a.txt"):
+    for place in ("one/deep/a.txt", "two/deep/a.txt", "one/.git/a.txt"):
         (tmp_path / place).parent.mkdir(parents=True)
         (tmp_path / place).write_text(place)
     one, two = (hashlib.sha256(f"{name}/deep/a.txt".encode()).hexdigest() for name in ("one", "two"))
