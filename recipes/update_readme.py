@@ -268,6 +268,8 @@ def draw() -> None:
         }
         figure = plot_loss_by_length(lines, 256, "", label="perplexity")
         figure.suptitle(title, fontsize=10)
+        if folder == "read_on/tuned":  # all of them read 2,048 tokens
+            figure.axes[0].set_xlabel("position in the text, up to this token (trained with 256)")
         figure.savefig(RESULTS / picture, dpi=120)
 
 
