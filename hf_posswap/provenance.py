@@ -47,11 +47,15 @@ def check_new(folder: Path, remedy: str = "choose another folder") -> None:
 def lock(output: Path) -> Iterator[None]:
     """Hold the lock of an output folder: two runs that write into one folder would spoil each other's results."""
     output.mkdir(parents=True, exist_ok=True)
+    held = FileLock(output / LOCK)
     try:
-        with FileLock(output / LOCK, timeout=0):
-            yield
+        held.acquire(timeout=0)
     except Timeout:
         raise CheckpointError(f"{output} is in use by another run: wait for it, or choose another --output") from None
+    try:  # not above: a timeout of another lock in here is not ours
+        yield
+    finally:
+        held.release()
 
 
 def provenance(program: str = "hf-posswap") -> dict:

@@ -122,8 +122,9 @@ def write_card(
             (aside / EVAL_RESULTS / "hf_posswap.yaml").write_text(yaml.safe_dump(entries, sort_keys=False))
         (aside / CARD_FILE).write_text(card, encoding="utf-8")
         written = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
-        for path in sorted(written, key=lambda path: path.name == CARD_FILE):  # the card, which points at the others, last
+        for path in written:  # first, since a file may be in the way
             (folder / path).parent.mkdir(exist_ok=True)
+        for path in sorted(written, key=lambda path: path.name == CARD_FILE):  # the card, which points at the others, last
             (aside / path).replace(folder / path)
     # Remove pictures and figures of an earlier card.
     for path in [*(folder / PICTURES).glob("*.png"), folder / EVAL_RESULTS / "hf_posswap.yaml"]:
