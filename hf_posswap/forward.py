@@ -128,8 +128,10 @@ def _share(base, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, 
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()
         cache = keep_span(cache, spans, counted=positions is slots)
     given = {} if cache is None else {"past_key_values": cache}
-    rest = mask, cache, positions, slots, past, known, causal
-    shared = tuple(_share_kind(base, first, kind, *rest) for first, kind in zip(firsts, state.kinds, strict=True))
+    shared = tuple(
+        _share_kind(base, first, kind, mask, cache, positions, slots, past, known, causal)
+        for first, kind in zip(firsts, state.kinds, strict=True)
+    )
     given["shared_positions"] = shared
     if all(one.mask is not None for one in shared) and not base.architecture.embeddings_read_mask:
         given["attention_mask"] = shared[0].mask  # of 4 dimensions, passed on as it is: the model makes no (Q, K) mask

@@ -53,7 +53,7 @@ class Config(TextConfig):
         "loss": "its logarithm, nats a token",
         "start": "the same before training",
     }
-    LEAST = {"head_steps": 1, "head_learning_rate": 0, "block_size": 4, "lengths": 4}
+    LEAST = {"head_steps": 1, "head_learning_rate": 1e-12, "block_size": 4, "lengths": 4}
 
     block_size: Annotated[int | None, "Tokens of a training sequence. Default: the trained length; for BERT up to 128."] = None
     lengths: Annotated[

@@ -65,7 +65,7 @@ class Config(EmbedderOptions):
         "sts": "Spearman's rho on pairs of sentences",
     }
     LEAST = {"tokens": 1, "passage": 1, "documents": 1}
-    LEAST |= dict.fromkeys(("max_steps", "cached", "checkpoint_every", "brake", "learning_rate"), 0)
+    LEAST |= dict.fromkeys(("max_steps", "cached", "checkpoint_every", "brake"), 0) | {"learning_rate": 1e-12}
 
     start: str = "fit"
     span: int | None = 128
