@@ -174,6 +174,16 @@ def test_whose_weights(swapped, tmp_path):
     assert [path.name for path in (swapped / "posswap_results").iterdir()] == ["3d-mine.png"]
 
 
+def test_a_file_in_the_way(fitted, results):
+    """Where pictures would lie is a file: nothing is written."""
+    folder, _ = fitted
+    (folder / "posswap_results").write_text("mine")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(FileExistsError, match="posswap_results"):
+        posswap.write_card(folder, results=[results], base_model="org/tiny")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
 def test_what_the_user_wrote_stays(swapped, results):
     """Text around the comments, metadata and results of other sources survive a second writing, and ours is not doubled."""
     (swapped / "README.md").write_text(

@@ -45,6 +45,16 @@ def test_figures(fit_quality):
     assert len(found[0]["details"]["layers"]) == 2 and found[0]["cost"]["tokens"] > 0 and "tokens" not in found[4]["cost"]
 
 
+def test_figures_of_a_causal_model(fit_quality, save):
+    """The ratio is that of two perplexities, block by block, and KL is that of the two models."""
+    options = {"model": str(save("gpt2")), "pairs": None, "start": "cold"}
+    original, cold = (fit_quality(scheme=scheme, **options) for scheme in ("original", "none"))
+    assert original["figures"]["ratio"] == pytest.approx(1) and original["figures"]["kl"] == pytest.approx(0, abs=1e-6)
+    figures = cold["figures"]
+    assert figures["ratio"] == pytest.approx(figures["perplexity"] / original["figures"]["perplexity"], rel=1e-4)
+    assert figures["kl"] > 0.01 and {len(items) for items in cold["items"].values()} == {8}  # of 32 tokens
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

@@ -96,6 +96,16 @@ def test_bold_needs_seeds_and_items(tmp_path):
     assert "| none, swap | **+0.0" in paired_table(bare) and interval_table(bare) == ""
 
 
+def test_rows_that_no_seed_changes(tmp_path):
+    """Equal figures for all seeds, of a swap without a fit, are tested over items alone; without items not at all."""
+    hard = DRAWN.normal(3, 1, 40)
+    worse = hard + 1 + 0.1 * DRAWN.normal(0, 1, 40)
+    runs = _runs(tmp_path, {name: [{"loss": row.tolist()}] * 3 for name, row in (("original", hard), ("none", worse))})
+    assert differences(runs)["none, swap"]["loss"].sure
+    bare = [{name: value for name, value in run.items() if name != "items"} for run in runs]
+    assert not differences(bare)["none, swap"]["loss"].sure
+
+
 def test_rows_with_other_items_are_not_paired(tmp_path):
     """A row of another number of items, or that has kept none, is tested over seeds alone."""
     rows = {"original": [{"loss": [1.0, 2.0, 3.0]}] * 2, "rotary": [{"loss": [1.0, 2.0]}] * 2, "none": [{"loss": 1.0}] * 2}

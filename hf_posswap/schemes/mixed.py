@@ -7,7 +7,7 @@ Layer l has scheme layers[l mod n]: the n entries repeat from the first layer to
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hf_posswap.errors import PosswapError
+from hf_posswap.errors import PosswapError, UnknownSchemeError
 from hf_posswap.schemes.base import Constant, Geometry, PositionEmbedding, Scheme
 
 
@@ -106,7 +106,12 @@ def _read(entry: Any) -> tuple[Scheme, bool]:
     spans = options.pop("span", True)
     if not isinstance(spans, bool):
         raise PosswapError(f"mixed: span={spans!r} in layers must be true or false; how far it is, is swap's span=")
-    scheme = scheme_from_dict(options)
+    try:
+        scheme = scheme_from_dict(options)
+    except UnknownSchemeError as error:
+        raise UnknownSchemeError(
+            f"mixed: {error}; several options stand in braces, rotary:{{theta=100,fraction=0.5}}"
+        ) from None
     if isinstance(scheme, Mixed) or scheme.open_options():
         raise PosswapError(
             f"mixed: {scheme} cannot be part of a mix: write the entries of a mix in one list, and numbers for 'auto', such as "
