@@ -12,7 +12,7 @@ from scipy import stats
 import hf_posswap as posswap
 from hf_posswap.experiments.comparison import budgets, check_budgets, load_runs
 from hf_posswap.experiments.differences import differences, interval_table, paired_table, verdict
-from hf_posswap.experiments.items import averaged, half_width, holm, items_of, paired_p
+from hf_posswap.experiments.items import averaged, half_width, holm, items_of, paired_p, parted
 from hf_posswap.experiments.page import write_comparison
 from hf_posswap.measure.losses import mean_loss, row_losses, row_perplexities
 
@@ -42,6 +42,18 @@ def test_intervals_and_tests_against_scipy():
         wanted = stats.permutation_test((ours, theirs), lambda a, b: np.mean(a - b), permutation_type="samples").pvalue
         assert paired_p(ours - theirs) == pytest.approx(wanted, rel=within) and wanted < 0.6
     assert paired_p(np.zeros(9)) == 1.0
+
+
+def test_neighbours_that_are_alike():
+    """Of a text whose neighbouring blocks are alike, means of parts give an interval that holds the mean as often as it says."""
+    steps = DRAWN.normal(size=(400, 288))
+    blocks = sum(steps[:, lag : lag + 256] * 0.7**lag for lag in range(32))  # an autoregression; its mean is 0
+
+    def misses(of):
+        return np.mean([abs(text.mean()) > half_width(of(text)) for text in blocks])
+
+    assert misses(list) > 0.3 and misses(parted) < 0.1
+    assert len(parted(blocks[0, :63])) == 63
 
 
 def test_holm():

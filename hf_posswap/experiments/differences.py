@@ -11,7 +11,7 @@ from statistics import fmean, mean, stdev
 import numpy as np
 
 from hf_posswap.experiments.comparison import ORIGINAL, figure_names, is_length, label_of, rows_of, table
-from hf_posswap.experiments.items import half_width, holm, items_of, paired_p
+from hf_posswap.experiments.items import half_width, holm, items_of, paired_p, parted
 
 _LESS_IS_BETTER = {"loss", "perplexity", "kl", "damage", "ratio", "tokens", "ms", "mib"}  # words in a figure's name
 _MORE_IS_BETTER = {"accuracy", "candidates", "f1", "matthews", "spearman", "pearson", "cosine", "word", "recall", "sts"}
@@ -100,7 +100,8 @@ def interval_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Seque
         return ""
     sizes = sorted({len(items[name]) for _, items, _ in rows for name in names if items[name] is not None})
     count = " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
-    said = f"± is Student's 95 % interval over the {count} blocks of text, queries or rows measured on, means over seeds."
+    said = f"± is Student's 95 % interval over the {count} blocks of text, queries or rows measured on, means over seeds"
+    said += " (from 64 on, over 16 stretches of them, since neighbours are alike)." if sizes[-1] >= 64 else "."
     cells = [[label, *(_interval(items[name], sign) for name in names)] for label, items, sign in rows]
     return table(["interval over items", *(name.replace("_", " ") for name in names)], cells) + f"\n\n{said}"
 
@@ -118,7 +119,7 @@ def _cell(one: Difference) -> str:
 def _interval(values: np.ndarray | None, sign: str) -> str:
     if values is None:
         return ""
-    middle, half = values.mean(), half_width(values)
+    middle, half = values.mean(), half_width(parted(values))
     digits = 3 if abs(middle) < 10 else 1
     return f"{middle:{sign}.{digits}f}" + (f" ± {half:.{digits}f}" if half else "")  # items that are all alike show no spread
 

@@ -43,8 +43,17 @@ def half_width(values: Sequence[float]) -> float:
     return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
 
 
+def parted(values: np.ndarray) -> np.ndarray:
+    """Return values in the order of the text, (N,); from 64 on the means of 16 parts of it.
+
+    Blocks next to each other are alike, so an interval that takes all for independent is too narrow: "batch means", Law and
+    Kelton, Simulation Modeling and Analysis, 9.5.
+    """
+    return values if len(values) < 64 else np.array([part.mean() for part in np.array_split(values, 16)])
+
+
 def paired_p(differences: np.ndarray) -> float:
-    """Return the p-value of paired differences (N,): McNemar's exact test if they are of one size, else Student's t-test.
+    """Return the p-value of paired differences (N,): McNemar's exact test if they are of one size, else t-test of `parted`.
 
     >>> paired_p(np.array([1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]))  # six wins and no loss: 2 / 2**6
     0.03125
@@ -55,7 +64,7 @@ def paired_p(differences: np.ndarray) -> float:
         return 1.0
     if np.ptp(abs(unequal)) < 1e-9:
         return float(stats.binomtest(int((unequal > 0).sum()), len(unequal)).pvalue)
-    return float(stats.ttest_1samp(differences, 0).pvalue)
+    return float(stats.ttest_1samp(parted(differences), 0).pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
