@@ -35,7 +35,7 @@ EXPECTED = {
     "early_positions_favoured": ([True],),
     "relative_is_slower": ([True, True],),
     "rotary_keeps_distances": ([True, False],),
-    "absolute_on_little_data": ([True, True],),
+    "absolute_on_little_data": ([False, True],),
     "order_matters": ([True, False],),
     "clipping_is_small": ([True], "16,512 numbers", "130,944"),
     "printed_frequency": ([False], "with the inverse, 0.8"),

@@ -45,7 +45,7 @@ def test_intervals_and_tests_against_scipy():
 
 
 def test_neighbours_that_are_alike():
-    """Of a text whose neighbouring blocks are alike, means of parts give an interval that holds the mean as often as it says."""
+    """If neighbouring blocks of a text are alike, means of parts give an interval that holds the mean as often as it says."""
     steps = DRAWN.normal(size=(400, 288))
     blocks = sum(steps[:, lag : lag + 256] * 0.7**lag for lag in range(32))  # an autoregression; its mean is 0
 

@@ -268,7 +268,8 @@ def absolute_on_little_data() -> Iterator[Finding]:
         others = ", ".join(f"{name} {score:.2f}" for name, score in scores.items() if name != scheme)
         found = f"accuracy {scores[scheme]:.2f}, mean of 3 seeds ({others}; chance 0.50)"
         where = f"{scheme}, from scratch, which of two marks comes first, 96 examples"
-        yield Finding(where, scores[scheme] > max(scores["rotary"], scores["relative"]) - 0.02, found)
+        ahead = scores[scheme] - max(scores["rotary"], scores["relative"])
+        yield Finding(where, ahead > 0.05, found)  # single seeds differ by more
 
 
 def order_matters() -> Iterator[Finding]:

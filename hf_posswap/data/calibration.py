@@ -46,8 +46,8 @@ def text_batches(
     fit at one length alone fails at others. For a causal model a block of the longest contains all shorter ones.
 
     Args:
-        documents: The text. The parts do not overlap. Documents stay whole, except those longer than a twentieth of the text: of
-            one of these each part may have a stretch. To report on unseen documents, hold some out.
+        documents: The text. The parts do not overlap. Documents stay whole, but for those longer than a twentieth of the text:
+            of one of these each part may have a stretch. To report on unseen documents, hold some out.
         tokenizer: Of the model.
         max_length: Of the longest blocks, in tokens; up to the longest input of the swapped model.
         tokens: How many in total: eight tenths to fit on, a tenth to select by, a tenth to report on.
