@@ -12,7 +12,8 @@ rates, chunks and brakes by `select`, measured on the last tenth of the training
 
 Figures: `recall`, the share of passages whose document is the nearest of all, on documents of --validation-file; `early` and
 `late`, the same for passages from the first and the last third; `select`, recall on the select text; `kept`, the mean cosine
-of its passages with the original's vectors; `sts`, Spearman's rho on --sts, and `sts_original`.
+of its passages with the original's vectors; `sts`, Spearman's rho on --sts, and `sts_original`; for chunks also `by_chunk`,
+recall by the nearest single chunk: an index of all chunks has many times the vectors.
 """
 
 import time
@@ -60,6 +61,7 @@ class Config(EmbedderOptions):
         "recall": "share of passages whose document is the nearest of all",
         "early": "the same, of passages from the first third of the document",
         "late": "of passages from its last third",
+        "by_chunk": "recall if each chunk has a vector, and the nearest chunk tells the document",
         "select": "recall on text that tells which rates to take",
         "kept": "cosine of short texts' vectors with the original's",
         "sts": "Spearman's rho on pairs of sentences",
@@ -212,6 +214,11 @@ def measure(embedder, original, config: Config, asked: dict[str, tuple[list, lis
         if name == "recall":
             third = max(1, EACH // 3)
             figures |= {"early": hits[:, :third].mean(1), "late": hits[:, -third:].mean(1)}
+            if config.scheme == ORIGINAL and config.read == "chunks" and config.chunk < config.tokens:
+                pieces = [cut_documents([one], embedder.tokenizer, config.chunk - 2) for one in texts]
+                parts = embedder.encode([part for one in pieces for part in one], convert_to_tensor=True).cpu()
+                hits = recall(parts.split(list(map(len, pieces))), short, [one.document for one in passages])
+                figures["by_chunk"] = hits.float().view(len(texts), EACH).mean(1)
     before = original.encode([one.text for one in passages], convert_to_tensor=True).cpu()
     figures["kept"] = functional.cosine_similarity(short, before, dim=-1).view(-1, EACH).mean(1)
     if config.sts:

@@ -66,8 +66,8 @@ def test_recall():
     """A query finds its document by the nearest of the vectors that stand for it."""
     documents, queries = torch.eye(3), torch.tensor([[2.0, 0.1, 0], [0, 1, 0], [0.9, 0, 1.0]])
     assert recall(documents, queries, [0, 1, 0]).tolist() == [True, True, False]
-    several = torch.stack([documents, documents.roll(1, 0)], dim=1)
-    assert recall(several, queries[2:], [0]).tolist() == [True]
+    several = [torch.stack([one, other]) for one, other in zip(documents, documents.roll(1, 0), strict=True)]
+    assert recall([*several[:2], several[2][:1]], queries[2:], [0]).tolist() == [True]
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def recipe(recipe, monkeypatch, folder, tmp_path):
     return run, tmp_path
 
 
-def test_recipe(recipe):
+def test_recipe(recipe, monkeypatch):
     """From text to a pipeline that reads long documents, next to the original tuned alike; a stopped run goes on."""
     run, folder = recipe
     found = run(scheme="rotary", checkpoint_every=1)
@@ -102,7 +102,12 @@ def test_recipe(recipe):
     again = run(scheme="rotary", checkpoint_every=1, resume=True)  # the last checkpoint has all steps
     for one, other in zip(found["model"].parameters(), again["model"].parameters(), strict=True):
         assert torch.equal(one, other)
+    module, asked = sys.modules["long_embedder"], []
+    monkeypatch.setattr(module, "recall", lambda *given: asked.append(given) or recall(*given))
     untuned = run("untuned", scheme="original", max_steps=0)
+    by_chunk = next(given for given in asked if given[0][0].dim() == 2)
+    assert {len(vectors) for vectors in by_chunk[0]} == {62 // 14}
+    assert np.mean(recall(*by_chunk).tolist()) == pytest.approx(untuned["figures"]["by_chunk"])
     tuned = run("tuned", scheme="original", cached=2, brake=0.0)
     assert untuned["figures"]["kept"] == pytest.approx(1, abs=1e-5) and tuned["figures"]["kept"] < 1 - 1e-6
     assert untuned["figures"]["sts"] == pytest.approx(untuned["figures"]["sts_original"])

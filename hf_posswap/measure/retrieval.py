@@ -119,11 +119,11 @@ def read_as(pipeline, way: Way, size: int, longest: int) -> None:
         pipeline[-1].register_forward_hook(join)
 
 
-def recall(documents: torch.Tensor, queries: torch.Tensor, answers: Sequence[int]) -> torch.Tensor:
+def recall(documents: Sequence[torch.Tensor], queries: torch.Tensor, answers: Sequence[int]) -> torch.Tensor:
     """Return for each query (Q, E) whether its document is the nearest by cosine: (Q,) bool.
 
-    Documents are (D, E), or (D, N, E) with several vectors each, the nearest of which counts.
+    Each of the D documents has one vector (E,), or several (N, E), the nearest of which counts.
     """
-    documents = functional.normalize(documents, dim=-1).view(len(documents), -1, documents.shape[-1])
-    scores = torch.einsum("qe,dne->qdn", functional.normalize(queries, dim=-1), documents).amax(-1)
+    vectors = [functional.normalize(torch.atleast_2d(one), dim=-1) for one in documents]
+    scores = torch.stack([(queries @ several.T).amax(-1) for several in vectors], dim=1)
     return scores.argmax(-1) == torch.tensor(answers, device=scores.device)
