@@ -95,6 +95,7 @@ def interval_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Seque
     wanted, less = figure_names(runs, figures), differences(runs, vary=vary, figures=figures)
     rows = [(label_of(row), {n: items_of(some, n) for n in wanted}, "") for row, some in rows_of(runs, vary).items()]
     rows += [(f"{label}, less the original", {n: cells[n].items for n in wanted}, "+") for label, cells in less.items()]
+    rows = [row for row in rows if any(values is not None for values in row[1].values())]
     names = [name for name in wanted if any(items[name] is not None for _, items, _ in rows)]
     if not names:
         return ""
