@@ -19,11 +19,12 @@ KINDS = {  # class -> the Hub's name for what it does
     "SentenceTransformer": "sentence-similarity",
     "CrossEncoder": "text-ranking",
     "SparseEncoder": "feature-extraction",
+    "MultiVectorEncoder": "feature-extraction",  # from version 6 on
 }
 
 
 def is_pipeline(model) -> bool:
-    """Whether this is a SentenceTransformer, a CrossEncoder or a SparseEncoder."""
+    """Whether this is a SentenceTransformer, or another of `KINDS`."""
     library = sys.modules.get("sentence_transformers")
     return isinstance(model, tuple(getattr(library, kind) for kind in KINDS if hasattr(library, kind)))
 
@@ -35,7 +36,9 @@ def unwrap(model):
     inner = getattr(model[0], "auto_model", None)
     if not isinstance(inner, nn.Module):
         what = f"{type(model).__name__} begins with {type(model[0]).__name__}, which holds no PyTorch model"
-        raise UnsupportedModelError(f"this {what}: give one that begins with a Transformer, loaded with backend='torch'")
+        raise UnsupportedModelError(
+            f"this {what}: give one that begins with a Transformer of backend='torch'; in a Router, swap each one's auto_model"
+        )
     return inner
 
 

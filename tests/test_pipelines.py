@@ -192,6 +192,19 @@ def test_refusals(make_pipeline, bert_tokenizer):
         pipeline.encode(LONG)
 
 
+@pytest.mark.skipif(not hasattr(library, "MultiVectorEncoder"), reason="sentence-transformers has it from version 6 on")
+def test_vectors_of_tokens(make_pipeline, tmp_path):
+    """A MultiVectorEncoder stays whole, too: a vector a token, of as many tokens as asked for."""
+    make_pipeline()
+    encoder = library.MultiVectorEncoder(str(tmp_path / "plain-SentenceTransformer"), device="cpu")
+    posswap.swap(encoder, "rotary", max_positions=96).save_pretrained(str(tmp_path / "swapped"))
+    assert kind_of(tmp_path / "swapped") == "MultiVectorEncoder"
+    loaded = library.MultiVectorEncoder(str(tmp_path / "swapped"), device="cpu")
+    for one, other in zip(loaded.encode(TEXTS), encoder.encode(TEXTS), strict=True):
+        assert one.shape == other.shape and float((one - other).abs().max()) < 1e-6
+    assert len(one) > 40 and limit(loaded) == 96
+
+
 def test_kinds_of_folders(tmp_path):
     """Before version 5.4 a CrossEncoder has no modules.json, only an entry in config.json; a plain model has neither."""
     for about, kind in (({"sentence_transformers": {"version": "4.1.0"}}, "CrossEncoder"), ({}, None)):
