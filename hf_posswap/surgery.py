@@ -43,7 +43,7 @@ class Undo:
     weights: dict[str, tuple]  # of all tensors but positions: see `weights_beside_positions`
     config_fields: dict
     name_or_path: str
-    limits: dict[str, int]  # of the pipeline around it
+    limit: int | None  # of the pipeline around it
 
 
 class Kind(NamedTuple):

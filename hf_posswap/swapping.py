@@ -22,7 +22,7 @@ from hf_posswap.checkpoint import (
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
 from hf_posswap.functional.closed_form import balance
-from hf_posswap.pipelines import check_reads, is_pipeline, limits, set_limits
+from hf_posswap.pipelines import check_reads, is_pipeline, limit, set_limit
 from hf_posswap.schemes import SCHEMES, Scheme, parse_scheme
 from hf_posswap.surgery import (
     Snapshot,
@@ -121,10 +121,10 @@ def swap(
         raise
     found = fingerprint(target, architecture), weights_beside_positions(target, architecture)
     name = target.name_or_path if undo is None else undo.name_or_path
-    reads = limits(model) if undo is None else undo.limits or limits(model)
+    reads = limit(model) if undo is None or undo.limit is None else undo.limit
     state_of(target).undo = Undo(original, *found, copy.deepcopy(vars(target.config)), name, reads)
     if asked is not None:
-        set_limits(model, asked)
+        set_limit(model, asked)
     # This path holds the original: an adapter saved with it as its base would load onto the original.
     target.name_or_path = ""
     return model
@@ -210,7 +210,7 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
     revert(target, architecture, undo.snapshot)
     vars(target.config).update(since)
     target.name_or_path = undo.name_or_path
-    set_limits(model, undo.limits)
+    set_limit(model, undo.limit)
     return model
 
 

@@ -11,12 +11,10 @@ from torch import nn
 from transformers import BertForMaskedLM, BertForSequenceClassification, BertModel
 
 import hf_posswap as posswap
-from hf_posswap.pipelines import kind_of, limits
+from hf_posswap.pipelines import kind_of, limit
 from hf_posswap.sharing.hub import check_files
 
 library = pytest.importorskip("sentence_transformers")
-
-pytestmark = pytest.mark.filterwarnings("ignore:Importing from 'sentence_transformers.models'")  # as 5.x calls them
 
 LONG = " ".join(WORDS[number * number % len(WORDS)] for number in range(200))
 TEXTS = ["the cat sat on the mat", "a happy dog", LONG]
@@ -45,7 +43,7 @@ def make_pipeline(make_model, bert_tokenizer, tmp_path):
         bert_tokenizer.save_pretrained(folder)
         if kind != "SentenceTransformer":
             return getattr(library, kind)(str(folder), device="cpu")
-        from sentence_transformers.models import Normalize, Pooling, Transformer
+        from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
         modules = [Transformer(str(folder)), Pooling(64, pooling_mode="cls"), Normalize()]
         prompts = {"prompts": {"query": "the dog "}, "default_prompt_name": "query"}
@@ -58,27 +56,27 @@ def make_pipeline(make_model, bert_tokenizer, tmp_path):
 def test_swap_save_load_restore_export(make_pipeline, kind, tmp_path):
     """A pipeline reads more after the swap, says the same when it is loaded or exported, and is itself again when restored."""
     pipeline = make_pipeline(kind)
-    before, reads = says(pipeline), limits(pipeline)
+    before, reads = says(pipeline), limit(pipeline)
     assert posswap.swap(pipeline, posswap.Rotary(mark_first=False), max_positions=96) is pipeline
-    assert set(limits(pipeline).values()) == {96} and set(reads.values()) == {24}
+    assert limit(pipeline) == 96 and reads == 24
     assert posswap.describe(pipeline).max_positions == 96 and posswap.describe(pipeline).swapped
     swapped = says(pipeline)
     assert np.abs(swapped - before).max() > 1e-3
     twin = posswap.original(pipeline)
-    assert type(twin) is type(pipeline) and limits(twin) == reads and np.allclose(says(twin), before, atol=1e-5)
-    assert set(limits(pipeline).values()) == {96}
+    assert type(twin) is type(pipeline) and limit(twin) == reads and np.allclose(says(twin), before, atol=1e-5)
+    assert limit(pipeline) == 96
     pipeline.save_pretrained(str(tmp_path / "swapped"))
     assert kind_of(tmp_path / "swapped") == kind
     loaded = getattr(library, kind)(str(tmp_path / "swapped"), device="cpu")
-    assert np.abs(says(loaded) - swapped).max() < 1e-6 and limits(loaded) == limits(pipeline)
+    assert np.abs(says(loaded) - swapped).max() < 1e-6 and limit(loaded) == limit(pipeline)
     assert getattr(loaded, "prompts", None) == getattr(pipeline, "prompts", None)
     native = posswap.export_native(loaded)
     native.save_pretrained(tmp_path / "native")
     stock = getattr(library, kind)(str(tmp_path / "native"), device="cpu")
-    assert "RoFormer" in (tmp_path / "native" / "config.json").read_text() and limits(stock) == limits(pipeline)
+    assert "RoFormer" in (tmp_path / "native" / "config.json").read_text() and limit(stock) == limit(pipeline)
     for exported in (native.pipeline, stock):
         assert np.abs(says(exported) - swapped).max() < 1e-5
-    assert posswap.restore(pipeline) is pipeline and limits(pipeline) == reads
+    assert posswap.restore(pipeline) is pipeline and limit(pipeline) == reads
     assert np.array_equal(says(pipeline), before)
 
 
@@ -171,7 +169,7 @@ def test_folders_stay_whole(make_pipeline, kind, tmp_path, program):
 
 def test_refusals(make_pipeline, bert_tokenizer):
     """What cannot be swapped is an error with a remedy, and nothing is changed."""
-    from sentence_transformers.models import StaticEmbedding
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 
     static = library.SentenceTransformer(
         modules=[StaticEmbedding(bert_tokenizer.backend_tokenizer, embedding_dim=8)], device="cpu"
@@ -194,8 +192,21 @@ def test_refusals(make_pipeline, bert_tokenizer):
         pipeline.encode(LONG)
 
 
+@pytest.mark.skipif(not hasattr(library, "MultiVectorEncoder"), reason="sentence-transformers has it from version 6 on")
+def test_vectors_of_tokens(make_pipeline, tmp_path):
+    """A MultiVectorEncoder stays whole, too: a vector a token, of as many tokens as asked for."""
+    make_pipeline()
+    encoder = library.MultiVectorEncoder(str(tmp_path / "plain-SentenceTransformer"), device="cpu")
+    posswap.swap(encoder, "rotary", max_positions=96).save_pretrained(str(tmp_path / "swapped"))
+    assert kind_of(tmp_path / "swapped") == "MultiVectorEncoder"
+    loaded = library.MultiVectorEncoder(str(tmp_path / "swapped"), device="cpu")
+    for one, other in zip(loaded.encode(TEXTS), encoder.encode(TEXTS), strict=True):
+        assert one.shape == other.shape and float((one - other).abs().max()) < 1e-6
+    assert len(one) > 40 and limit(loaded) == 96
+
+
 def test_kinds_of_folders(tmp_path):
-    """Before version 6 a CrossEncoder has no modules.json, only an entry in config.json; a plain model has neither."""
+    """Before version 5.4 a CrossEncoder has no modules.json, only an entry in config.json; a plain model has neither."""
     for about, kind in (({"sentence_transformers": {"version": "4.1.0"}}, "CrossEncoder"), ({}, None)):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **about}))
         assert kind_of(tmp_path) == kind
