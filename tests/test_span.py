@@ -77,21 +77,20 @@ def test_spans_in_other_families(make, other, scheme, text):
     assert (make(other, scheme)(text, attention_mask=mask, use_cache=False).logits[mask.bool()] - whole).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("padding", [slice(0), slice(13), slice(10, 23)], ids=["none", "left", "inside"])
 @torch.no_grad()
-def test_a_cache_that_forgets(make, scheme, text, left):
+def test_a_cache_that_forgets(make, scheme, text, padding):
     """Decoding with a cache that keeps only the span gives what no cache gives, in parts of any size, padded or not."""
     model = make("gpt2", scheme, span=6, first=3)
     mask = torch.ones_like(text)
-    if left:
-        mask[1, :13] = 0
+    mask[1, padding] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     whole = model(text, attention_mask=mask, position_ids=positions, use_cache=False).logits
     for parts in ([1] * 40, [9, 8, 1, 1, 12, 9], [40]):
         cache, start, logits = DynamicCache(config=model.config), 0, []
         for part in parts:
             here = slice(start, start + part)
-            given = {"attention_mask": mask[:, : start + part]} if left else {}
+            given = {} if mask.all() else {"attention_mask": mask[:, : start + part]}
             out = model(text[:, here], past_key_values=cache, position_ids=positions[:, here], **given)
             logits, start = [*logits, out.logits], start + part
             assert cache.get_seq_length() == start and cache.layers[1].keys.shape[-2] <= 3 + 5
