@@ -149,8 +149,8 @@ def _share_kind(base, first, kind, mask, cache, positions, slots, past, known: i
         # A static cache on a GPU counts in a tensor, and its keys are longer than what it holds.
         if causal and positions is not slots and isinstance(past, int) and (past or mask is not None):
             _check_one_text(keys, written, mask)
-        # A text no longer than the span needs no mask for it.
-        if not isinstance(past, int) or past or keys.shape[-1] > kind.span.span:
+        # A text no longer than the span needs no mask for it, if its positions have no gaps.
+        if positions is not slots or not isinstance(past, int) or past or keys.shape[-1] > kind.span.span:
             if _in_blocks(base, mask, positions, slots, past):
                 span, key_mask = kind.span, None if mask is None else mask.bool()
                 mask = own = None if mask is None else key_mask[:, None, None]

@@ -59,6 +59,17 @@ def test_blocks_are_what_the_mask_says(make, family, scheme, first, text):
     assert (plain(text).logits - expected).abs().max() > 0.01
 
 
+@torch.no_grad()
+def test_a_short_text_with_gaps(make, family, text):
+    """Distances are those of positions, also in a text of fewer tokens than the span."""
+    positions, ones = torch.tensor([[0, 3, 20, 21]]), torch.ones_like(text[:, :4])
+    seen = Span(6, 2).allowed(positions, positions, causal=family != "bert")[:, None].expand(2, -1, -1, -1)
+    expected = make(family, "rotary", "eager")(text[:, :4], position_ids=positions, attention_mask=seen).logits
+    for backend in ("sdpa", "eager"):
+        model = make(family, "rotary", backend, span=6, first=2)
+        assert_close(model(text[:, :4], position_ids=positions, attention_mask=ones).logits, expected, rtol=1e-4, atol=1e-4)
+
+
 OTHERS = [("roberta", "rotary"), ("esm", "rotary"), ("distilbert", "relative:clip=3"), ("opt", "alibi"), ("biogpt", "none")]
 OTHERS += [("albert", "rotary")]
 
