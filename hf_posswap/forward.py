@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_posswap.architectures import Inputs
-from hf_posswap.attention import Shared, check_implementation, key_positions
+from hf_posswap.attention import Shared, check_implementation, key_positions, let_carry
 from hf_posswap.errors import PosswapError, SequenceTooLongError
 from hf_posswap.span_cache import PADDING, keep_span
 from hf_posswap.surgery import state_of
@@ -113,6 +113,9 @@ def _share(base, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, 
     mask, cache = arguments.get("attention_mask"), arguments.get("past_key_values")
     modules = [attention.positions for attention in base.architecture.self_attentions(base)]
     firsts = [modules[kind.first] for kind in state.kinds]
+    spans = [state.kinds[module.kind].span for module in modules]
+    alone = [kind.first for kind, first in zip(state.kinds, firsts, strict=True) if first.needs_key_positions]
+    let_carry(cache, [layer for layer, span in enumerate(spans) if span or layer in alone], state.geometry.head_dim)
     attends = state.span is not None or any(first.attend is not None for first in firsts)
     if attends and not (mask is None or isinstance(mask, torch.Tensor)):
         raise PosswapError(
@@ -122,7 +125,6 @@ def _share(base, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, 
         use_cache = arguments.get("use_cache")
         use_cache = base.config.use_cache if use_cache is None else use_cache
         wanted = use_cache and not (base.training and base.is_gradient_checkpointing)
-        spans = [state.kinds[module.kind].span for module in modules]
         if cache is None and wanted:
             crossing = arguments.get("encoder_hidden_states") is not None
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()

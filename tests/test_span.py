@@ -111,12 +111,20 @@ def test_a_cache_that_forgets(make, scheme, text, padding):
 
 @torch.no_grad()
 def test_static_caches_and_moved_ones(make, text):
-    """A static cache keeps its size, and is masked; rows of one that forgets can be selected."""
+    """A static cache keeps its size, and is masked; rows of one that forgets can be selected; a prefix gets its positions."""
     model = make("gpt2", "relative:clip=3", span=6, first=3)
     whole = model(text, use_cache=False).logits
     cache = StaticCache(config=model.config, max_cache_len=48)
     steps = [model(text[:, a:b], past_key_values=cache).logits for a, b in ((0, 20), (20, 21), (21, 40))]
     assert_close(torch.cat(steps, dim=1), whole, rtol=1e-4, atol=1e-4)
+    static = {"cache_implementation": "static", "disable_compile": True, "prefill_chunk_size": 7, "max_new_tokens": 8}
+    written = model.generate(text, do_sample=False, eos_token_id=None, **static)
+    assert torch.equal(written, model.generate(text, do_sample=False, eos_token_id=None, max_new_tokens=8))
+    one, other = make("gpt2", "rotary", span=6, first=3, n_layer=1), make("gpt2", "rotary", n_layer=1)
+    prefix = other(text[:, :20]).past_key_values  # in a single layer the span makes no difference to keys
+    assert_close(
+        one(text[:, 20:], past_key_values=prefix).logits, one(text, use_cache=False).logits[:, 20:], rtol=1e-4, atol=1e-4
+    )
     cache = model(text[:, :30]).past_key_values
     cache.reorder_cache(torch.tensor([1, 0]))
     assert_close(model(text[[1, 0], 30:], past_key_values=cache).logits, whole[[1, 0], 30:], rtol=1e-4, atol=1e-4)
