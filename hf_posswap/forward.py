@@ -217,5 +217,6 @@ def _near(span, positions: torch.Tensor, keys: torch.Tensor, mask, slots: torch.
         allowed = allowed & mask.bool()[:, None, None]
     if mask is None and fresh and causal and positions is not slots:
         text = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
-        allowed = allowed & (text[:, :, None] == text[:, None])[:, None]
+        among = torch.nn.functional.pad(text, (0, keys.shape[-1] - text.shape[-1]), value=-1)  # a static cache is longer
+        allowed = allowed & (text[:, :, None] == among[:, None])[:, None]
     return allowed

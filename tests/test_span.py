@@ -117,6 +117,8 @@ def test_static_caches_and_moved_ones(make, text):
     cache = StaticCache(config=model.config, max_cache_len=48)
     steps = [model(text[:, a:b], past_key_values=cache).logits for a, b in ((0, 20), (20, 21), (21, 40))]
     assert_close(torch.cat(steps, dim=1), whole, rtol=1e-4, atol=1e-4)
+    cache, places = StaticCache(config=model.config, max_cache_len=48), torch.arange(40)[None]
+    assert_close(model(text, position_ids=places, past_key_values=cache).logits, whole, rtol=1e-4, atol=1e-4)
     static = {"cache_implementation": "static", "disable_compile": True, "prefill_chunk_size": 7, "max_new_tokens": 8}
     written = model.generate(text, do_sample=False, eos_token_id=None, **static)
     assert torch.equal(written, model.generate(text, do_sample=False, eos_token_id=None, max_new_tokens=8))
