@@ -156,6 +156,14 @@ def read_positions(keys: torch.Tensor) -> torch.Tensor:
     return sum(digits[..., place] * 256**place for place in range(DIGITS))
 
 
+def let_carry(cache: Cache | None, layers: list[int], head_dim: int) -> None:
+    """Count from 0 the keys of these layers that something else has put there: a learned prefix, or the room for later ones."""
+    cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    for layer in () if cache is None else (cache.layers[index] for index in layers if index < len(cache.layers)):
+        if layer.is_initialized and layer.keys.shape[-1] == head_dim:
+            layer.keys = write_positions(layer.keys, torch.arange(layer.keys.shape[-2], device=layer.keys.device)[None])
+
+
 def key_positions(
     cache: Cache | None, positions: torch.Tensor, slots: torch.Tensor, past, head_dim: int, carrier: int
 ) -> torch.Tensor:
@@ -167,9 +175,6 @@ def key_positions(
     layer = cache.layers[carrier] if cache is not None and len(cache.layers) > carrier else None
     if layer is None or not layer.is_initialized or (isinstance(past, int) and past == 0):
         return positions
-    if layer.keys.shape[-1] == head_dim:  # put there by something else, such as a learned prefix: positions count from 0
-        counted = torch.arange(layer.keys.shape[-2], device=layer.keys.device)[None]
-        layer.keys = write_positions(layer.keys, counted)
     if layer.keys.shape[-1] != head_dim + DIGITS:
         raise PosswapError(
             f"this {type(cache).__name__} holds keys of size {layer.keys.shape[-1]}, this model makes {head_dim} (and their "

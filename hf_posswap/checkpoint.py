@@ -172,6 +172,10 @@ class SwappedModel(InitialisesPositions):
         """The scheme that this model has."""
         return state_of(self).scheme
 
+    def _prepare_position_ids_for_generation(self, *args, **kwargs):
+        """As in transformers, which counts from 0 for every family: here in the family's own ids, as a forward counts."""
+        return super()._prepare_position_ids_for_generation(*args, **kwargs) + self.architecture.first_id(self.config)
+
     def init_continuous_batching(self, *args, **kwargs):
         """As in transformers, for `generate_batch`, whose paged cache knows neither distances nor spans."""
         ours = [module for module in self.modules() if isinstance(module, AttentionPositions)]

@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_posswap.architectures import Inputs
-from hf_posswap.attention import Shared, check_implementation, key_positions
+from hf_posswap.attention import Shared, check_implementation, key_positions, let_carry
 from hf_posswap.errors import PosswapError, SequenceTooLongError
 from hf_posswap.span_cache import PADDING, keep_span
 from hf_posswap.surgery import state_of
@@ -113,6 +113,9 @@ def _share(base, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, 
     mask, cache = arguments.get("attention_mask"), arguments.get("past_key_values")
     modules = [attention.positions for attention in base.architecture.self_attentions(base)]
     firsts = [modules[kind.first] for kind in state.kinds]
+    spans = [state.kinds[module.kind].span for module in modules]
+    alone = [kind.first for kind, first in zip(state.kinds, firsts, strict=True) if first.needs_key_positions]
+    let_carry(cache, [layer for layer, span in enumerate(spans) if span or layer in alone], state.geometry.head_dim)
     attends = state.span is not None or any(first.attend is not None for first in firsts)
     if attends and not (mask is None or isinstance(mask, torch.Tensor)):
         raise PosswapError(
@@ -122,7 +125,6 @@ def _share(base, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, 
         use_cache = arguments.get("use_cache")
         use_cache = base.config.use_cache if use_cache is None else use_cache
         wanted = use_cache and not (base.training and base.is_gradient_checkpointing)
-        spans = [state.kinds[module.kind].span for module in modules]
         if cache is None and wanted:
             crossing = arguments.get("encoder_hidden_states") is not None
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()
@@ -149,8 +151,8 @@ def _share_kind(base, first, kind, mask, cache, positions, slots, past, known: i
         # A static cache on a GPU counts in a tensor, and its keys are longer than what it holds.
         if causal and positions is not slots and isinstance(past, int) and (past or mask is not None):
             _check_one_text(keys, written, mask)
-        # A text no longer than the span needs no mask for it.
-        if not isinstance(past, int) or past or keys.shape[-1] > kind.span.span:
+        # A text no longer than the span needs no mask for it, if its positions have no gaps.
+        if positions is not slots or not isinstance(past, int) or past or keys.shape[-1] > kind.span.span:
             if _in_blocks(base, mask, positions, slots, past):
                 span, key_mask = kind.span, None if mask is None else mask.bool()
                 mask = own = None if mask is None else key_mask[:, None, None]
@@ -215,5 +217,6 @@ def _near(span, positions: torch.Tensor, keys: torch.Tensor, mask, slots: torch.
         allowed = allowed & mask.bool()[:, None, None]
     if mask is None and fresh and causal and positions is not slots:
         text = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
-        allowed = allowed & (text[:, :, None] == text[:, None])[:, None]
+        among = torch.nn.functional.pad(text, (0, keys.shape[-1] - text.shape[-1]), value=-1)  # a static cache is longer
+        allowed = allowed & (text[:, :, None] == among[:, None])[:, None]
     return allowed

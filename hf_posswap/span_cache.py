@@ -29,13 +29,13 @@ class SpanLayer(DynamicLayer):
         self.seen += key_states.shape[-2]
         length, near = keys.shape[-2], self.span.span - 1
         if length > self.span.first + near:
-            # Keep the first tokens of each row's text, which may begin after padding. If some of them are among the last
-            # tokens, too, their copies here become padding.
+            # Keep the first and the last tokens of each row's text, which may have padding around and inside it. Copies of
+            # those that are both become padding.
             positions = read_positions(keys)
             first = positions.argsort(dim=-1, stable=True)[:, : self.span.first]  # padding has the largest number
-            last = torch.arange(length - near, length, device=keys.device).expand(len(keys), -1)
+            last = positions.masked_fill(positions == PADDING, -1).argsort(dim=-1, stable=True)[:, length - near :]
             index = torch.cat([first, last], dim=-1)[:, None, :, None]
-            twice = torch.cat([(first >= length - near), torch.zeros_like(last, dtype=torch.bool)], dim=-1)
+            twice = torch.cat([(first[:, :, None] == last[:, None]).any(-1), torch.zeros_like(last, dtype=torch.bool)], dim=-1)
             places = positions.gather(1, index[:, 0, :, 0]).masked_fill(twice, PADDING)
             self.keys = keys.gather(2, index.expand(-1, keys.shape[1], -1, keys.shape[-1]))
             self.values = values.gather(2, index.expand(-1, keys.shape[1], -1, values.shape[-1]))

@@ -22,11 +22,12 @@ from hf_posswap.fitting.fit import fit
 from hf_posswap.measure.damage import damage
 
 
-@pytest.fixture(params=[("bert", None), ("bert", BertModel), ("gpt2", None), ("gpt2", GPT2Model)], ids=str)
+@pytest.fixture(params=[("bert", None), ("bert", BertModel), ("gpt2", None), ("gpt2", GPT2Model), ("opt", None)], ids=str)
 def pair(request, make_model):
     """A model that nothing has been done to, and one whose attention is another."""
     family, head = request.param
-    models = [make_model(family, head=head) for _ in range(2)]
+    options = {"word_embed_proj_dim": 32, "do_layer_norm_before": True} if family == "opt" else {}
+    models = [make_model(family, head=head, **options) for _ in range(2)]
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in models[1].parameters():
@@ -81,6 +82,7 @@ def test_damage_is_a_naive_loop(pair, side):
         for name, values in wanted.items():
             assert got[name] == pytest.approx(torch.stack(values).mean().item(), rel=1e-3, abs=1e-6)
     joined = [torch.cat(one, dim=1) for one in layers]
+    assert len(found.by_layer) == len(joined[0])
     for index, got in enumerate(found.by_layer):
         target, other = joined[0][index], joined[1][index]
         error = (other - target).pow(2).sum() / (target - target.mean(0)).pow(2).sum()

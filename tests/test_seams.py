@@ -82,7 +82,9 @@ def test_given_positions_and_embeddings(padded):
 @pytest.mark.parametrize("scheme", ["rotary", "relative:clip=4", "learned"])
 @torch.no_grad()
 def test_a_cache_counts_on(scheme):
-    """A RoBERTa decoder computes token by token what it does without a cache; with its own table, what the original does."""
+    """A RoBERTa decoder computes token by token what it does without a cache, and `generate` counts as a forward does; with its
+    own table, forwards are those of the original.
+    """
     original = make_roberta(model_class=RobertaForCausalLM, is_decoder=True)
     tokens = torch.randint(4, 99, (2, 12), generator=torch.Generator().manual_seed(3))
     expected = original(tokens).logits
@@ -90,6 +92,11 @@ def test_a_cache_counts_on(scheme):
     whole, cache = model(tokens, use_cache=False).logits, DynamicCache(config=model.config)
     steps = [model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(12)]
     assert_close(torch.cat(steps, dim=1), whole, rtol=1e-4, atol=1e-4)
+    tokens[1, :5], options = PAD, {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    out = model.generate(tokens, attention_mask=tokens.ne(PAD).long(), max_new_tokens=4, eos_token_id=None, **options)
+    for row, start in zip(out.sequences, (0, 5), strict=True):
+        alone = model(row[None, start:-1], use_cache=False).logits[0, -4:]
+        assert_close(torch.stack(out.logits, dim=1)[start // 5], alone, rtol=1e-4, atol=1e-4)
     if scheme == "learned":
         assert torch.equal(whole, expected)
 

@@ -59,6 +59,17 @@ def test_blocks_are_what_the_mask_says(make, family, scheme, first, text):
     assert (plain(text).logits - expected).abs().max() > 0.01
 
 
+@torch.no_grad()
+def test_a_short_text_with_gaps(make, family, text):
+    """Distances are those of positions, also in a text of fewer tokens than the span."""
+    positions, ones = torch.tensor([[0, 3, 20, 21]]), torch.ones_like(text[:, :4])
+    seen = Span(6, 2).allowed(positions, positions, causal=family != "bert")[:, None].expand(2, -1, -1, -1)
+    expected = make(family, "rotary", "eager")(text[:, :4], position_ids=positions, attention_mask=seen).logits
+    for backend in ("sdpa", "eager"):
+        model = make(family, "rotary", backend, span=6, first=2)
+        assert_close(model(text[:, :4], position_ids=positions, attention_mask=ones).logits, expected, rtol=1e-4, atol=1e-4)
+
+
 OTHERS = [("roberta", "rotary"), ("esm", "rotary"), ("distilbert", "relative:clip=3"), ("opt", "alibi"), ("biogpt", "none")]
 OTHERS += [("albert", "rotary")]
 
@@ -77,21 +88,20 @@ def test_spans_in_other_families(make, other, scheme, text):
     assert (make(other, scheme)(text, attention_mask=mask, use_cache=False).logits[mask.bool()] - whole).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("padding", [slice(0), slice(13), slice(10, 23)], ids=["none", "left", "inside"])
 @torch.no_grad()
-def test_a_cache_that_forgets(make, scheme, text, left):
+def test_a_cache_that_forgets(make, scheme, text, padding):
     """Decoding with a cache that keeps only the span gives what no cache gives, in parts of any size, padded or not."""
     model = make("gpt2", scheme, span=6, first=3)
     mask = torch.ones_like(text)
-    if left:
-        mask[1, :13] = 0
+    mask[1, padding] = 0
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     whole = model(text, attention_mask=mask, position_ids=positions, use_cache=False).logits
     for parts in ([1] * 40, [9, 8, 1, 1, 12, 9], [40]):
         cache, start, logits = DynamicCache(config=model.config), 0, []
         for part in parts:
             here = slice(start, start + part)
-            given = {"attention_mask": mask[:, : start + part]} if left else {}
+            given = {} if mask.all() else {"attention_mask": mask[:, : start + part]}
             out = model(text[:, here], past_key_values=cache, position_ids=positions[:, here], **given)
             logits, start = [*logits, out.logits], start + part
             assert cache.get_seq_length() == start and cache.layers[1].keys.shape[-2] <= 3 + 5
@@ -101,12 +111,22 @@ def test_a_cache_that_forgets(make, scheme, text, left):
 
 @torch.no_grad()
 def test_static_caches_and_moved_ones(make, text):
-    """A static cache keeps its size, and is masked; rows of one that forgets can be selected."""
+    """A static cache keeps its size, and is masked; rows of one that forgets can be selected; a prefix gets its positions."""
     model = make("gpt2", "relative:clip=3", span=6, first=3)
     whole = model(text, use_cache=False).logits
     cache = StaticCache(config=model.config, max_cache_len=48)
     steps = [model(text[:, a:b], past_key_values=cache).logits for a, b in ((0, 20), (20, 21), (21, 40))]
     assert_close(torch.cat(steps, dim=1), whole, rtol=1e-4, atol=1e-4)
+    cache, places = StaticCache(config=model.config, max_cache_len=48), torch.arange(40)[None]
+    assert_close(model(text, position_ids=places, past_key_values=cache).logits, whole, rtol=1e-4, atol=1e-4)
+    static = {"cache_implementation": "static", "disable_compile": True, "prefill_chunk_size": 7, "max_new_tokens": 8}
+    written = model.generate(text, do_sample=False, eos_token_id=None, **static)
+    assert torch.equal(written, model.generate(text, do_sample=False, eos_token_id=None, max_new_tokens=8))
+    one, other = make("gpt2", "rotary", span=6, first=3, n_layer=1), make("gpt2", "rotary", n_layer=1)
+    prefix = other(text[:, :20]).past_key_values  # in a single layer the span makes no difference to keys
+    assert_close(
+        one(text[:, 20:], past_key_values=prefix).logits, one(text, use_cache=False).logits[:, 20:], rtol=1e-4, atol=1e-4
+    )
     cache = model(text[:, :30]).past_key_values
     cache.reorder_cache(torch.tensor([1, 0]))
     assert_close(model(text[[1, 0], 30:], past_key_values=cache).logits, whole[[1, 0], 30:], rtol=1e-4, atol=1e-4)

@@ -54,11 +54,11 @@ def _damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable
         states, predictions = [], []
         for one in (original, model):
             given = {key: value.to(one.device) for key, value in batch.items()}
-            base = one.base_model
+            base, family = one.base_model, family_of(one.config)
             # `output_hidden_states` does the same, but its hooks would stay on the model and cannot be pickled.
-            with outputs_of((*dict.fromkeys(family_of(one.config).layers(base)), base)) as seen:
+            with outputs_of((*dict.fromkeys(family.layers(base)), family.reader(base))) as seen:
                 outputs = (one if head else base)(**given, use_cache=False)
-            del seen[-2]  # the last layer's, which the base model may norm: its own are the last
+            del seen[-2]  # the last layer's, which the reader may norm: its own are the last
             states.append([layer.float().cpu() for layer in seen])
             if head:
                 logits = outputs.logits if "logits" in outputs else outputs.prediction_logits
