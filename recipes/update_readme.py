@@ -97,8 +97,9 @@ def environment() -> Environment:
     figures = {file.parent.relative_to(RESULTS).as_posix(): rows(file) for file in files}
 
     def of(folder: str):
-        """Return a function of row and figure: the mean over seeds, or with `spread=True` the standard deviation."""
-        return lambda row, name, spread=False: (stdev if spread else mean)(figures[folder][row][name])
+        """Return a function of row and figure: the mean over seeds, their deviation if `spread`, the least if `least`."""
+        kinds = {(False, False): mean, (True, False): stdev, (False, True): min}
+        return lambda row, name, spread=False, least=False: kinds[spread, least](figures[folder][row][name])
 
     def sure(folder: str, row: str, figure: str) -> bool:
         """Whether a row's figure is bold in the comparison's table of differences from the original."""
