@@ -214,7 +214,7 @@ def measure(embedder, original, config: Config, asked: dict[str, tuple[list, lis
         if name == "recall":
             third = max(1, EACH // 3)
             figures |= {"early": hits[:, :third].mean(1), "late": hits[:, -third:].mean(1)}
-            if config.scheme == ORIGINAL and config.read == "chunks" and config.chunk < config.tokens:
+            if config.scheme == ORIGINAL and config.read == "chunks" and 2 * config.chunk <= config.tokens:  # two or more
                 pieces = [cut_documents([one], embedder.tokenizer, config.chunk - 2) for one in texts]
                 parts = embedder.encode([part for one in pieces for part in one], convert_to_tensor=True).cpu()
                 hits = recall(parts.split(list(map(len, pieces))), short, [one.document for one in passages])

@@ -44,7 +44,7 @@ def test_intervals_and_tests_against_scipy():
     assert paired_p(np.zeros(9)) == 1.0
 
 
-def test_neighbours_that_are_alike():
+def test_neighbours_that_are_alike(tmp_path):
     """If neighbouring blocks of a text are alike, means of parts give an interval that holds the mean as often as it says."""
     steps = DRAWN.normal(size=(400, 288))
     blocks = sum(steps[:, lag : lag + 256] * 0.7**lag for lag in range(32))  # an autoregression; its mean is 0
@@ -54,6 +54,10 @@ def test_neighbours_that_are_alike():
 
     assert misses(list) > 0.3 and misses(parted) < 0.1
     assert len(parted(blocks[0, :63])) == 63
+    text = blocks[0] + 3.0
+    assert paired_p(text) == pytest.approx(stats.ttest_1samp(parted(text), 0).pvalue, rel=1e-9)
+    table = interval_table(_runs(tmp_path, {"original": [{"loss": text.tolist()}]}, seeds=(0,)))
+    assert f"± {half_width(parted(text)):.3f} |" in table and "16 stretches" in table
 
 
 def test_holm():
@@ -106,6 +110,8 @@ def test_bold_needs_seeds_and_items(tmp_path):
     assert "| rotary, swap, less the original | -0.1" in intervals and "over the 40 blocks" in intervals
     bare = [{name: value for name, value in run.items() if name != "items"} for run in runs]
     assert "| none, swap | **+0.0" in paired_table(bare) and interval_table(bare) == ""
+    some = [run if run["config"]["scheme"] == "original" else less for run, less in zip(runs, bare, strict=True)]
+    assert interval_table(some).count("\n|") == 2  # a row without items is left out: the rule and the original
 
 
 def test_rows_that_no_seed_changes(tmp_path):
