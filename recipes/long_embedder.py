@@ -66,7 +66,7 @@ class Config(EmbedderOptions):
         "kept": "cosine of short texts' vectors with the original's",
         "sts": "Spearman's rho on pairs of sentences",
     }
-    LEAST = {"tokens": 1, "passage": 1, "documents": 1}
+    LEAST = {"tokens": 3, "passage": 1, "documents": 1}
     LEAST |= dict.fromkeys(("max_steps", "cached", "checkpoint_every", "brake"), 0) | {"learning_rate": 1e-12}
 
     start: str = "fit"

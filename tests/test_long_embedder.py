@@ -153,6 +153,7 @@ def test_no_document_twice_in_a_batch(recipe, monkeypatch):
     ("change", "says"),
     [
         ({"batch_size": 1}, "give 2 or more"),
+        ({"chunk": 2}, "chunk=2 must be at least 3"),
         ({"batch_size": 400}, "do not fill a batch of 400"),
         ({"tokens": 15}, "too few for 2 passages of 12"),
         ({"learning_rate": -0.1}, "learning_rate=-0.1 must be"),

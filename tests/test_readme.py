@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -211,3 +212,24 @@ def test_the_data_of_the_results_has_a_source(tmp_path, capsys):
     with pytest.raises(posswap.PosswapError, match="differ"):
         data["data"](tmp_path)
     assert "cola/dev.csv: another" in capsys.readouterr().out
+
+
+def test_results_older_than_their_code(tmp_path):
+    """A result is behind by the commits to what it measures: to its recipe and to what computes, not to what prints."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t"]
+
+    def commit(name: str, text: str) -> str:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        for command in (["add", "."], ["commit", "-qm", name]):
+            subprocess.run([*git, *command], check=True)
+        return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+
+    subprocess.run([*git, "init", "-q"], check=True)
+    runs = [{"recipe": "passkey", "commit": commit("hf_posswap/forward.py", number)} for number in "12"]
+    commit("recipes/results/passkey/comparison.json", json.dumps({"runs": runs}))
+    for name in ("recipes/passkey.py", "recipes/heal.py", "hf_posswap/plots.py", "hf_posswap/schemes/rotary.py"):
+        last = commit(name, "")
+    commit("recipes/results/heal/comparison.json", json.dumps({"runs": [{"recipe": "heal", "commit": last}]}))
+    older = runpy.run_path(str(ROOT / "recipes" / "older_results.py"))["later_commits"]
+    assert older(tmp_path) == {"passkey/comparison.json": 3}

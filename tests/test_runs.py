@@ -238,6 +238,15 @@ def test_ctrl_c_stops_the_run(monkeypatch, tmp_path):
     assert process.returncode == -signal.SIGTERM
 
 
+def test_a_scheme_of_any_length_names_a_folder(monkeypatch, tmp_path):
+    """Mixes of many layers that differ in the last one run in folders of their own, though names of folders end at 255."""
+    folders = []
+    monkeypatch.setattr(commands_compare, "_run", lambda command: folders.append(Path(command[-1])))
+    mixes = [f"mixed:layers=[{', '.join(['relative:clip=16'] * 23 + [last])}]" for last in ("none", "rotary")]
+    run_all(["any"], [(mix, "fit", 0) for mix in mixes], tmp_path)
+    assert len({folder.mkdir(parents=True) or folder for folder in folders}) == 2
+
+
 THEIRS = """
 from dataclasses import dataclass
 from typing import ClassVar

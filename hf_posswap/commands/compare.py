@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
 
@@ -99,6 +100,8 @@ def run_all(command: list[str], jobs: list[tuple[str, str, int]], output: Path) 
     for number, (scheme, start, seed) in enumerate(bar, 1):
         bar.set_postfix_str(f"{scheme}, {start}, seed {seed}")
         name = "-".join("".join(c if c.isalnum() else "-" for c in part) for part in (scheme, start, str(seed)))
+        if len(name) > 200:  # of a file system's 255
+            name = f"{name[:180]}-{sha256(name.encode()).hexdigest()[:12]}"
         folder = output / "runs" / name
         if (folder / "result.json").exists():
             continue

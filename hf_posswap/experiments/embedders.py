@@ -32,7 +32,7 @@ class EmbedderOptions(TextOptions, SwapOptions):
     """What recipes of embedders share."""
 
     FORBIDDEN_STARTS = {"scratch": "an embedder from scratch finds nothing"}
-    LEAST = {"window": 1, "chunk": 1}
+    LEAST = {"window": 1, "chunk": 3}  # a token between [CLS] and [SEP]
 
     first: int = 1
     window: Annotated[int, "Window of the original in the fit, in tokens: the length that it was tuned at."] = 128
