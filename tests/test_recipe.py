@@ -291,3 +291,11 @@ def test_wrong_checkpoints(checkpoint, tmp_path):
     swapped.save_pretrained(tmp_path / "swapped")
     with pytest.raises(posswap.UnsupportedModelError, match="unswapped"):
         load_model(RecipeConfig(model=str(tmp_path / "swapped")), AutoModelForSequenceClassification)
+
+
+def test_a_lone_process_of_two(start, monkeypatch, tmp_path):
+    """A launcher that starts one process where several were asked for is an error at once, also in recipes without our loop."""
+    for name, value in {"MASTER_ADDR": "x", "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"}.items():
+        monkeypatch.setenv(name, value)
+    code, out = start("--output", tmp_path / "out")
+    assert code == 2 and "torchrun" in out and not (tmp_path / "out").exists()

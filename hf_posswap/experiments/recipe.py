@@ -40,7 +40,7 @@ from hf_posswap.experiments.options import RecipeConfig, RunOptions, SwapOptions
 from hf_posswap.pipelines import is_pipeline
 from hf_posswap.provenance import input_hashes, lock, prepare_output, provenance, weight_hashes, without_home, write_json
 from hf_posswap.terminal import run_program
-from hf_posswap.training.launching import save_trained
+from hf_posswap.training.launching import check_processes, save_trained
 
 __all__ = ["RecipeConfig", "cost", "load_model", "load_tokenizer", "main"]  # what your own recipe needs
 FORMAT = 1
@@ -59,7 +59,7 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
 
     def command(**given):
         # The first PartialState of a process fixes its device, and does not look at this variable by itself.
-        PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+        check_processes(PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")))
         output, resume, file = (given.pop(name) for name in ("output", "resume", "config"))
         config = read_config(config_class, file, {name: value for name, value in given.items() if value is not None})
         if PartialState().is_main_process:

@@ -59,7 +59,7 @@ def start_accelerator(
     return accelerator
 
 
-def check_processes(accelerator: Accelerator) -> None:
+def check_processes(accelerator: Accelerator | PartialState) -> None:
     """Raise where fewer processes train together than were asked for.
 
     Without GPUs, `accelerate launch --multi_gpu` starts processes that are not connected. With `--cpu --num_processes 2` it
