@@ -33,7 +33,7 @@ from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.forward import positioned_forward
 from hf_posswap.functional.banded import Span
 from hf_posswap.schemes import AttentionPositions, PositionEmbedding, Scheme, scheme_from_dict
-from hf_posswap.surgery import geometry_of, install, state_of
+from hf_posswap.surgery import geometry_of, install, position_modules, state_of
 
 FORMAT = 1
 _ABOUT_THE_MODEL = ("format", "trained_positions", "made_for_positions", "base_model", "edited", "span", "fitted_length")
@@ -247,9 +247,8 @@ def register_architecture(architecture: Architecture) -> Architecture:
 
 
 def _position_modules(model: "SwappedModel") -> dict[str, torch.nn.Module]:
-    owner, name = model.architecture.table_owner(model.base_model)
-    table = getattr(owner, name)
-    return {place: one for place, one in model.named_modules() if one is table or isinstance(one, AttentionPositions)}
+    ours = set(position_modules(model, model.architecture))
+    return {place: one for place, one in model.named_modules() if one in ours}
 
 
 def _check_dtypes(model: "SwappedModel", state_dict: dict | None, files) -> None:

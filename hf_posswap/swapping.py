@@ -131,8 +131,7 @@ def swap(
 
 
 def _install(target, architecture: Architecture, scheme: Scheme, geometry, span: Span | None, warm_start: bool, orders):
-    owner, name = architecture.table_owner(target.base_model)
-    old = getattr(owner, name)
+    old = architecture.table(target.base_model)
     table = _rows(target, architecture, geometry.trained_positions)
     if not torch.isfinite(table).all():
         raise PosswapError("the position table holds NaN or infinite numbers: the checkpoint is broken, load it again")
@@ -320,6 +319,5 @@ def _rows(target: PreTrainedModel, architecture: Architecture, trained_positions
     with torch.no_grad():
         if state_of(target) is None:
             return architecture.trained_rows(base).double()
-        owner, name = architecture.table_owner(base)
         ids = torch.arange(trained_positions, device=base.device)[None] + architecture.first_id(base.config)
-        return getattr(owner, name)(ids)[0].double()
+        return architecture.table(base)(ids)[0].double()

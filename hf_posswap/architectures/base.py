@@ -37,6 +37,10 @@ class Architecture(ABC):
     def table_owner(self, base: PreTrainedModel) -> tuple[nn.Module, str]:
         """Return the module that holds the position table and the attribute's name."""
 
+    def table(self, base: PreTrainedModel) -> nn.Module:
+        """Return the position table, or what a swap has put in its place."""
+        return getattr(*self.table_owner(base))
+
     @abstractmethod
     def layers(self, base: PreTrainedModel) -> list[nn.Module]:
         """Return the layers in the order in which they run, each as often as it does; they map hidden states to new ones."""
@@ -80,8 +84,7 @@ class Architecture(ABC):
 
     def trained_rows(self, base: PreTrainedModel) -> torch.Tensor:
         """Return the rows of an unswapped model's table that are positions, first one first, (P, E)."""
-        owner, name = self.table_owner(base)
-        return getattr(owner, name).weight[self.first_row(base.config) :]
+        return self.table(base).weight[self.first_row(base.config) :]
 
     def longest_input(self, config: PreTrainedConfig) -> int:
         """Return the longest input in tokens that the config allows."""

@@ -48,8 +48,7 @@ def position_table(source: Scheme | PreTrainedModel, positions: int | None = Non
     else:
         target, architecture = find_target(source)
         scheme, geometry = scheme_of(target)
-        owner, name = architecture.table_owner(target.base_model)
-        module = getattr(owner, name)
+        module = architecture.table(target.base_model)
     if isinstance(module, Constant):
         others = f"`plot wavelengths`, `translation` take {TURNING}"
         raise PosswapError(f"{scheme} adds no vectors: see `plot attention MODEL {scheme}`; {others}")

@@ -54,9 +54,7 @@ def build(kind: type, config: PreTrainedConfig, weights: dict[str, torch.Tensor]
 
 def with_table(model: SwappedModel, stock: type, _) -> Converted:
     """Export to the family itself: the vectors that the scheme adds at each position become its learned table."""
-    owner, name = model.architecture.table_owner(model.base_model)
-    embedding = getattr(owner, name)
-    config = family_config(model)
+    embedding, config = model.architecture.table(model.base_model), family_config(model)
     weights, prefix = without(model, embedding)
     family, longest = model.architecture, model.architecture.longest_input(config)
     positions = torch.arange(-family.first_row(config), longest, device=model.device).clamp(min=0)  # unused rows: as at 0
@@ -72,8 +70,7 @@ def without(model: SwappedModel, embedding: nn.Module) -> tuple[dict[str, torch.
 
 def constant(model: SwappedModel) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Return the vectors mean and (first - mean), (E,) float64, and whether the latter is nonzero."""
-    owner, name = model.architecture.table_owner(model.base_model)
-    constant = getattr(owner, name)
+    constant = model.architecture.table(model.base_model)
     mean = constant.mean.double()
     difference = torch.zeros_like(mean) if constant.first is None else constant.first.double() - mean
     return mean, difference, bool(difference.any())
