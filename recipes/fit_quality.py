@@ -35,8 +35,6 @@ from hf_posswap.training.run_log import announce
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextOptions, SwapOptions):
-    """What to fit on, and what to measure on."""
-
     QUESTION = "How near does a fit alone bring a swapped model to its original?"
     FIGURES = {
         "ratio": "perplexity on held-out text over the original's",
@@ -54,7 +52,6 @@ class Config(TextOptions, SwapOptions):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Swap, fit, measure."""
     text = RunText(config)
     longest, causal = text.trained, text.causal
     if config.pairs and causal:

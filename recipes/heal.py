@@ -40,8 +40,6 @@ MEASUREMENTS = 10  # after the one at 0 tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextConfig):
-    """How to tune a swapped model towards its original, and what to measure on."""
-
     QUESTION = "How many tokens of distillation from the original win back what a swap cost?"
     FIGURES = {
         "damage": "to held-out text, KL or 1 - cosine to the original; with N, after N tokens of distillation",
@@ -64,7 +62,7 @@ class Config(TextConfig):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Swap, distil, and measure on the way. All processes measure, since all must call a sharded model together."""
+    """All processes measure, since all must call a sharded model together."""
     text = RunText(config)
     longest, causal = text.trained, text.causal
     block_size = config.block_size or text.block_size

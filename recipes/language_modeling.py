@@ -45,8 +45,6 @@ from hf_posswap.training.run_log import announce
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextConfig):
-    """How to cut and mask the text, and where a new head comes from."""
-
     QUESTION = "What does a scheme cost a language model, and what does training on text win back?"
     FIGURES = {
         "perplexity": "on held-out text; with N, in blocks of N tokens",
@@ -71,7 +69,6 @@ class Config(TextConfig):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Train and measure one scheme with one seed."""
     text = RunText(config)
     trained, causal, tokenizer = text.trained, text.causal, text.tokenizer
     block_size = config.block_size or text.block_size

@@ -41,8 +41,6 @@ from hf_posswap.training.run_log import announce
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextConfig):
-    """At which lengths to measure, and at which to fine-tune."""
-
     QUESTION = "Does a causal model read more than it was trained for?"
     FIGURES = {
         "loss": "nats a token on held-out blocks of N tokens; the original's is that behind a sliding window",
@@ -64,7 +62,6 @@ class Config(TextConfig):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Swap, measure at all lengths, fine-tune, and measure again."""
     text = RunText(config, reads_on=True)
     trained = text.trained
     swapped, stride = config.scheme != ORIGINAL, config.stride or max(1, trained // 4)

@@ -37,8 +37,6 @@ _LENGTH_GROUPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ListOpsConfig(RecipeConfig):
-    """Training and test expressions, and the size of the model. Defaults are those of Long Range Arena."""
-
     QUESTION = "Can a model work out nested expressions (ListOps)?"
     FIGURES = {"accuracy": "of held-out expressions", "majority": "what guessing the commonest answer gets"}
     FORBIDDEN_STARTS = {"fit": "a fit reads text, and ListOps has none"}
@@ -64,7 +62,6 @@ class ListOpsConfig(RecipeConfig):
 
 
 def run(config: ListOpsConfig, folder: Path, resume: bool) -> dict:
-    """Train on expressions, and test on others."""
     positions = config.max_length + 1  # at most max_length - 1 symbols, and [CLS] and [SEP]
     model = load_model(config, AutoModelForSequenceClassification, max_positions=positions, **_options(config, positions))
     shape = {name: getattr(config, name) for name in ("min_length", "max_length", "max_depth", "max_args")}

@@ -54,8 +54,6 @@ TEMPERATURE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EmbedderOptions):
-    """How long documents are, how to read them, and how to tune the embedder to find them."""
-
     QUESTION = "Does it find a long document by a passage of it, wherever that stands?"
     FIGURES = {
         "recall": "share of passages whose document is the nearest of all",
@@ -91,7 +89,6 @@ class Config(EmbedderOptions):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Swap, fit, tune on pairs, measure."""
     set_seed(config.seed)
     original = load_embedder(config.model)
     tokenizer, body = original.tokenizer, config.tokens - 2

@@ -41,8 +41,6 @@ from hf_posswap.training.run_log import announce
 
 @dataclass(frozen=True, kw_only=True)
 class PasskeyConfig(RecipeConfig):
-    """Which texts to train on, and at which lengths and depths to test."""
-
     QUESTION = "Does it find a key that is hidden in a long text?"
     FIGURES = {
         "accuracy": "share of keys said in full, in texts of N tokens, over all depths",
@@ -73,7 +71,6 @@ class PasskeyConfig(RecipeConfig):
 
 
 def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
-    """Train on short texts, ask at all lengths and depths, and draw the heat map."""
     tokenizer = load_tokenizer(config.model)
     checkpoint, causal = load_family(config.model)
     if not causal and not config.train and "QuestionAnswering" not in str(checkpoint.architectures):

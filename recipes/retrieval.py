@@ -35,8 +35,6 @@ with extra():
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EmbedderOptions):
-    """What to search, and how to read it."""
-
     QUESTION = "What does it find in long documents?"
     FIGURES = {
         "passkey": "share of questions whose document of N tokens is the first of 100, made of one sentence in filler",
@@ -53,7 +51,6 @@ class Config(EmbedderOptions):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Swap, fit, and search all sets."""
     embedder = load_embedder(config.model)
     beir = {Path(place).name: read_beir(place) for place in config.beir}
     longest, reads = max([*config.lengths, embedder.max_seq_length]), config.chunk or embedder.max_seq_length
