@@ -19,45 +19,25 @@ from hf_posswap.sharing.load_reports import LoadReports
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "architectures": ("ARCHITECTURES", "Architecture"),
-    "assets": ("embedded_model",),
-    "checkpoint": ("register_architecture",),
-    "data.calibration": ("text_batches",),
-    "describing": ("describe",),
-    "errors": (
-        "CheckpointError",
-        "DataError",
-        "PosswapError",
-        "SequenceTooLongError",
-        "UnknownSchemeError",
-        "UnsupportedModelError",
-    ),
-    "fitting.choosing": ("choose",),
-    "fitting.fit": ("FitReport", "fit"),
-    "schemes": (
-        "SCHEMES",
-        "Alibi",
-        "Buckets",
-        "Ladder",
-        "Learned",
-        "Mixed",
-        "NoPositions",
-        "Relative",
-        "Rotary",
-        "Scheme",
-        "Sinusoidal",
-        "register_scheme",
-        "set_relative_implementation",
-    ),
-    "sharing.card": ("write_card",),
-    "sharing.delta": ("load_delta", "save_delta"),
-    "sharing.export": ("NativeExport", "export_native"),
-    "sharing.hub": ("share",),
-    "sharing.leaderboard": ("leaderboard",),
-    "sharing.rescue": ("load_relative_key",),
-    "swapping": ("original", "restore", "swap"),
+    "architectures": "ARCHITECTURES Architecture",
+    "assets": "embedded_model",
+    "checkpoint": "register_architecture",
+    "data.calibration": "text_batches",
+    "describing": "describe",
+    "errors": "CheckpointError DataError PosswapError SequenceTooLongError UnknownSchemeError UnsupportedModelError",
+    "fitting.choosing": "choose",
+    "fitting.fit": "FitReport fit",
+    "schemes": "SCHEMES Alibi Buckets Ladder Learned Mixed NoPositions Relative Rotary Scheme Sinusoidal register_scheme "
+    "set_relative_implementation",
+    "sharing.card": "write_card",
+    "sharing.delta": "load_delta save_delta",
+    "sharing.export": "NativeExport export_native",
+    "sharing.hub": "share",
+    "sharing.leaderboard": "leaderboard",
+    "sharing.rescue": "load_relative_key",
+    "swapping": "original restore swap",
 }
-_HOME = {name: module for module, names in _PUBLIC.items() for name in names}
+_HOME = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
 __all__ = sorted(_HOME)
 

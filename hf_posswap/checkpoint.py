@@ -169,7 +169,6 @@ class SwappedModel(InitialisesPositions):
 
     @property
     def position_scheme(self) -> Scheme:
-        """The scheme that this model has."""
         return state_of(self).scheme
 
     def _prepare_position_ids_for_generation(self, *args, **kwargs):

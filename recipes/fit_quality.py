@@ -83,7 +83,6 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
 
 
 def _batches(text: RunText, original) -> list[torch.Tensor]:
-    """Return batches of token ids of the text that --text names."""
     config = text.config
     if config.text == "written":
         return [written_text(original, tokens=config.fit_tokens, seed=config.seed)]

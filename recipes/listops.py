@@ -97,7 +97,6 @@ def _options(config: ListOpsConfig, positions: int) -> dict:
 
 
 def _by_length(lengths: list[int], right: list[bool]) -> dict[str, dict]:
-    """Group answers into quarters by length."""
     bounds = sorted(lengths)
     cuts = [bounds[len(bounds) * part // _LENGTH_GROUPS] for part in range(_LENGTH_GROUPS)] + [bounds[-1] + 1]
     spans = [(low, high) for low, high in zip(cuts, cuts[1:], strict=False) if low < high]

@@ -192,7 +192,6 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
 
 
 def spread(items: list, count: int) -> list:
-    """Return at most `count` items, evenly spread."""
     count = max(1, min(count, len(items)))
     return [items[number * len(items) // count] for number in range(count)]
 

@@ -91,7 +91,6 @@ class Architecture(ABC):
         return config.max_position_embeddings - self.first_id(config)
 
     def set_longest_input(self, config: PreTrainedConfig, positions: int) -> None:
-        """Write it into the config."""
         config.max_position_embeddings = positions + self.first_id(config)
 
     # -- inside one self-attention module --------------------------------------------------------------------------

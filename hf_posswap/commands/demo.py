@@ -59,11 +59,9 @@ class Demo:
     console: Console = field(default_factory=lambda: Console(highlight=False, width=min(80, Console().width)))
 
     def step(self, title: str, meaning: str) -> None:
-        """Announce a step, and what its number means."""
         self.console.print(f"\n[bold]{title}[/bold] {meaning}")
 
     def table(self, columns: list[str], rows: list[tuple], digits: int) -> None:
-        """Print rows of a label and numbers."""
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
         for index, column in enumerate(columns):
             table.add_column(column, justify="right" if index else "left")

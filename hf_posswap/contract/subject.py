@@ -51,7 +51,6 @@ class Subject:
 
     @property
     def causal(self) -> bool:
-        """Whether the models of this family are causal."""
         return architecture_of(self.family).is_causal(tiny_config(self.family))
 
     def swapped(self, max_positions: int | None = None, *, warm_start: bool = True) -> PreTrainedModel:

@@ -51,7 +51,6 @@ class Encoded:
     truncated: int
 
     def sizes(self, split_at: int | None) -> dict:
-        """Return how many rows there are, and how many were cut, or are long."""
         sizes = {"rows": len(self.rows), "longest": max(self.lengths), "truncated": self.truncated}
         sizes["truncated_share"] = self.truncated / len(self.rows)
         return sizes if split_at is None else sizes | {"long": sum(length > split_at for length in self.lengths)}

@@ -89,22 +89,18 @@ class RunText:
 
     @property
     def block_size(self) -> int:
-        """The usual length of a training sequence."""
         return self.trained if self.causal else min(128, self.trained)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """That of the checkpoint."""
         return load_tokenizer(self.config.model)
 
     @cached_property
     def training(self) -> list[str]:
-        """The texts to train on, and to fit on."""
         return documents(self.config, "train", causal=self.causal)
 
     @cached_property
     def held_out(self) -> list[str]:
-        """The texts to measure on."""
         return documents(self.config, "validation", causal=self.causal)
 
     def blocks(self, length: int) -> torch.Tensor:

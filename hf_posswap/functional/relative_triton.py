@@ -144,7 +144,6 @@ class _BandAttention(torch.autograd.Function):
 
 
 def _constants(query: torch.Tensor, **flags: bool) -> dict[str, Any]:
-    """Return what the kernels are compiled for: flags, sizes, tiles."""
     head_dim = query.shape[-1]
     block_d = max(16, triton.next_power_of_2(head_dim))  # tl.dot takes powers of two from 16
     block_q, block_k, warps = _tiles(block_d, query.dtype)

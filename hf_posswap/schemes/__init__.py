@@ -18,27 +18,10 @@ from hf_posswap.schemes.rotary import Rotary
 from hf_posswap.schemes.sinusoidal import Sinusoidal
 
 __all__ = [
-    "SCHEMES",
-    "Alibi",
-    "AttentionPositions",
-    "Buckets",
-    "Constant",
-    "Geometry",
-    "Ladder",
-    "Learned",
-    "Mixed",
-    "NoPositions",
-    "Places",
-    "PositionEmbedding",
-    "Relative",
-    "Rotary",
-    "Scheme",
-    "Sinusoidal",
-    "parse_scheme",
-    "register_scheme",
-    "scheme_from_dict",
-    "set_relative_implementation",
-]
+    "SCHEMES", "Alibi", "AttentionPositions", "Buckets", "Constant", "Geometry", "Ladder", "Learned", "Mixed",
+    "NoPositions", "Places", "PositionEmbedding", "Relative", "Rotary", "Scheme", "Sinusoidal", "parse_scheme",
+    "register_scheme", "scheme_from_dict", "set_relative_implementation",
+]  # fmt: skip
 
 SCHEMES: dict[str, type[Scheme]] = {
     scheme.name: scheme for scheme in (Learned, Sinusoidal, Relative, Rotary, Alibi, Buckets, NoPositions, Mixed, Ladder)

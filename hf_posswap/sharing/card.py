@@ -315,7 +315,6 @@ def _split(path: Path, text: str) -> tuple[str, str, bool]:
 
 
 def _merge(path: Path, text: str, ours: dict) -> str:
-    """Return the whole card: our text, and what the user has written around it."""
     before, after, theirs, results = "", "", {}, []
     if path.exists():
         old = _load(path)

@@ -39,7 +39,6 @@ class Certificate:
 
     @property
     def largest(self) -> float:
-        """The largest of all differences."""
         return max([*self.random.values(), *self.text.values()])
 
     def __str__(self) -> str:

@@ -6,15 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, PartialState, utils
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import (
-    DataLoaderConfiguration,
-    DistributedType,
-    GradientAccumulationPlugin,
-    LoggerType,
-    TorchDynamoPlugin,
-)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -37,9 +30,9 @@ def start_accelerator(
     check_trackers(config.report_to)
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation_steps, sync_with_dataloader=False),
+        gradient_accumulation_plugin=utils.GradientAccumulationPlugin(num_steps=accumulation_steps, sync_with_dataloader=False),
         # split_batches: the global batch stays batch_size.
-        dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
+        dataloader_config=utils.DataLoaderConfiguration(split_batches=True, non_blocking=True),
         log_with=list(config.report_to) or None,
         project_dir=output and str(output),
     )
@@ -49,8 +42,8 @@ def start_accelerator(
         count = accelerator.num_processes
         raise PosswapError(f"{micro_batch} sequences do not divide into {count} processes: choose a multiple as batch_size")
     # All Accelerators of a process share one state, which would keep the compiler of the first.
-    accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend=config.torch_compile)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # which accumulates and clips by itself
+    accelerator.state.dynamo_plugin = utils.TorchDynamoPlugin(backend=config.torch_compile)
+    if accelerator.distributed_type == utils.DistributedType.DEEPSPEED:  # which accumulates and clips by itself
         accelerator.state.deepspeed_plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": micro_batch // accelerator.num_processes,
             "gradient_accumulation_steps": accumulation_steps,
@@ -75,7 +68,7 @@ def check_processes(accelerator: Accelerator) -> None:
 
 def check_trackers(names: tuple[str, ...]) -> None:
     """Raise for a tracker that accelerate does not know, or would silently skip because it is not installed."""
-    known = sorted(set(LoggerType.list()) - {"all"})
+    known = sorted(set(utils.LoggerType.list()) - {"all"})
     for name in names:
         if name not in known:
             raise PosswapError(f"report_to={name!r} is not a tracker; known are {', '.join(known)}")

@@ -65,7 +65,6 @@ class RunLog:
 
     @property
     def steps(self) -> int:
-        """How many steps were taken, read or not."""
         return len(self.run.losses) + len(self._pending)
 
     @property
