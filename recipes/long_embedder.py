@@ -181,12 +181,8 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
         report_to="none",
         dataloader_pin_memory=not cpu,
     )
-    trainer = SentenceTransformerTrainer(
-        model=embedder,
-        args=arguments,
-        train_dataset=dataset,
-        loss=PairsWithBrake(embedder, config.brake, config.cached),
-    )
+    loss = PairsWithBrake(embedder, config.brake, config.cached)
+    trainer = SentenceTransformerTrainer(model=embedder, args=arguments, train_dataset=dataset, loss=loss)
     trainer.train(resume_from_checkpoint=(resume and any(output.glob("checkpoint-*"))) or None)
     embedder.eval()
 

@@ -175,11 +175,8 @@ def masked_lm_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> to
     """Return the mean loss of the masked tokens, for `train`. The head, costly in a small model, is computed for these only."""
     chosen = batch["labels"] != -100
     head = lm_head(getattr(model, "module", model))  # DDP wraps the model, and the wrapper must be called below
-    hook = head.register_forward_pre_hook(lambda module, states: (states[0][chosen],))
-    try:
+    with head.register_forward_pre_hook(lambda module, states: (states[0][chosen],)):
         logits = model(input_ids=batch["input_ids"]).logits
-    finally:
-        hook.remove()
     return functional.cross_entropy(logits.float(), batch["labels"][chosen])
 
 

@@ -1,14 +1,7 @@
 """Measures of a model before and after a swap: damage, losses, retrieval, attention, word order."""
 
 from hf_posswap.measure.attention_distance import attention_by_distance
-from hf_posswap.measure.damage import (
-    Damage,
-    damage,
-    kl_divergence,
-    perplexity,
-    pooled_cosine,
-    pooled_states,
-)
+from hf_posswap.measure.damage import Damage, damage, kl_divergence, perplexity, pooled_cosine, pooled_states
 from hf_posswap.measure.losses import loss_by_position, mean_loss, sliding_window_losses, token_losses
 from hf_posswap.measure.word_order import word_order_examples, word_order_preference, word_order_probe
 

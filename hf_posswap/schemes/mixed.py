@@ -38,7 +38,9 @@ class Mixed(Scheme):
     def __post_init__(self):
         if not isinstance(self.layers, (list, tuple)) or not self.layers:
             raise PosswapError(f"mixed: layers={self.layers!r} must be a list of schemes, such as [rotary, none:span=false]")
-        object.__setattr__(self, "layers", tuple(_written(*_read(entry)) for entry in self.layers))
+        read = [(str(scheme), spans) for scheme, spans in map(_read, self.layers)]
+        written = (name if spans else f"{name}{',' if ':' in name else ':'}span=false" for name, spans in read)
+        object.__setattr__(self, "layers", tuple(written))
         schemes = [scheme for scheme, _ in self.kinds()]
         allowed = [set(scheme.implementations) for scheme in schemes if scheme.implementations is not None]
         for claim, holds in (
@@ -80,10 +82,6 @@ class Mixed(Scheme):
     def __str__(self) -> str:
         parts = (entry.partition(":") for entry in self.layers)
         return f"mixed:layers=[{', '.join(f'{name}:{{{options}}}' if options else name for name, _, options in parts)}]"
-
-
-def _written(scheme: Scheme, spans: bool) -> str:
-    return str(scheme) if spans else f"{scheme}{',' if ':' in str(scheme) else ':'}span=false"
 
 
 def _read(entry: Any) -> tuple[Scheme, bool]:

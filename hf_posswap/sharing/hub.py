@@ -139,7 +139,10 @@ def check_files(folder: Path) -> list[str]:
     if not any(name.endswith(".safetensors") for name in found):
         raise CheckpointError(f"{folder} has no weights (.safetensors): save the model there first")
     _check_code(folder, found)
-    _check_index(folder)
+    for path in folder.glob("*.safetensors.index.json"):
+        shards = read_json(path).get("weight_map")
+        if not isinstance(shards, dict) or not {file.name for file in folder.iterdir()}.issuperset(map(str, shards.values())):
+            raise CheckpointError(f"{path} names what is no file next to it: save the model again")
     return found
 
 
@@ -161,14 +164,6 @@ def _check_code(folder: Path, files: Sequence[str]) -> None:
         raise CheckpointError(f"modules.json names {kind!r:.100}, and what is shared is run: share sentence-transformers' own")
     if stub is not None and not (is_stub(stub) and named == {f"{Path(STUB).stem}.{name}" for name in imports}):
         raise CheckpointError(f"{folder / STUB} is not what save_pretrained writes, and is run: save the model again")
-
-
-def _check_index(folder: Path) -> None:
-    for path in folder.glob("*.safetensors.index.json"):
-        shards = read_json(path).get("weight_map")
-        beside = {file.name for file in folder.iterdir()}
-        if not isinstance(shards, dict) or not beside.issuperset(map(str, shards.values())):
-            raise CheckpointError(f"{path} names what is no file next to it: save the model again")
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

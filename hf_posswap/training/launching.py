@@ -85,8 +85,10 @@ def sharable(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)  # shared by all models that the process trains
     named = getattr(plugin, "transformer_cls_names_to_wrap", None)
-    if plugin is not None and not named:
-        plugin.transformer_cls_names_to_wrap = layer_class_names(model)
+    family = find_family(getattr(getattr(model, "config", None), "model_type", ""))
+    if plugin is not None and not named and family is not None:
+        # transformers' own list also names BERT's embeddings, which cannot be a unit: the head shares their weights.
+        plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in family.layers(model.base_model)})
     head = model.get_output_embeddings() if accelerator.is_fsdp2 and hasattr(model, "get_output_embeddings") else None
     bias = getattr(head, "bias", None)
     holders = [m for m in model.modules() if bias is not None and m is not head and m._parameters.get("bias") is bias]
@@ -99,16 +101,6 @@ def sharable(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]
             plugin.transformer_cls_names_to_wrap = named
         for holder in holders:
             holder.bias = head.bias  # now the sharded one
-
-
-def layer_class_names(model: torch.nn.Module) -> list[str] | None:
-    """Return the class names of a model's layers, the units that FSDP shards; None for an unknown family.
-
-    transformers' own list also names BERT's embeddings, which cannot be a unit: the head shares their weights.
-    """
-    config = getattr(model, "config", None)
-    architecture = find_family(getattr(config, "model_type", ""))
-    return architecture and sorted({type(layer).__name__ for layer in architecture.layers(model.base_model)})
 
 
 def share_weights(model: torch.nn.Module) -> None:
