@@ -156,14 +156,8 @@ class SwappedModel(InitialisesPositions):
         geometry = geometry_of(config, self.architecture.longest_input(config), trained_positions)
         scheme.check(geometry)
         super().__init__(config, *args, **kwargs)
-        embedding = install(
-            self,
-            self.architecture,
-            scheme,
-            geometry,
-            span=span_in(config.position_scheme),
-            classes=SWAPPED_CLASSES | READER_CLASSES,
-        )
+        span, classes = span_in(config.position_scheme), SWAPPED_CLASSES | READER_CLASSES
+        embedding = install(self, self.architecture, scheme, geometry, span=span, classes=classes)
         embedding.register_buffer(DIGEST, self._digest())
         self._init_weights(embedding)  # a learned table from scratch starts as the family's tables do
 
@@ -339,8 +333,8 @@ def _config_class(architecture: Architecture) -> type[PreTrainedConfig]:
         "importable": type(architecture).__module__.startswith("hf_posswap."),
     }
     words = "with a `position_scheme`: format, trained_positions, name and options."
-    config_class = CONFIG_CLASSES[architecture.model_type] = _subclass(SwappedConfig, architecture.config_class, words, own)
-    return config_class
+    CONFIG_CLASSES[architecture.model_type] = _subclass(SwappedConfig, architecture.config_class, words, own)
+    return CONFIG_CLASSES[architecture.model_type]
 
 
 def _swapped_class(model_class: type, config_class: type, architecture: Architecture) -> type:

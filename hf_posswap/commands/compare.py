@@ -80,10 +80,8 @@ def compare(
             options = [*(options or []), "--schemes-from", schemes_from]
         if recipe and not Path(recipe).is_file():
             raise PosswapError(f"there is no {recipe}: give the path of a recipe, such as recipes/passkey.py")
-        program, jobs = (
-            [recipe] if recipe else ["-m", DEFAULT_RECIPE],
-            _jobs(scheme or SCHEMES, start or ["swap"], seed or [0, 1, 2]),
-        )
+        program = [recipe] if recipe else ["-m", DEFAULT_RECIPE]
+        jobs = _jobs(scheme or SCHEMES, start or ["swap"], seed or [0, 1, 2])
         _begin(output, {"recipe": program, "options": options or []})
         run_all([*shlex.split(launcher), *program, *(options or [])], jobs, output)
     written = write_comparison(load_runs(collect or [output / "runs"]), output, vary=vary or (), figures=figure or ())

@@ -3,12 +3,11 @@ Triton kernels in the manner of FlashAttention-2 (Dao 2023, https://arxiv.org/ab
 
     s_ij = scale * q_i . (k_j + a^K_r),   z_i = sum_j softmax(s_i)_j (v_j + a^V_r),   r = clip(j - i, -clip, clip) + clip
 
-Two identities make the clip cheap: softmax ignores a constant per query, so key biases are taken relative to the far left,
-q_i . (a^K_r - a^K_0); and probabilities sum to one, so a^V_0 is added to every value and the rest is relative to it too.
-Then far to the left there is nothing to add, far to the right one number per query, and only tiles on the band between
-look anything up. Such a lookup, and what the band sums up, is a "band" of W numbers per query: column c belongs to
-r = c + 1, the last column to everything far to the right. Causal, W = clip and no key is on the right; otherwise W = 2 * clip.
-No (Q, K) tensor exists and nothing is added up atomically: memory is O(Q * W), results are the same in every run.
+With the two identities of `relative_window`, there is nothing to add far to the left, and one number per query far to the
+right; only tiles on the band between look anything up. Such a lookup, and what the band sums up, is a "band" of W numbers per
+query: column c belongs to r = c + 1, the last column to everything far to the right. Causal, W = clip and no key is on the
+right; otherwise W = 2 * clip. No (Q, K) tensor exists and nothing is added up atomically: memory is O(Q * W), results are the
+same in every run.
 
 Shapes: B batch, H heads, Q query length, K key length, D head_dim, R = 2 * clip + 1. The kernels take queries, keys and
 values as (B, length, H, D), which is how transformers' projections lie in memory, bands as (H, B, Q, W), and one number per
@@ -67,16 +66,7 @@ def fused_relative_attention(
 ) -> torch.Tensor:
     """Return z as (B, H, Q, D), differentiable once in all five tensors.
 
-    Args:
-        query: (B, H, Q, D); the queries are the last Q of the K places, Q <= K.
-        key, value: (B, H, K, D).
-        key_table, value_table: (H, R, D), or (R, D) shared by all heads; value_table may be None.
-        clip: Distances beyond it look alike, at least 1.
-        causal: Keys to the right of a query are not attended.
-        key_mask: (B, K) boolean, True = attend, or None. A query that has no key at all gets zeros.
-        scale: The factor on the scores.
-
-    The caller has checked shapes, dtypes and devices, and asked `why_not`.
+    Arguments are those of `relative_attention`, which has checked them, and asked `why_not`.
     """
     # No distance reaches key_length: a longer table would only make the bands wider.
     reach = min(clip, key.shape[-2])

@@ -159,6 +159,15 @@ def _positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
+_SCALINGS = {  # kind -> the fields that it needs, and others that it takes
+    "linear": ("factor", ""),
+    "dynamic": ("factor", ""),
+    "yarn": ("factor", "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"),
+    "longrope": ("short_factor long_factor", "factor attention_factor"),
+    "llama3": ("factor low_freq_factor high_freq_factor", ""),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rotary(Scheme):
     """Rotary position embedding (RoPE) in every attention layer; nothing is added to the embeddings.
@@ -200,27 +209,16 @@ class Rotary(Scheme):
             object.__setattr__(self, "scaling", copy.deepcopy(self.scaling))  # the caller may change its own dict
 
     def _check_scaling(self) -> None:
-        needed = {
-            "linear": {"factor"},
-            "dynamic": {"factor"},
-            "yarn": {"factor"},
-            "longrope": {"short_factor", "long_factor"},
-            "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
-        }
-        optional = {
-            "yarn": {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
-            "longrope": {"factor", "attention_factor"},
-        }
         given = dict(self.scaling) if isinstance(self.scaling, dict) else {}
         kind = given.pop("rope_type", None)
-        if kind not in needed:
+        if kind not in _SCALINGS:
             raise UnknownSchemeError(
-                f"rotary: scaling={self.scaling!r} must be a dict with a 'rope_type' out of {', '.join(needed)}"
+                f"rotary: scaling={self.scaling!r} must be a dict with a 'rope_type' out of {', '.join(_SCALINGS)}"
             )
-        unknown = set(given) - needed[kind] - optional.get(kind, set()) - {"original_max_position_embeddings"}
-        if unknown or needed[kind] - set(given):
+        needed, optional = (set(fields.split()) for fields in _SCALINGS[kind])
+        if not needed <= set(given) <= needed | optional | {"original_max_position_embeddings"}:
             raise UnknownSchemeError(
-                f"rotary: {kind} scaling needs {sorted(needed[kind])} and takes {sorted(optional.get(kind, set()))} and "
+                f"rotary: {kind} scaling needs {sorted(needed)} and takes {sorted(optional)} and "
                 f"'original_max_position_embeddings'; given were {sorted(given)}"
             )
         for key, value in given.items():
