@@ -26,18 +26,11 @@ from transformers import AutoModelForMaskedLM, PreTrainedModel
 
 from hf_posswap.data.text import shorter_blocks
 from hf_posswap.errors import PosswapError
+from hf_posswap.experiments import text_tasks
 from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost
 from hf_posswap.experiments.recipe import main
-from hf_posswap.experiments.text_tasks import (
-    FIXED_SEED,
-    MaskedBlocks,
-    RunText,
-    TextConfig,
-    mask_tokens,
-    masked_lm_loss,
-    train_head,
-)
+from hf_posswap.experiments.text_tasks import MaskedBlocks, RunText, TextConfig, mask_tokens, masked_lm_loss, train_head
 from hf_posswap.measure.losses import loss_by_position, mean_loss, row_losses, row_perplexities, token_losses
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.run_log import announce
@@ -91,7 +84,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
             length = min(block_size, trained)
             short, asked = (shorter_blocks(long, tokenizer, length) for long in (blocks, cuts[lengths[-1]]))
             examples = config.head_steps * config.batch_size
-            new = MaskedBlocks(short, tokenizer, config.mlm_probability, seed=FIXED_SEED, examples=examples)
+            new = MaskedBlocks(short, tokenizer, config.mlm_probability, seed=text_tasks.FIXED_SEED, examples=examples)
             head.update(_new_head(model, missing, new, mask_tokens(asked, tokenizer, config.mlm_probability), config, folder))
         elif config.head:
             raise PosswapError(f"{config.model} has a head of its own: leave out --head")
@@ -151,7 +144,7 @@ def _new_head(
     else:
         budget = TrainingConfig(
             max_steps=config.head_steps, batch_size=config.batch_size, learning_rate=config.head_learning_rate,
-            dropout=False, mixed_precision=config.mixed_precision, seed=FIXED_SEED,
+            dropout=False, mixed_precision=config.mixed_precision, seed=text_tasks.FIXED_SEED,
         )  # fmt: skip
         done = train_head(model, missing, blocks, budget)
         facts |= {"steps": config.head_steps, "tokens": done.tokens, "seconds": done.seconds}

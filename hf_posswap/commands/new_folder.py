@@ -15,8 +15,7 @@ def new_folder(output: Path) -> Iterator[Path]:
 
     If two processes write at once, the first one gets the name, and the second ends with an error.
 
-    Raises:
-        CheckpointError: `output` exists and is not empty, at the beginning or at the end.
+    CheckpointError: `output` exists and is not empty, at the beginning or at the end.
     """
     check_new(output, "choose another --output")
     aside = output.absolute().with_name(f".{output.name}.{os.getpid()}.writing")

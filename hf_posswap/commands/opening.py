@@ -28,8 +28,7 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel
         name: A folder, a Hub id, or an embedded model.
         trust_remote_code: As in transformers, but False never asks the user.
 
-    Raises:
-        PosswapError: The model does not exist, is broken, or is of a family that cannot be swapped.
+    PosswapError: the model does not exist, is broken, or is of a family that cannot be swapped.
     """
     source = model_source(name)
     config = _config(source, trust_remote_code)

@@ -75,8 +75,7 @@ def open_source(source: str) -> Scheme | PreTrainedModel | dict:
     >>> open_source("relative:clip=8").clip
     8
 
-    Raises:
-        PosswapError: It is none of these.
+    PosswapError: it is none of these.
     """
     path = Path(source)
     if _is_scheme(source):

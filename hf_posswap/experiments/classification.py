@@ -62,8 +62,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     With `split_at`, there are also figures of only those texts with more tokens than that (`accuracy_long`). `folder` keeps
     checkpoints and the measurements of `eval_steps`, so that a run can be resumed.
 
-    Raises:
-        PosswapError: Data, options or model are invalid; raised before training starts.
+    PosswapError: data, options or model are invalid; raised before training starts.
     """
     from hf_posswap.measure.metrics import compute_metrics, metric_names  # imports `evaluate`, which takes seconds
 

@@ -13,19 +13,13 @@ from typing import Annotated, ClassVar
 import torch
 from torch.nn import functional
 from torch.utils.data import Dataset
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    DataCollatorForLanguageModeling,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import DataCollatorForLanguageModeling, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.architectures import longest_input
 from hf_posswap.data.calibration import TextBatches, text_batches
 from hf_posswap.data.text import Split, embedded_documents, read_documents, shorter_blocks, spread, token_blocks
 from hf_posswap.errors import DataError, PosswapError, UnsupportedModelError
-from hf_posswap.experiments.models import load_family, load_model, load_tokenizer
+from hf_posswap.experiments.models import load_family, load_model, load_tokenizer, usual_class
 from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.measure.losses import lm_head
 from hf_posswap.training import TrainingConfig, TrainingRun, train
@@ -123,9 +117,8 @@ class RunText:
 
     def load(self, auto_class: type | None = None, **options) -> PreTrainedModel:
         """Return the model of the run (`load_model`), fitted on the training text if it is to be."""
-        auto_class = auto_class or (AutoModelForCausalLM if self.causal else AutoModel)
         fit = {"fit_batches": lambda: self.fit_batches(seed=self.config.seed)}
-        return load_model(self.config, auto_class, tokenizer=self.tokenizer, **(fit | options))
+        return load_model(self.config, auto_class or usual_class(self.causal), tokenizer=self.tokenizer, **(fit | options))
 
 
 def check_enough(blocks: torch.Tensor, config: TrainingConfig) -> None:

@@ -21,15 +21,7 @@ import torch
 
 from hf_posswap.errors import PosswapError, UnknownSchemeError
 from hf_posswap.functional.closed_form import balance, fit_kernel, kernel_moments, missing_scores, second_moment, write_kernel
-from hf_posswap.schemes.base import (
-    AttentionPositions,
-    Constant,
-    Geometry,
-    PositionEmbedding,
-    Scheme,
-    check_choice,
-    check_number,
-)
+from hf_posswap.schemes.base import AttentionPositions, Constant, Geometry, Scheme, check_choice, check_number
 
 
 class RotaryPositions(AttentionPositions):
@@ -254,7 +246,7 @@ class Rotary(Scheme):
             if factors is not None and len(factors) != dims // 2:
                 raise PosswapError(f"rotary: {field} must have {dims // 2} numbers, one a plane; it has {len(factors)}")
 
-    def embedding_module(self, geometry: Geometry) -> PositionEmbedding:
+    def embedding_module(self, geometry: Geometry) -> Constant:
         return Constant(geometry, mark_first=self.mark_first)
 
     def attention_module(self, geometry: Geometry) -> AttentionPositions:

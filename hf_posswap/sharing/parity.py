@@ -59,11 +59,7 @@ def certify(
     left_out: tuple[str, ...] = (),
     holds_for: tuple[str, ...] = (),
 ) -> Certificate:
-    """Compare the outputs of a swapped model and of its export on the same tokens.
-
-    Raises:
-        PosswapError: They differ by more than `TOLERANCE`.
-    """
+    """Compare outputs of a swapped model and of its export on the same tokens; PosswapError: beyond `TOLERANCE`."""
     causal = model.architecture.is_causal(model.config)
     longest = min(longest_input(model.config), LONGEST)
     cls = getattr(tokenizer, "cls_token_id", None)

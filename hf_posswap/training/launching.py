@@ -24,8 +24,7 @@ def start_accelerator(
 ) -> Accelerator:
     """Return the Accelerator of one training run.
 
-    Raises:
-        PosswapError: Fewer processes than asked for, a batch that does not divide among them, or a missing tracker.
+    PosswapError: fewer processes than asked for, a batch that does not divide among them, or a missing tracker.
     """
     check_trackers(config.report_to)
     accelerator = Accelerator(

@@ -76,8 +76,7 @@ class RunLog:
     def read(self) -> None:
         """Move the pending numbers into `run`.
 
-        Raises:
-            PosswapError: A loss or gradient is NaN or infinite, or gradients are zero from the first step on.
+        PosswapError: a loss or gradient is NaN or infinite, or gradients are zero from the first step on.
         """
         if not self._pending:
             return
