@@ -91,16 +91,9 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         if len(run.losses) in looks:
             add_point(folder, len(run.losses), {"tokens": run.tokens, **measure(model)})
 
-    model, done = train(
-        model,
-        [{"input_ids": row} for row in blocks],
-        config,
-        compute_loss=distillation_loss(original, text_weight=config.text_weight),
-        after_step=look,
-        output=folder,
-        resume=resume,
-        description="distillation",
-    )
+    rows, loss = [{"input_ids": row} for row in blocks], distillation_loss(original, text_weight=config.text_weight)
+    place = {"output": folder, "resume": resume, "description": "distillation"}
+    model, done = train(model, rows, config, compute_loss=loss, after_step=look, **place)
     PartialState().wait_for_everyone()  # until the main process has written the points that all read
     curve = points(folder)
     for point in curve if causal else ():

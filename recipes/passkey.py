@@ -84,10 +84,8 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
         raise PosswapError(f"length={lengths[0]} is too short: keys and question take {tested.shortest} tokens")
 
     def fit_batches() -> list:
-        longest = longest_input(checkpoint)
-        return text_batches(
-            embedded_documents("train", causal=causal), tokenizer, longest, tokens=config.fit_tokens, causal=causal
-        )
+        texts, options = embedded_documents("train", causal=causal), {"tokens": config.fit_tokens, "causal": causal}
+        return text_batches(texts, tokenizer, longest_input(checkpoint), **options)
 
     auto_class = AutoModelForCausalLM if causal else AutoModelForQuestionAnswering
     model = load_model(config, auto_class, max_positions=lengths[-1], fit_batches=fit_batches, tokenizer=tokenizer)
@@ -105,14 +103,9 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
         axes = {"row_label": "depth of the key", "column_label": "length (tokens)", "title": title}
         figure = plot_heat_maps(panels, rows=list(config.depths), columns=list(config.lengths), **axes)
         figure.savefig(folder / "heat_map.png", dpi=150)
+    columns = [(f"{name}_{n}", rows, place) for name, rows in answers.items() for place, n in enumerate(config.lengths)]
     return {
-        **averaged(
-            {
-                f"{name}_{length}": [right for row in rows for right in row[column]]
-                for name, rows in answers.items()
-                for column, length in enumerate(config.lengths)
-            }
-        ),
+        **averaged({name: [right for row in rows for right in row[place]] for name, rows, place in columns}),
         "details": {"depths": config.depths, "lengths": config.lengths, **panels, "losses": done.losses if done else []},
         "cost": {**cost(model, done), "evaluation_seconds": time.perf_counter() - started},
         "model": model,

@@ -97,8 +97,8 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
         texts = [*task.train.texts, *(task.train.pairs or [])] if enough else embedded_documents("train", causal=causal)
         return text_batches(texts, tokenizer, reads, tokens=config.fit_tokens, causal=causal)
 
-    auto_class = AutoModelForSequenceClassification
-    model = load_model(config, auto_class, fit_batches=fit_batches, tokenizer=tokenizer, **options)
+    texts = {"fit_batches": fit_batches, "tokenizer": tokenizer}
+    model = load_model(config, AutoModelForSequenceClassification, **texts, **options)
     pad_token_id, validation = model.config.pad_token_id, encoded["validation"]
 
     def measure(model: PreTrainedModel, rows: list[dict]) -> dict:
@@ -118,15 +118,8 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
             figures = averaged(measure(model, validation.rows))["figures"]
             add_point(folder, step, {"tokens": run.tokens, "seconds": run.seconds, **figures})
 
-    model, run = train(
-        model,
-        encoded["train"].rows,
-        config,
-        collate=lambda rows: pad(rows, pad_token_id),
-        after_step=look if config.eval_steps else None,
-        output=folder,
-        resume=resume,
-    )
+    hooks = {"collate": lambda rows: pad(rows, pad_token_id), "after_step": look if config.eval_steps else None}
+    model, run = train(model, encoded["train"].rows, config, **hooks, output=folder, resume=resume)
     announce("measuring")
     fitted = config.start == "fit" and config.scheme != ORIGINAL
     figures = measure(model, validation.rows)
