@@ -60,10 +60,8 @@ def swap(
         raise PosswapError("a swap inside torch.inference_mode() would make parameters that can never be trained: swap outside")
     scheme = parse_scheme(scheme)
     if SCHEMES.get(scheme.name, type(scheme)) is not type(scheme):
-        raise PosswapError(
-            f"{type(scheme).__name__} is named {scheme.name!r} like {SCHEMES[scheme.name].__name__}, and a saved model of it "
-            "would load as that one: give it a name of its own"
-        )
+        what = f"{type(scheme).__name__} is named {scheme.name!r} like {SCHEMES[scheme.name].__name__}"
+        raise PosswapError(f"{what}, and a saved model of it would load as that one: give it a name of its own")
     target, architecture = find_target(model)
     if is_part(target):
         raise PosswapError("this is the inner part of a swapped model, whose config names the scheme: swap the whole model")
@@ -119,10 +117,8 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
     state = state_of(target)
     same = state is not None and state.scheme == scheme
     if same and not scheme.resizable and geometry.max_positions != state.geometry.max_positions:
-        raise PosswapError(
-            f"{scheme} was made for {state.geometry.max_positions} positions, and its weights do not fit "
-            f"{geometry.max_positions}: swap the original model instead"
-        )
+        what = f"{scheme} was made for {state.geometry.max_positions} positions"
+        raise PosswapError(f"{what}, and its weights do not fit {geometry.max_positions}: swap the original model instead")
     kept = [old, *(getattr(a, "positions", None) for a in attentions)]
     config = copy.deepcopy(target.config)
     # A swapped model that was loaded knows its base model; any other model is the base model.
@@ -172,10 +168,8 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
         raise PosswapError(f"this {type(target).__name__} is not swapped: there is nothing to restore")
     attentions = architecture.self_attentions(target.base_model)
     if not surgery.can_write_attention_weights(attentions, undo.snapshot.attention_weights):
-        raise PosswapError(
-            "the projections of attention have been pruned, parametrized or replaced since the fit, and their old weights "
-            "do not fit: undo that first"
-        )
+        what = "the projections of attention have been pruned, parametrized or replaced since the fit"
+        raise PosswapError(f"{what}, and their old weights do not fit: undo that first")
     if not keep_training:
         _check_mixture(target, architecture, undo)
     config = target.config
@@ -269,10 +263,8 @@ def _check_max_positions(max_positions: int | None, start: Snapshot) -> int:
     if max_positions is None:
         return start.max_positions
     if type(max_positions) is not int or not start.max_positions <= max_positions <= MOST_POSITIONS:
-        raise PosswapError(
-            f"max_positions={max_positions!r} must be an integer from {start.max_positions:,}, what the model holds now, to "
-            f"{MOST_POSITIONS:,}"
-        )
+        what = f"max_positions={max_positions!r} must be an integer from {start.max_positions:,}"
+        raise PosswapError(f"{what}, what the model holds now, to {MOST_POSITIONS:,}")
     return max_positions
 
 
@@ -281,10 +273,8 @@ def _check_span(span: int | None, first: int, max_positions: int) -> Span | None
         return None
     for name, value, least in (("span", span, 1), ("first", first, 0)):
         if type(value) is not int or not least <= value <= max_positions:
-            raise PosswapError(
-                f"{name}={value!r} must be an integer from {least} to {max_positions:,}, the longest input: choose "
-                "another, or a larger max_positions"
-            )
+            what = f"{name}={value!r} must be an integer from {least} to {max_positions:,}, the longest input"
+            raise PosswapError(f"{what}: choose another, or a larger max_positions")
     return Span(span, first)
 
 

@@ -2,10 +2,9 @@
 
     hf-posswap compare recipes/passkey.py --launcher "accelerate launch --config_file recipes/accelerate/multi_gpu.yaml" \\
         --output runs/keys -- --model gpt2
-    hf-posswap compare --schemes-from my_schemes.py --scheme original --scheme mine --output runs/mine
 
-Options after `--` are passed to every run. Each run is a separate process. Finished runs are kept, so the same command goes on
-after an interruption. Writes comparison.json, .md, .html (self-contained) and pictures.
+Each run is a separate process. Finished runs are kept, so the same command goes on after an interruption. Writes
+comparison.json, .md, .html (self-contained) and pictures.
 """
 
 import json

@@ -119,10 +119,8 @@ def _check(query, key, value, key_table, value_table, clip, key_mask) -> None:
     rows = 2 * clip + 1
     for name in ("key_table", "value_table"):
         if name in tensors and tensors[name].shape not in ((heads, rows, head_dim), (rows, head_dim)):
-            raise PosswapError(
-                f"{name} must be (heads, 2 * clip + 1, head_dim) = ({heads}, {rows}, {head_dim}), or ({rows}, {head_dim}) for "
-                f"all heads; with clip={clip} given were {shapes()}"
-            )
+            what = f"{name} must be (heads, 2 * clip + 1, head_dim) = ({heads}, {rows}, {head_dim})"
+            raise PosswapError(f"{what}, or ({rows}, {head_dim}) for all heads; with clip={clip} given were {shapes()}")
     if not query.is_floating_point() or len({(tensor.dtype, tensor.device) for tensor in tensors.values()}) > 1:
         kinds = ", ".join(f"{name} {tensor.dtype} on {tensor.device}" for name, tensor in tensors.items())
         raise PosswapError(f"all tensors must share one floating-point dtype and one device; given were {kinds}")

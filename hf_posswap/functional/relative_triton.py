@@ -11,7 +11,8 @@ same in every run.
 
 Shapes: B batch, H heads, Q query length, K key length, D head_dim, R = 2 * clip + 1. The kernels take queries, keys and
 values as (B, length, H, D), which is how transformers' projections lie in memory, bands as (H, B, Q, W), and one number per
-query as (H, B, Q). A kernel's PART says where its tile lies: 0 far left, 1 on the band, 2 far right.
+query as (H, B, Q). The grid is (tiles, H, B). A kernel's PART says where its tile lies: 0 far left, 1 on the band, 2 far right.
+In the helpers for tiles `queries` and `keys` are (n, 1) and (1, m), or the other way round.
 
 Triton is optional. Without it this module can be imported, and `why_not` says so.
 """
@@ -157,10 +158,6 @@ def _jit(function):
     return function if triton is None else triton.jit(function)
 
 
-# -- addresses ---------------------------------------------------------------------------------------------------------
-# The grid is (tiles, H, B).
-
-
 @_jit
 def _this_head(pointer, length, D: tl.constexpr):
     """The first vector of this batch row and head in (B, length, H, D)."""
@@ -191,9 +188,6 @@ def _load_vectors(pointer, rows, length, D: tl.constexpr, BLOCK_D: tl.constexpr)
 def _store_vectors(pointer, rows, length, vectors, D: tl.constexpr, BLOCK_D: tl.constexpr):
     addresses, exists = _vectors(pointer, rows, length, D, BLOCK_D)
     tl.store(addresses, vectors.to(pointer.dtype.element_ty), mask=exists)
-
-
-# -- tiles: `queries` and `keys` are (n, 1) and (1, m) or the other way round -------------------------------------------
 
 
 @_jit
@@ -292,9 +286,6 @@ def _query_range(
     else:
         start, end = 0, band_start
     return start, end
-
-
-# -- kernels -----------------------------------------------------------------------------------------------------------
 
 
 @_jit

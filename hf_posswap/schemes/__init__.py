@@ -52,10 +52,8 @@ def parse_scheme(scheme: Scheme | str) -> Scheme:
     if isinstance(scheme, Scheme):
         return scheme
     if not isinstance(scheme, str):
-        raise UnknownSchemeError(
-            f"{scheme!r} is no scheme: pass an instance such as posswap.Rotary(theta=10_000), or a string such as "
-            f"'rotary:theta=500000'; names are {', '.join(SCHEMES)}"
-        )
+        what = f"{scheme!r} is no scheme: pass an instance such as posswap.Rotary(theta=10_000)"
+        raise UnknownSchemeError(f"{what}, or a string such as 'rotary:theta=500000'; names are {', '.join(SCHEMES)}")
     return scheme_from_dict(options_in(scheme))
 
 

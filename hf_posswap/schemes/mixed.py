@@ -65,10 +65,8 @@ class Mixed(Scheme):
         for scheme, _ in self.kinds():
             scheme.check(geometry)
             if not isinstance(scheme.embedding_module(geometry), Constant):
-                raise PosswapError(
-                    f"mixed: {scheme} adds vectors to the embeddings, which all layers get: mix schemes of attention (rotary, "
-                    "relative, alibi, buckets and the like) and none"
-                )
+                what = f"mixed: {scheme} adds vectors to the embeddings, which all layers get"
+                raise PosswapError(f"{what}: mix schemes of attention (rotary, relative, alibi, buckets and the like) and none")
 
     def embedding_module(self, geometry: Geometry) -> PositionEmbedding:
         """Build what is left of the table; its row 0 is dropped if any entry drops it."""
@@ -111,8 +109,6 @@ def _read(entry: Any) -> tuple[Scheme, bool]:
             f"mixed: {error}; several options stand in braces, rotary:{{theta=100,fraction=0.5}}"
         ) from None
     if isinstance(scheme, Mixed) or scheme.open_options():
-        raise PosswapError(
-            f"mixed: {scheme} cannot be part of a mix: write the entries of a mix in one list, and numbers for 'auto', such as "
-            "posswap.choose finds for the entry alone"
-        )
+        what = f"mixed: {scheme} cannot be part of a mix: write the entries of a mix in one list"
+        raise PosswapError(f"{what}, and numbers for 'auto', such as posswap.choose finds for the entry alone")
     return scheme, spans

@@ -233,10 +233,8 @@ class Rotary(Scheme):
         if dims % 2 or dims < 2:
             even = sorted({max(2, dims // 2 * 2), min(dims // 2 * 2 + 2, geometry.head_dim // 2 * 2)})
             choices = " or ".join(f"fraction={n / geometry.head_dim:.10g} ({n} dimensions)" for n in even if n)
-            raise PosswapError(
-                f"rotary: fraction={self.fraction:g} of head_dim {geometry.head_dim} is {dims} dimensions, and they turn "
-                f"in pairs: use {choices}"
-            )
+            what = f"rotary: fraction={self.fraction:g} of head_dim {geometry.head_dim} is {dims} dimensions"
+            raise PosswapError(f"{what}, and they turn in pairs: use {choices}")
         if dims < 4 and (self.scaling or {}).get("rope_type") == "dynamic":
             raise PosswapError(
                 f"rotary: dynamic scaling needs at least 4 dimensions that turn, fraction={self.fraction:g} leaves {dims}"

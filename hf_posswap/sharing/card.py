@@ -335,10 +335,8 @@ def _eval_results(content: dict, asked: Sequence[str]) -> list[dict]:
         runs = [run for comparison in content["comparisons"] for run in _of_these_weights(comparison["runs"], content["model"])]
         runs = [run for run in runs if run["figures"].get(figure) is not None and _on_unseen_text(run)]
         if len(runs) != 1:
-            raise PosswapError(
-                f"eval_results={one!r}: the results have {len(runs)} runs that measured it on these weights, not one: "
-                "share the folder `model` of a run with --save-model, and pass that run as results"
-            )
+            what = f"eval_results={one!r}: the results have {len(runs)} runs that measured it on these weights, not one"
+            raise PosswapError(f"{what}: share the folder `model` of a run with --save-model, and pass that run as results")
         (run,) = runs
         notes = f"hf_posswap {run['recipe']}, {run['config']['scheme']}, seed {run['config']['seed']}"
         entries.append(EvalResultEntry(dataset_id=dataset, task_id=task, value=run["figures"][figure], notes=notes))

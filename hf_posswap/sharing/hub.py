@@ -128,8 +128,6 @@ def check_files(folder: Path) -> list[str]:
             except SafetensorError as error:
                 raise CheckpointError(f"{path} cannot be read ({error}): save the model again") from None
         found.append(name)
-    if not any(name.endswith(".safetensors") for name in found):
-        raise CheckpointError(f"{folder} has no weights (.safetensors): save the model there first")
     _check_code(folder, found)
     for path in folder.glob("*.safetensors.index.json"):
         shards = read_json(path).get("weight_map")
