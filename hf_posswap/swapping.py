@@ -161,10 +161,9 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
     undo = undo_of(target)
     if undo is None:
         if isinstance(target, SwappedModel):
-            raise PosswapError(
-                "the original positions are not here: this model was loaded from a swapped checkpoint, or is a part of the "
-                "model that was swapped. Load the original checkpoint, or restore the whole model"
-            )
+            why = "this model was loaded from a swapped checkpoint, or is a part of the model that was swapped"
+            way = "Load the original checkpoint, or restore the whole model"
+            raise PosswapError(f"the original positions are not here: {why}. {way}")
         raise PosswapError(f"this {type(target).__name__} is not swapped: there is nothing to restore")
     attentions = architecture.self_attentions(target.base_model)
     if not surgery.can_write_attention_weights(attentions, undo.snapshot.attention_weights):

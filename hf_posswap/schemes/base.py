@@ -180,10 +180,8 @@ class Scheme(ABC):
     def check(self, geometry: Geometry) -> None:
         """Raise PosswapError when the options do not fit the model."""
         if self.open_options():
-            raise PosswapError(
-                f"{self.name}: {self.open_options()[0]}='auto' is settled by looking at text: swap to what "
-                "posswap.choose(model, scheme, batches) returns, or pass --fit to `hf-posswap swap`"
-            )
+            way = "swap to what posswap.choose(model, scheme, batches) returns, or pass --fit to `hf-posswap swap`"
+            raise PosswapError(f"{self.name}: {self.open_options()[0]}='auto' is settled by looking at text: {way}")
 
     def open_options(self) -> list[str]:
         """Return the options that are "auto"."""

@@ -120,7 +120,7 @@ def reorder(weights: dict[str, torch.Tensor], order: torch.Tensor, heads: int) -
             weights[name] = value.unflatten(0, (heads, -1))[:, order.to(value.device)].flatten(0, 1)
 
 
-def rope_parameters(positions: RotaryPositions) -> tuple[dict, int]:
+def rope_fields(positions: RotaryPositions) -> dict:
     """Return transformers' `rope_parameters` for these positions, and the `max_position_embeddings` that go with them."""
     scheme, geometry = positions.scheme, positions.geometry
     # int(D * share) must give R.
@@ -133,4 +133,5 @@ def rope_parameters(positions: RotaryPositions) -> tuple[dict, int]:
         scaling.setdefault("original_max_position_embeddings", geometry.trained_positions)
     # With `dynamic`, frequencies change beyond max_position_embeddings.
     longest = geometry.trained_positions if dynamic else geometry.max_positions
-    return {**scaling, "rope_theta": float(scheme.theta), "partial_rotary_factor": share}, longest
+    parameters = {**scaling, "rope_theta": float(scheme.theta), "partial_rotary_factor": share}
+    return {"rope_parameters": parameters, "max_position_embeddings": longest}

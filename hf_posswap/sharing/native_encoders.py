@@ -56,17 +56,10 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
     # RoFormer's table, (L, D): sines, then cosines; unrotated dimensions have angle 0.
     cos, sin = (nn.functional.pad(part[0, 0], (0, still), value=value) for part, value in zip(angles, (1.0, 0.0), strict=True))
     weights[f"{base}encoder.embed_positions.weight"] = torch.cat([sin, cos], dim=-1).to(model.dtype)
-    summary = {"summary_type": "first", "summary_use_proj": True, "summary_activation": "tanh"}
-    exported = native.build(
-        ROFORMER[stock],
-        RoFormerConfig(
-            **native.common(config, *_SAME, "max_position_embeddings", "is_decoder", "add_cross_attention"),
-            **(summary if chooses else {}),
-            tie_word_embeddings=tied,
-        ),
-        weights,
-        model,
-    )
+    fields = native.common(config, *_SAME, "max_position_embeddings", "is_decoder", "add_cross_attention")
+    if chooses:
+        fields |= {"summary_type": "first", "summary_use_proj": True, "summary_activation": "tanh"}
+    exported = native.build(ROFORMER[stock], RoFormerConfig(**fields, tie_word_embeddings=tied), weights, model)
     counted = "positions that count from the first token on: RoFormer takes no position_ids"
     return exported, tuple(pooler), (counted, *holds_for)
 
@@ -86,18 +79,8 @@ def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
         for ours, theirs in _JINA_NAMES.items() if "encoder.layer." in name else ():
             name = name.replace(ours, theirs)
         weights[name] = value
-    parameters, longest = native.rope_parameters(positions)
-    exported = native.build(
-        JINA[stock],
-        JinaEmbeddingsV3Config(
-            **native.common(config, *_SAME, "classifier_dropout"),
-            max_position_embeddings=longest,
-            rope_parameters=parameters,
-            tie_word_embeddings=tied,
-        ),
-        weights,
-        model,
-    )
+    fields = native.common(config, *_SAME, "classifier_dropout") | native.rope_fields(positions)
+    exported = native.build(JINA[stock], JinaEmbeddingsV3Config(**fields, tie_word_embeddings=tied), weights, model)
     counted = "padding at the ends of a text alone: JinaEmbeddingsV3 counts it"
     return exported, (), (counted, *holds_for)
 
