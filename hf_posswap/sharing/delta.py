@@ -72,7 +72,7 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
     pairs = {name: (value.to(theirs[name].device), theirs[name]) for name, value in own.items()}
     changed = [name for name, (one, other) in pairs.items() if one.dtype != other.dtype or not torch.equal(one, other)]
     if changed:
-        what = f"{len(changed)} weights are not the base model's ({', '.join(changed[:3])}...), and a delta holds positions only"
+        what = f"{len(changed)} weights are not the base model's ({', '.join(changed[:3])}...), and a delta has positions only"
         raise PosswapError(f"{what}: save the whole model, or swap with warm_start=False and neither fit nor train")
     scheme, trained = target.base_model.position_scheme, target.config.position_scheme["trained_positions"]
     longest, known = longest_input(target.config), on_hub(base.name_or_path) or {"id": None, "revision": None}
