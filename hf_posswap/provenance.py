@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import platform
 import re
 import shlex
@@ -41,6 +42,28 @@ def check_new(folder: Path, remedy: str = "choose another folder") -> None:
     """Raise CheckpointError for a folder that has something in it, or a file of that name."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists already: {remedy}")
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Yield a temporary folder to write into, which is renamed to `output` at the end, or deleted after an error.
+
+    If two processes write at once, the first one gets the name, and the second ends with an error.
+
+    CheckpointError: `output` exists and is not empty, at the beginning or at the end.
+    """
+    check_new(output, "choose another --output")
+    aside = output.absolute().with_name(f".{output.name}.{os.getpid()}.writing")
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        try:
+            aside.rename(output)  # replaces an empty folder, and raises for one that is not empty
+        except OSError:
+            check_new(output, "choose another --output")
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 @contextmanager

@@ -123,15 +123,11 @@ def check_not_in_composite(model: PreTrainedModel) -> None:
     """
     if not any(f"transformers.models.{name}.modeling_{name}" in sys.modules for name in COMPOSITES):
         return
-    parts = [
-        one for one in gc.get_referrers(model) if isinstance(one, dict) and all(isinstance(v, _PART) for v in one.values())
-    ]
+    holders = [one for one in gc.get_referrers(model) if isinstance(one, dict)]
+    parts = [one for one in holders if all(isinstance(value, (nn.Module, type(None))) for value in one.values())]
     spaces = [one for names in parts for one in gc.get_referrers(names) if isinstance(one, dict)]
     for owner in (one for space in spaces for one in gc.get_referrers(space)):
         whole = isinstance(owner, PreTrainedModel) and owner.base_model is not model
         if whole and any(part is model for part in owner.children()):
             what = f"this model is a part of {type(owner).__name__}, whose saved config would not record the swap"
             raise UnsupportedModelError(f"{what}: swap the parts first, then compose them")
-
-
-_PART = (nn.Module, type(None))

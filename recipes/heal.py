@@ -55,9 +55,7 @@ class Config(TextConfig):
     dropout: bool = False
     evaluation_tokens: int = 8192
     text_weight: Annotated[float, "Weight of next-token prediction in the loss of a causal model, 0 to 1."] = 0.0
-    block_size: Annotated[
-        int | None, "Tokens of a training sequence. Default: the trained length; for an encoder up to 128."
-    ] = None
+    block_size: Annotated[int | None, "Tokens of a training sequence. Default: the trained length; for BERT up to 128."] = None
     fit_learning_rate: Annotated[float, "Peak learning rate of --start fit."] = 1e-3
 
 

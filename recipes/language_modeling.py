@@ -47,9 +47,7 @@ class Config(TextConfig):
     LEAST = {"head_steps": 1, "head_learning_rate": 1e-12, "block_size": 4, "lengths": 4}
 
     block_size: Annotated[int | None, "Tokens of a training sequence. Default: the trained length; for BERT up to 128."] = None
-    lengths: Annotated[
-        tuple[int, ...], "Lengths in tokens to measure at, repeatable. Default: a quarter, half and all of the block size."
-    ] = ()
+    lengths: Annotated[tuple[int, ...], "Tokens to measure at; repeatable. Default: 1/4, 1/2 and all of the block size."] = ()
     mlm_probability: Annotated[float, "Share of tokens to mask, for BERT."] = 0.15
     head: Annotated[str | None, "head.safetensors of another run. Default: train a missing head."] = None
     head_steps: Annotated[int, "Steps to train a missing head."] = 200

@@ -53,9 +53,7 @@ class PasskeyConfig(RecipeConfig):
     train: Annotated[bool, "Train on generated texts first, or test the checkpoint as it is."] = True
     train_lengths: Annotated[tuple[int, ...], "Tokens of training texts; each text draws one; repeatable."] = (256,)
     lengths: Annotated[tuple[int, ...], "Tokens of test texts; repeatable."] = (128, 256, 512, 1024, 2048, 4096, 8192)
-    depths: Annotated[tuple[float, ...], "Where the key is hidden: 0 the start of the filler, 1 its end."] = (
-        0.0, 0.25, 0.5, 0.75, 1.0,
-    )  # fmt: skip
+    depths: Annotated[tuple[float, ...], "Where in the filler the key is hidden, 0 to 1."] = (0.0, 0.25, 0.5, 0.75, 1.0)
     examples: Annotated[int, "Test texts for each length and depth."] = 20
     filler: Annotated[Literal["repeat", "text"], "The paper's five sentences, or the standard library's prose."] = "repeat"
     decoys: Annotated[int, "Number of other keys in each text, with other names."] = 0

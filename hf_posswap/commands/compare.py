@@ -44,9 +44,7 @@ def compare(
     start: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(STARTS)}. Default: swap.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Repeatable. Default: 0 1 2.")] = None,
     schemes_from: Annotated[str | None, typer.Option(help="A module or file.py that registers further schemes.")] = None,
-    collect: Annotated[
-        list[Path] | None, typer.Option(help="Finished runs or comparisons, instead of running. Repeatable.")
-    ] = None,
+    collect: Annotated[list[Path] | None, typer.Option(help="Finished runs or comparisons instead. Repeatable.")] = None,
     vary: Annotated[list[str] | None, typer.Option(help="An option that --collect runs may differ in. Repeatable.")] = None,
     figure: Annotated[list[str] | None, typer.Option(help="A figure to show. Repeatable. Default: all.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="The default recipe in minutes: rotary, relative; start fit.")] = False,

@@ -17,13 +17,12 @@ from rich.table import Table
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_posswap.assets import embedded_model, is_installed
-from hf_posswap.commands.new_folder import new_folder
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.text import embedded_documents, shorter_blocks, spread, stdlib_documents, token_blocks
 from hf_posswap.extras import MissingExtraError, extra
 from hf_posswap.fitting.fit import FitReport, fit
 from hf_posswap.measure.damage import perplexity, pooled_cosine, pooled_states
-from hf_posswap.provenance import provenance
+from hf_posswap.provenance import new_folder, provenance
 from hf_posswap.sharing.card import write_card
 from hf_posswap.swapping import swap
 from hf_posswap.terminal import say
