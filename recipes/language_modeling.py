@@ -121,9 +121,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     }
 
 
-def _new_head(
-    model: PreTrainedModel, missing: set[str], blocks: MaskedBlocks, held: tuple, config: Config, folder: Path
-) -> dict:
+def _new_head(model: PreTrainedModel, missing: set, blocks: MaskedBlocks, held: tuple, config: Config, folder: Path) -> dict:
     """Give a checkpoint a masked-LM head, trained or from a file; return what it cost and how well it predicts."""
     encoder = {id(parameter) for parameter in model.base_model.parameters()}
     new = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in encoder}

@@ -77,9 +77,7 @@ class Demo:
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="A new folder for the picture, the swapped model and its card.")] = Path(
-        "runs/demo"
-    ),
+    output: Annotated[Path, typer.Option(help="A new folder for a picture, a swapped model and its card.")] = Path("runs/demo"),
     fit_tokens: Annotated[int, typer.Option(min=4096, help="Tokens for each fit.")] = 16_384,
     reconstruct: Annotated[int, typer.Option(min=1, help="Steps per layer for each fit.")] = 20,
 ):

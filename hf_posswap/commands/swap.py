@@ -87,9 +87,7 @@ def swap_command(
     typer.echo(f"saved to {output}: import hf_posswap, then {loading(whole, output)}")
 
 
-def _calibration(
-    source: str, text_column: str, model: PreTrainedModel, tokenizer, tokens: int, longest: int
-) -> tuple[list, str]:
+def _calibration(source: str, column: str, model: PreTrainedModel, tokenizer, tokens: int, longest: int) -> tuple[list, str]:
     """Return token batches of the text to fit on, and the name of that text for the report."""
     causal = family_of(model.config).is_causal(model.config)
     if source == "auto" and causal and model.get_output_embeddings() is not None:
@@ -100,7 +98,7 @@ def _calibration(
     if source == "auto":
         documents, words = ["\n".join(stdlib_prose("train"))], "prose from the Python standard library"
     else:
-        documents, words = read_documents(source, text_column=text_column), Path(source).name
+        documents, words = read_documents(source, text_column=column), Path(source).name
     reads = longest_input(model.config)  # the original reads longer text through a window
     batches = text_batches(documents, tokenizer, longest, tokens=tokens, causal=causal, window=reads)
     return batches, words

@@ -110,10 +110,8 @@ class RunText:
 
     def fit_batches(self, longest: int | None = None, **options) -> TextBatches:
         """Return `text_batches` of the training text for --start fit, by default up to the checkpoint's longest input."""
-        tokens = self.config.fit_tokens
-        return text_batches(
-            self.training, self.tokenizer, longest or self.trained, tokens=tokens, causal=self.causal, **options
-        )
+        longest, tokens = longest or self.trained, self.config.fit_tokens
+        return text_batches(self.training, self.tokenizer, longest, tokens=tokens, causal=self.causal, **options)
 
     def load(self, auto_class: type | None = None, **options) -> PreTrainedModel:
         """Return the model of the run (`load_model`), fitted on the training text if it is to be."""
@@ -146,10 +144,8 @@ class MaskedBlocks(Dataset):
     BERT's training data were made in the same way, with ten copies (Devlin et al. 2019).
     """
 
-    def __init__(
-        self, blocks: torch.Tensor, tokenizer: PreTrainedTokenizerBase, probability: float, *, seed: int, examples: int
-    ):
-        self.blocks, self.tokenizer, self.probability, self.seed = blocks, tokenizer, probability, seed
+    def __init__(self, blocks: torch.Tensor, tokenizer: PreTrainedTokenizerBase, share: float, *, seed: int, examples: int):
+        self.blocks, self.tokenizer, self.share, self.seed = blocks, tokenizer, share, seed
         self.copies = max(1, -(-examples // len(blocks)))
 
     def __len__(self) -> int:
@@ -160,7 +156,7 @@ class MaskedBlocks(Dataset):
             raise IndexError(index)
         seed = random.Random(f"{self.seed} {index}").getrandbits(62)
         row = index % len(self.blocks)
-        input_ids, labels = mask_tokens(self.blocks[row : row + 1], self.tokenizer, self.probability, seed)
+        input_ids, labels = mask_tokens(self.blocks[row : row + 1], self.tokenizer, self.share, seed)
         return {"input_ids": input_ids[0], "labels": labels[0]}
 
 

@@ -79,9 +79,8 @@ def scheme_from_dict(entry: dict[str, Any]) -> Scheme:
     known = {field.name: field for field in fields(SCHEMES[name])}
     for option, value in options.items():
         if option not in known:
-            raise UnknownSchemeError(
-                f"{name} has no option {option!r}{nearest(option, known)}; it has {', '.join(known) or 'none'}"
-            )
+            there = ", ".join(known) or "none"
+            raise UnknownSchemeError(f"{name} has no option {option!r}{nearest(option, known)}; it has {there}")
         # YAML reads 1e4 as a string: the dot is missing. A number is meant where the default is one.
         default = known[option].default
         settled_later = value == "auto" and option in SCHEMES[name].choices

@@ -157,9 +157,7 @@ class Sinusoidal(Scheme):
 
     def check(self, geometry: Geometry) -> None:
         if geometry.hidden_size % 2 and self.layout != "tensor2tensor":
-            raise PosswapError(
-                f"sinusoidal: the hidden size {geometry.hidden_size} is odd; only layout='tensor2tensor' pads it"
-            )
+            raise PosswapError(f"sinusoidal: hidden size {geometry.hidden_size} is odd; only layout='tensor2tensor' pads it")
 
     def embedding_module(self, geometry: Geometry) -> PositionEmbedding:
         code = partial(sinusoids, size=geometry.hidden_size, base=self.base, layout=self.layout)
