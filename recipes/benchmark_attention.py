@@ -92,17 +92,16 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
             announce(f"{phase} {shape}")
             batch, length = map(int, shape.split("x"))
             reference = replace(config, scheme=ORIGINAL, attention="sdpa", implementation=None)
-            details[f"{phase}_{shape}"] = times = paired_times(
-                config, [make_step(one, phase, batch, length) for one in (reference, config)]
-            )
-            figures[f"{phase}_{shape}_ratio"] = times["ratio"]
+            case = f"{phase}_{shape}"
+            details[case] = paired_times(config, [make_step(one, phase, batch, length) for one in (reference, config)])
+            figures[f"{case}_ratio"] = details[case]["ratio"]
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
                 try:
                     peak = process.submit(peak_memory, config, phase, batch, length).result()
                 except BrokenProcessPool:
                     raise PosswapError(f"the process for {phase} {shape} died, probably out of memory: leave it out") from None
             if peak is not None:
-                figures[f"{phase}_{shape}_mib"] = peak
+                figures[f"{case}_mib"] = peak
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {"figures": figures, "cost": {}, "details": {"device": device, **details}}
 

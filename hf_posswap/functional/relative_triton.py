@@ -54,7 +54,7 @@ def why_not(query: torch.Tensor) -> str | None:
 
 
 def fused_relative_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_table: torch.Tensor, value_table: torch.Tensor | None, *,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_table: torch.Tensor, value_table: torch.Tensor | None,
     clip: int, causal: bool, key_mask: torch.Tensor | None, scale: float,
 ) -> torch.Tensor:  # fmt: skip
     """Return z as (B, H, Q, D), differentiable once in all five tensors.

@@ -250,9 +250,8 @@ class Relative(Scheme):
 
     def __post_init__(self):
         check_number(self, "clip", int, 1, most=65_536)
-        check_choice(self, "values", (True, False))
-        check_choice(self, "share_heads", (True, False))
-        check_choice(self, "key_query", (True, False))
+        for field in ("values", "share_heads", "key_query"):
+            check_choice(self, field, (True, False))
         check_choice(self, "vectors", ("learned", "sinusoidal"))
 
     def attention_module(self, geometry: Geometry) -> AttentionPositions:
