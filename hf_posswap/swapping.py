@@ -174,12 +174,8 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
     config = target.config
     # Fields that the user has set since (vocabulary size, labels, attention implementation) stay; the two that save_pretrained
     # writes do not count.
-    since = {
-        k: v
-        for k, v in vars(config).items()
-        if k not in ("architectures", "dtype", "position_scheme")
-        and (k not in undo.config_fields or undo.config_fields[k] != v)
-    }
+    before, written = undo.config_fields, ("architectures", "dtype", "position_scheme")
+    since = {k: v for k, v in vars(config).items() if k not in written and (k not in before or before[k] != v)}
     surgery.revert(target, architecture, undo.snapshot)
     vars(target.config).update(since)
     target.name_or_path = undo.name_or_path

@@ -42,7 +42,6 @@ class Config(EmbedderOptions):
         "beir": "nDCG@10",
         "sts": "Spearman's rho on pairs of sentences",
     }
-
     LEAST = {"fit_length": 1, "lengths": 64}
 
     lengths: Annotated[tuple[int, ...], "Tokens of pass key and needle documents; repeatable."] = (256, 512, 1024, 2048, 4096)
