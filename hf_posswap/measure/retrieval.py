@@ -31,7 +31,7 @@ class Passage(NamedTuple):
 
 
 def cut_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[str]:
-    """Cut texts between words into documents of about `tokens` tokens; rests and duplicates are dropped. DataError: none."""
+    """Cut texts between words into documents of `tokens` tokens, without rests or duplicates; DataError: no text is so long."""
     documents = []
     for text in texts:
         ends = _word_ends(text, tokenizer)

@@ -126,8 +126,8 @@ class _Loop:
         # A loader draws a number from its generator when it starts. From the global one, that would change the dropout of a
         # resumed run, which starts its loader once more.
         generator = torch.Generator().manual_seed(config.seed)
-        batches = MicroBatches(self.order, parts, len(run.losses), config.max_steps)
-        loader = DataLoader(self.dataset, batch_sampler=batches, collate_fn=self.collate, generator=generator)
+        sampler = MicroBatches(self.order, parts, len(run.losses), config.max_steps)
+        loader = DataLoader(self.dataset, batch_sampler=sampler, collate_fn=self.collate, generator=generator)
         loader = accelerator.prepare(loader)
         hidden = None if self.progress and accelerator.is_main_process else True  # None: drawn in a terminal only
         steps = {"total": config.max_steps, "initial": len(run.losses), "unit": "step"}
