@@ -36,7 +36,7 @@ class RunOptions:
 
     scheme: Annotated[str, "name or name:option=value,...; original leaves the model as it is."] = ORIGINAL
     schemes_from: Annotated[str | None, "Your own module or file.py that registers further schemes."] = None
-    start: Annotated[str, "cold: drop the table; swap: warm start; fit: that, and a fit; scratch: new weights."] = "swap"
+    start: Annotated[str, "cold: no table; swap: warm start; fit: fitted to the original; scratch: random weights."] = "swap"
     seed: Annotated[int, "Seed of all random draws."] = 0
 
     def __post_init__(self):

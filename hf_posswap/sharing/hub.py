@@ -186,7 +186,7 @@ def _commit(api: HfApi, repo_id: str, operations: list[CommitOperationAdd], crea
         try:  # `parent_commit` refuses to overwrite what somebody else has pushed meanwhile
             return api.create_commit(repo_id, operations, parent_commit=parent, **about)
         except errors.HTTPError as error:
-            status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None  # it broke
+            status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None  # None: it broke
             # Not if the commit may have arrived: a second try would open a second pull request.
             again = status in ((429, 503) if create_pr else (429, 500, 502, 503, 504, None))
             wait = next(waits, None)
