@@ -19,45 +19,25 @@ from hf_posswap.sharing.load_reports import LoadReports
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "architectures": ("ARCHITECTURES", "Architecture"),
-    "assets": ("embedded_model",),
-    "checkpoint": ("register_architecture",),
-    "data.calibration": ("text_batches",),
-    "describing": ("describe",),
-    "errors": (
-        "CheckpointError",
-        "DataError",
-        "PosswapError",
-        "SequenceTooLongError",
-        "UnknownSchemeError",
-        "UnsupportedModelError",
-    ),
-    "fitting.choosing": ("choose",),
-    "fitting.fit": ("FitReport", "fit"),
-    "schemes": (
-        "SCHEMES",
-        "Alibi",
-        "Buckets",
-        "Ladder",
-        "Learned",
-        "Mixed",
-        "NoPositions",
-        "Relative",
-        "Rotary",
-        "Scheme",
-        "Sinusoidal",
-        "register_scheme",
-        "set_relative_implementation",
-    ),
-    "sharing.card": ("write_card",),
-    "sharing.delta": ("load_delta", "save_delta"),
-    "sharing.export": ("NativeExport", "export_native"),
-    "sharing.hub": ("share",),
-    "sharing.leaderboard": ("leaderboard",),
-    "sharing.rescue": ("load_relative_key",),
-    "swapping": ("original", "restore", "swap"),
+    "architectures": "ARCHITECTURES Architecture",
+    "assets": "embedded_model",
+    "checkpoint": "register_architecture",
+    "data.calibration": "text_batches",
+    "describing": "describe",
+    "errors": "CheckpointError DataError PosswapError SequenceTooLongError UnknownSchemeError UnsupportedModelError",
+    "fitting.choosing": "choose",
+    "fitting.fit": "FitReport fit",
+    "schemes": "SCHEMES Alibi Buckets Ladder Learned Mixed NoPositions Relative Rotary Scheme Sinusoidal register_scheme "
+    "set_relative_implementation",
+    "sharing.card": "write_card",
+    "sharing.delta": "load_delta save_delta",
+    "sharing.export": "NativeExport export_native",
+    "sharing.hub": "share",
+    "sharing.leaderboard": "leaderboard",
+    "sharing.rescue": "load_relative_key",
+    "swapping": "original restore swap",
 }
-_HOME = {name: module for module, names in _PUBLIC.items() for name in names}
+_HOME = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
 __all__ = sorted(_HOME)
 
@@ -81,22 +61,10 @@ class _SwappedConfigs(ModuleType):
         return getattr(import_module("hf_posswap.checkpoint"), name)
 
 
-_CONFIGS = {
-    "albert": "PosswapAlbertConfig",
-    "bert": "PosswapBertConfig",
-    "biogpt": "PosswapBioGptConfig",
-    "camembert": "PosswapCamembertConfig",
-    "distilbert": "PosswapDistilBertConfig",
-    "electra": "PosswapElectraConfig",
-    "esm": "PosswapEsmConfig",
-    "gpt2": "PosswapGPT2Config",
-    "opt": "PosswapOPTConfig",
-    "roberta": "PosswapRobertaConfig",
-    "xlm-roberta": "PosswapXLMRobertaConfig",
-}
-for _model_type, _config in _CONFIGS.items():
+_CONFIGS = "albert bert biogpt camembert distilbert electra esm gpt2 opt roberta xlm-roberta".split()
+for _model_type in _CONFIGS:
     # As in transformers' own mapping: a model type, the name of its config, and the module to import it from when needed.
-    CONFIG_MAPPING._mapping.setdefault(f"posswap-{_model_type}", _config)
+    CONFIG_MAPPING._mapping.setdefault(f"posswap-{_model_type}", f"Posswap{CONFIG_MAPPING._mapping[_model_type]}")
     CONFIG_MAPPING._modules[f"posswap_{_model_type}".replace("-", "_")] = _SwappedConfigs("hf_posswap")
 
 add_handler(LoadReports())

@@ -33,7 +33,7 @@ from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.forward import positioned_forward
 from hf_posswap.functional.banded import Span
 from hf_posswap.schemes import AttentionPositions, PositionEmbedding, Scheme, scheme_from_dict
-from hf_posswap.surgery import geometry_of, install, state_of
+from hf_posswap.surgery import geometry_of, install, position_modules, state_of
 
 FORMAT = 1
 _ABOUT_THE_MODEL = ("format", "trained_positions", "made_for_positions", "base_model", "edited", "span", "fitted_length")
@@ -156,20 +156,13 @@ class SwappedModel(InitialisesPositions):
         geometry = geometry_of(config, self.architecture.longest_input(config), trained_positions)
         scheme.check(geometry)
         super().__init__(config, *args, **kwargs)
-        embedding = install(
-            self,
-            self.architecture,
-            scheme,
-            geometry,
-            span=span_in(config.position_scheme),
-            classes=SWAPPED_CLASSES | READER_CLASSES,
-        )
+        span, classes = span_in(config.position_scheme), SWAPPED_CLASSES | READER_CLASSES
+        embedding = install(self, self.architecture, scheme, geometry, span=span, classes=classes)
         embedding.register_buffer(DIGEST, self._digest())
         self._init_weights(embedding)  # a learned table from scratch starts as the family's tables do
 
     @property
     def position_scheme(self) -> Scheme:
-        """The scheme that this model has."""
         return state_of(self).scheme
 
     def _prepare_position_ids_for_generation(self, *args, **kwargs):
@@ -247,9 +240,8 @@ def register_architecture(architecture: Architecture) -> Architecture:
 
 
 def _position_modules(model: "SwappedModel") -> dict[str, torch.nn.Module]:
-    owner, name = model.architecture.table_owner(model.base_model)
-    table = getattr(owner, name)
-    return {place: one for place, one in model.named_modules() if one is table or isinstance(one, AttentionPositions)}
+    ours = set(position_modules(model, model.architecture))
+    return {place: one for place, one in model.named_modules() if one in ours}
 
 
 def _check_dtypes(model: "SwappedModel", state_dict: dict | None, files) -> None:
@@ -341,8 +333,8 @@ def _config_class(architecture: Architecture) -> type[PreTrainedConfig]:
         "importable": type(architecture).__module__.startswith("hf_posswap."),
     }
     words = "with a `position_scheme`: format, trained_positions, name and options."
-    config_class = CONFIG_CLASSES[architecture.model_type] = _subclass(SwappedConfig, architecture.config_class, words, own)
-    return config_class
+    CONFIG_CLASSES[architecture.model_type] = _subclass(SwappedConfig, architecture.config_class, words, own)
+    return CONFIG_CLASSES[architecture.model_type]
 
 
 def _swapped_class(model_class: type, config_class: type, architecture: Architecture) -> type:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_posswap.functional.banded import Span
 from hf_posswap.schemes import Learned, Scheme
-from hf_posswap.surgery import state_of, undo_of
+from hf_posswap.surgery import position_modules, state_of, undo_of
 from hf_posswap.target import find_target
 
 
@@ -63,14 +63,12 @@ def describe(model: PreTrainedModel) -> Description:
     """
     target, architecture = find_target(model)
     base = target.base_model
-    attentions, layers = architecture.self_attentions(base), architecture.attention_of_layers(base)
-    owner, name = architecture.table_owner(base)
+    layers = architecture.attention_of_layers(base)
     state = state_of(target)
     swapped = state is not None
     longest = architecture.longest_input(target.config)
     trained_positions = state.geometry.trained_positions if swapped else longest
-    modules = [getattr(owner, name), *(a.positions for a in attentions if hasattr(a, "positions"))]
-    added = sum(p.numel() for module in modules for p in module.parameters()) if swapped else 0
+    added = sum(p.numel() for one in position_modules(target, architecture) for p in one.parameters()) if swapped else 0
     dropped = trained_positions * state.geometry.hidden_size if swapped else 0
     undo = undo_of(target)
     earlier = undo.snapshot.state if undo is not None else None

@@ -122,7 +122,9 @@ def image(
 ) -> tuple[AxesImage, str]:
     """Draw a matrix, with 0 in the middle of the colours if it has both signs; return it and a note on clipped values."""
     signed, note = signed or bool(matrix.min() < 0), ""
-    colours = _diverging(dark) if signed else colormaps["cividis"]
+    # Orange, background, blue: distinct for the colour-blind.
+    light_or_dark = "#FFE0B0 #D9801A #121212 #3F7FC1 #CFE4FA" if dark else "#7F3B08 #E08214 #FFFFFF #4A78B5 #14285A"
+    colours = LinearSegmentedColormap.from_list("signs", light_or_dark.split()) if signed else colormaps["cividis"]
     if limit is None:
         sizes = numpy.abs(matrix)
         limit, usual = float(sizes.max()) or 1.0, float(numpy.quantile(sizes, 0.995))
@@ -134,13 +136,6 @@ def image(
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True))
     return picture, note
-
-
-def _diverging(dark: bool) -> LinearSegmentedColormap:
-    """Return orange, background, blue: distinct for the colour-blind."""
-    if dark:
-        return LinearSegmentedColormap.from_list("dark", ["#FFE0B0", "#D9801A", "#121212", "#3F7FC1", "#CFE4FA"])
-    return LinearSegmentedColormap.from_list("light", ["#7F3B08", "#E08214", "#FFFFFF", "#4A78B5", "#14285A"])
 
 
 def best(label: str):

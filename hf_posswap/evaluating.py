@@ -1,7 +1,7 @@
 """Evaluate or watch a model, and leave it as it was: its modes restored, its hooks removed."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import cycle
 
 import torch
@@ -42,12 +42,10 @@ def watching(modules: Iterable[nn.Module], see: Callable[[int, nn.Module, torch.
     def watch(module, args, kwargs):
         see(next(places[module]), module, args[0] if args else kwargs["hidden_states"], kwargs)
 
-    hooks = [module.register_forward_pre_hook(watch, with_kwargs=True) for module in places]
-    try:
+    with ExitStack() as hooks:  # which are removed at its end
+        for module in places:
+            hooks.enter_context(module.register_forward_pre_hook(watch, with_kwargs=True))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -58,9 +56,7 @@ def outputs_of(modules: Iterable[nn.Module]) -> Iterator[list[torch.Tensor]]:
     def see(module, args, output):
         seen.append(output if isinstance(output, torch.Tensor) else output[0])
 
-    hooks = [module.register_forward_hook(see) for module in modules]
-    try:
+    with ExitStack() as hooks:
+        for module in modules:
+            hooks.enter_context(module.register_forward_hook(see))
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()

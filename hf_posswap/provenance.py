@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import platform
 import re
 import shlex
@@ -44,18 +45,37 @@ def check_new(folder: Path, remedy: str = "choose another folder") -> None:
 
 
 @contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Yield a temporary folder to write into, which is renamed to `output` at the end, or deleted after an error.
+
+    If two processes write at once, the first one gets the name, and the second ends with an error.
+
+    CheckpointError: `output` exists and is not empty, at the beginning or at the end.
+    """
+    check_new(output, "choose another --output")
+    aside = output.absolute().with_name(f".{output.name}.{os.getpid()}.writing")
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        try:
+            aside.rename(output)  # replaces an empty folder, and raises for one that is not empty
+        except OSError:
+            check_new(output, "choose another --output")
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
 def lock(output: Path) -> Iterator[None]:
     """Hold the lock of an output folder: two runs that write into one folder would spoil each other's results."""
     output.mkdir(parents=True, exist_ok=True)
-    held = FileLock(output / LOCK)
     try:
-        held.acquire(timeout=0)
+        held = FileLock(output / LOCK).acquire(timeout=0)
     except Timeout:
         raise CheckpointError(f"{output} is in use by another run: wait for it, or choose another --output") from None
-    try:  # not above: a timeout of another lock in here is not ours
+    with held:
         yield
-    finally:
-        held.release()
 
 
 def provenance(program: str = "hf-posswap") -> dict:
@@ -142,7 +162,7 @@ def published(run: dict) -> dict:
 def write_json(path: Path, content: dict) -> None:
     """Write a file as a whole: a process that is killed leaves the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(path.name + ".writing")  # a killed run leaves no half-written file under the real name
+    aside = path.with_name(path.name + ".writing")
     # Lists of numbers on one line each.
     text = re.sub(r"\[\n[\d\s,.eE+-]*\]", lambda numbers: re.sub(r"\s+", "", numbers[0]), json.dumps(content, indent=2))
     aside.write_text(text + "\n")

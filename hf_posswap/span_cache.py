@@ -62,7 +62,6 @@ class SpanLayer(DynamicLayer):
         self.seen = self.keys.shape[-2] if self.is_initialized else 0
 
     def reset(self) -> None:
-        """Forget everything."""
         super().reset()
         self.seen = 0
 

@@ -82,6 +82,12 @@ def undo_of(model: PreTrainedModel) -> Undo | None:
     return None if state is None or is_part(model) else state.undo
 
 
+def position_modules(model: PreTrainedModel, architecture: Architecture) -> list[nn.Module]:
+    """Return the modules of a model's positions: the table, or the one in its place, and those in attention."""
+    attentions = architecture.self_attentions(model.base_model)
+    return [architecture.table(model.base_model), *(a.positions for a in attentions if hasattr(a, "positions"))]
+
+
 def geometry_of(config: PreTrainedConfig, max_positions: int, trained_positions: int) -> Geometry:
     """Return the sizes that a scheme needs to know."""
     family = family_of(config)
@@ -98,35 +104,25 @@ def geometry_of(config: PreTrainedConfig, max_positions: int, trained_positions:
 def take_snapshot(model: PreTrainedModel, architecture: Architecture, *, weights: bool) -> Snapshot:
     """Remember the model's positions; with `weights` also the query and key projections."""
     base = model.base_model
-    owner, name = architecture.table_owner(base)
-    attentions = architecture.self_attentions(base)
-    query_keys = None
+    attentions, query_keys = architecture.self_attentions(base), None
     if weights:
-        query_keys = [
-            tuple(tensor.detach().clone() for tensor in architecture.query_key(attention).tensors()) for attention in attentions
-        ]
+        query_keys = [tuple(one.detach().clone() for one in architecture.query_key(a).tensors()) for a in attentions]
     return Snapshot(
         classes=tuple(type(part) for part in _parts(model, architecture)),
         config=model.config,
         base_config=base.config,
         max_positions=architecture.longest_input(model.config),
         state=state_of(model),
-        table=getattr(owner, name),
+        table=architecture.table(base),
         attentions=[(type(a), getattr(a, "positions", None)) for a in attentions],
         query_keys=query_keys,
     )
 
 
 def install(
-    model: PreTrainedModel,
-    architecture: Architecture,
-    scheme: Scheme,
-    geometry: Geometry,
-    *,
-    span: Span | None,
-    classes: dict[type, type],
-    config: PreTrainedConfig | None = None,
-) -> nn.Module:
+    model: PreTrainedModel, architecture: Architecture, scheme: Scheme, geometry: Geometry, *, span: Span | None,
+    classes: dict[type, type], config: PreTrainedConfig | None = None,
+) -> nn.Module:  # fmt: skip
     """Put the scheme's modules in the places of the old ones; return the embedding-side module, not yet warmed up.
 
     `classes` maps classes of transformers to ours, `config` is the one that names the scheme (None: the model has it already).
@@ -206,19 +202,14 @@ def revert(model: PreTrainedModel, architecture: Architecture, snapshot: Snapsho
 
 def fingerprint(model: PreTrainedModel, architecture: Architecture) -> int:
     """Return a checksum of the weights that positions work with: the table's place and every self-attention."""
-    owner, name = architecture.table_owner(model.base_model)
-    modules = [getattr(owner, name), *architecture.self_attentions(model.base_model)]
+    modules = [architecture.table(model.base_model), *architecture.self_attentions(model.base_model)]
     return _checksum(p for module in modules for p in module.parameters())
 
 
 def weights_beside_positions(model: PreTrainedModel, architecture: Architecture) -> dict[str, tuple]:
     """Return (shape, dtype, checksum, whether it is of self-attention) for each weight that is not of positions, by name."""
-    base = model.base_model
-    owner, name = architecture.table_owner(base)
-    attentions = architecture.self_attentions(base)
-    inside = {id(p) for attention in attentions for p in attention.parameters()}
-    positions = [getattr(owner, name), *(a.positions for a in attentions if hasattr(a, "positions"))]
-    skipped = {id(p) for module in positions for p in module.parameters()}
+    inside = {id(p) for attention in architecture.self_attentions(model.base_model) for p in attention.parameters()}
+    skipped = {id(p) for module in position_modules(model, architecture) for p in module.parameters()}
     return {
         name.replace("base_layer.", ""): (p.shape, p.dtype, _checksum([p]), id(p) in inside)
         for name, p in model.named_parameters()

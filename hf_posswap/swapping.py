@@ -7,39 +7,16 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
+from hf_posswap import checkpoint, surgery
 from hf_posswap.architectures import Architecture
 from hf_posswap.attention import MOST_POSITIONS, check_implementation
-from hf_posswap.checkpoint import (
-    CONFIG_CLASSES,
-    DIGEST,
-    READER_CLASSES,
-    SWAPPED_CLASSES,
-    SwappedModel,
-    config_entry,
-    digest,
-    on_hub,
-)
+from hf_posswap.checkpoint import SwappedModel, on_hub
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
 from hf_posswap.functional.closed_form import balance
 from hf_posswap.pipelines import check_reads, is_pipeline, limit, set_limit
 from hf_posswap.schemes import SCHEMES, Scheme, parse_scheme
-from hf_posswap.surgery import (
-    Snapshot,
-    Undo,
-    can_write_attention_weights,
-    copy_attention_weights,
-    fingerprint,
-    geometry_of,
-    install,
-    is_part,
-    revert,
-    state_of,
-    take_snapshot,
-    undo_of,
-    weights_beside_positions,
-    write_attention_weights,
-)
+from hf_posswap.surgery import Snapshot, Undo, is_part, state_of, undo_of
 from hf_posswap.target import check_not_in_composite, find_target
 from hf_posswap.warm_start import balanced_order, query_key_moments
 
@@ -83,43 +60,43 @@ def swap(
         raise PosswapError("a swap inside torch.inference_mode() would make parameters that can never be trained: swap outside")
     scheme = parse_scheme(scheme)
     if SCHEMES.get(scheme.name, type(scheme)) is not type(scheme):
-        raise PosswapError(
-            f"{type(scheme).__name__} is named {scheme.name!r} like {SCHEMES[scheme.name].__name__}, and a saved model of it "
-            "would load as that one: give it a name of its own"
-        )
+        what = f"{type(scheme).__name__} is named {scheme.name!r} like {SCHEMES[scheme.name].__name__}"
+        raise PosswapError(f"{what}, and a saved model of it would load as that one: give it a name of its own")
     target, architecture = find_target(model)
     if is_part(target):
         raise PosswapError("this is the inner part of a swapped model, whose config names the scheme: swap the whole model")
     check_not_in_composite(target)
     check_implementation(scheme.implementations, target.config._attn_implementation, scheme.name)
     undo = undo_of(target)
-    if undo is not None and undo.fingerprint != fingerprint(target, architecture):
+    if undo is not None and undo.fingerprint != surgery.fingerprint(target, architecture):
         raise PosswapError(
             f"this model's weights have changed since it was swapped to {target.position_scheme} (trained, cast "
             "or loaded): call posswap.restore(model) to swap the original, or save and load the model to swap it as it is"
         )
-    start = take_snapshot(target, architecture, weights=False) if undo is None else undo.snapshot
+    start = surgery.take_snapshot(target, architecture, weights=False) if undo is None else undo.snapshot
     asked, max_positions = max_positions, _check_max_positions(max_positions, start)
     check_reads(model, max_positions if asked is None else None)
-    geometry = geometry_of(target.config, max_positions, _trained_positions(start))
+    # A loaded swapped model knows how long its original's table was; any other one has that table.
+    trained = start.max_positions if start.state is None else start.state.geometry.trained_positions
+    geometry = surgery.geometry_of(target.config, max_positions, trained)
     scheme.check(geometry)
     near = _check_span(span, first, max_positions)
     if near is not None and not any(spans for _, spans in scheme.kinds()):
         raise PosswapError(f"span={span} holds in no layer of {scheme}: take span=false out of an entry, or leave out span")
     orders = balanced_order(target, architecture, scheme, geometry, start) if warm_start else None
-    before = take_snapshot(target, architecture, weights=orders is not None or start.query_keys is not None)
+    before = surgery.take_snapshot(target, architecture, weights=orders is not None or start.query_keys is not None)
     if start.attention_weights is not None:  # fitted since: going back to the original undoes that
-        before.attention_weights = copy_attention_weights(architecture.self_attentions(target.base_model))
+        before.attention_weights = surgery.copy_attention_weights(architecture.self_attentions(target.base_model))
     try:
         if undo is not None:
-            revert(target, architecture, start)
+            surgery.revert(target, architecture, start)
         # Query and key weights are kept only when they are about to be rewritten: restore touches nothing else.
-        original = take_snapshot(target, architecture, weights=orders is not None)
+        original = surgery.take_snapshot(target, architecture, weights=orders is not None)
         _install(target, architecture, scheme, geometry, near, warm_start, orders)
     except BaseException:
-        revert(target, architecture, before)
+        surgery.revert(target, architecture, before)
         raise
-    found = fingerprint(target, architecture), weights_beside_positions(target, architecture)
+    found = surgery.fingerprint(target, architecture), surgery.weights_beside_positions(target, architecture)
     name = target.name_or_path if undo is None else undo.name_or_path
     reads = limit(model) if undo is None or undo.limit is None else undo.limit
     state_of(target).undo = Undo(original, *found, copy.deepcopy(vars(target.config)), name, reads)
@@ -131,8 +108,7 @@ def swap(
 
 
 def _install(target, architecture: Architecture, scheme: Scheme, geometry, span: Span | None, warm_start: bool, orders):
-    owner, name = architecture.table_owner(target.base_model)
-    old = getattr(owner, name)
+    old = architecture.table(target.base_model)
     table = _rows(target, architecture, geometry.trained_positions)
     if not torch.isfinite(table).all():
         raise PosswapError("the position table holds NaN or infinite numbers: the checkpoint is broken, load it again")
@@ -141,23 +117,22 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
     state = state_of(target)
     same = state is not None and state.scheme == scheme
     if same and not scheme.resizable and geometry.max_positions != state.geometry.max_positions:
-        raise PosswapError(
-            f"{scheme} was made for {state.geometry.max_positions} positions, and its weights do not fit "
-            f"{geometry.max_positions}: swap the original model instead"
-        )
+        what = f"{scheme} was made for {state.geometry.max_positions} positions"
+        raise PosswapError(f"{what}, and its weights do not fit {geometry.max_positions}: swap the original model instead")
     kept = [old, *(getattr(a, "positions", None) for a in attentions)]
     config = copy.deepcopy(target.config)
     # A swapped model that was loaded knows its base model; any other model is the base model.
     base_model = config.position_scheme.get("base_model") if isinstance(target, SwappedModel) else on_hub(config.name_or_path)
-    config.__class__ = CONFIG_CLASSES[architecture.model_type]
+    config.__class__ = checkpoint.CONFIG_CLASSES[architecture.model_type]
     architecture.set_longest_input(config, geometry.max_positions)
-    config.position_scheme = config_entry(scheme, geometry.trained_positions, geometry.max_positions, base_model, span)
+    lengths = geometry.trained_positions, geometry.max_positions
+    config.position_scheme = checkpoint.config_entry(scheme, *lengths, base_model, span)
     if same and "fitted_length" in target.config.position_scheme:  # what was fitted stays, and what it was fitted to
         config.position_scheme["fitted_length"] = target.config.position_scheme["fitted_length"]
     config._name_or_path = ""
-    classes = SWAPPED_CLASSES | READER_CLASSES
-    embedding = install(target, architecture, scheme, geometry, span=span, classes=classes, config=config)
-    embedding.register_buffer(DIGEST, digest(scheme, geometry.trained_positions, span).to(table.device))
+    classes = checkpoint.SWAPPED_CLASSES | checkpoint.READER_CLASSES
+    embedding = surgery.install(target, architecture, scheme, geometry, span=span, classes=classes, config=config)
+    embedding.register_buffer(checkpoint.DIGEST, checkpoint.digest(scheme, geometry.trained_positions, span).to(table.device))
     if same and not embedding.keeps_table:
         # A loaded model that only gets another length keeps what it has learned.
         for new, old in zip([embedding, *(getattr(a, "positions", None) for a in attentions)], kept, strict=True):
@@ -186,28 +161,22 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
     undo = undo_of(target)
     if undo is None:
         if isinstance(target, SwappedModel):
-            raise PosswapError(
-                "the original positions are not here: this model was loaded from a swapped checkpoint, or is a part of the "
-                "model that was swapped. Load the original checkpoint, or restore the whole model"
-            )
+            why = "this model was loaded from a swapped checkpoint, or is a part of the model that was swapped"
+            way = "Load the original checkpoint, or restore the whole model"
+            raise PosswapError(f"the original positions are not here: {why}. {way}")
         raise PosswapError(f"this {type(target).__name__} is not swapped: there is nothing to restore")
-    if not can_write_attention_weights(architecture.self_attentions(target.base_model), undo.snapshot.attention_weights):
-        raise PosswapError(
-            "the projections of attention have been pruned, parametrized or replaced since the fit, and their old weights "
-            "do not fit: undo that first"
-        )
+    attentions = architecture.self_attentions(target.base_model)
+    if not surgery.can_write_attention_weights(attentions, undo.snapshot.attention_weights):
+        what = "the projections of attention have been pruned, parametrized or replaced since the fit"
+        raise PosswapError(f"{what}, and their old weights do not fit: undo that first")
     if not keep_training:
         _check_mixture(target, architecture, undo)
     config = target.config
     # Fields that the user has set since (vocabulary size, labels, attention implementation) stay; the two that save_pretrained
     # writes do not count.
-    since = {
-        k: v
-        for k, v in vars(config).items()
-        if k not in ("architectures", "dtype", "position_scheme")
-        and (k not in undo.config_fields or undo.config_fields[k] != v)
-    }
-    revert(target, architecture, undo.snapshot)
+    before, written = undo.config_fields, ("architectures", "dtype", "position_scheme")
+    since = {k: v for k, v in vars(config).items() if k not in written and (k not in before or before[k] != v)}
+    surgery.revert(target, architecture, undo.snapshot)
     vars(target.config).update(since)
     target.name_or_path = undo.name_or_path
     set_limit(model, undo.limit)
@@ -217,7 +186,7 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
 def _check_mixture(target: PreTrainedModel, architecture: Architecture, undo: Undo) -> None:
     put_back = undo.snapshot.attention_weights is not None  # a fit keeps a copy of all of attention
     changed = []
-    for name, (*kind, checksum, of_attention) in weights_beside_positions(target, architecture).items():
+    for name, (*kind, checksum, of_attention) in surgery.weights_beside_positions(target, architecture).items():
         *earlier, before, _ = undo.weights.get(name, (None, None))
         # New, resized or cast weights were changed on purpose, and their checksums cannot be compared.
         if earlier == kind and before != checksum and not (of_attention and put_back):
@@ -262,11 +231,11 @@ def rewriting_attention(model: PreTrainedModel) -> Iterator[None]:
     """
     target, architecture = find_target(model, dispatched=True)
     attentions = architecture.self_attentions(target.base_model)
-    fresh, before = is_unchanged(target), copy_attention_weights(attentions, positions=True)
+    fresh, before = is_unchanged(target), surgery.copy_attention_weights(attentions, positions=True)
     try:
         yield
     except BaseException:
-        write_attention_weights(attentions, before)
+        surgery.write_attention_weights(attentions, before)
         raise
     undo = undo_of(target)
     if undo is not None:
@@ -275,25 +244,22 @@ def rewriting_attention(model: PreTrainedModel) -> Iterator[None]:
                 {name: value for name, value in weights.items() if not name.startswith("positions.")} for weights in before
             ]
         if fresh:  # what was trained before it was fitted still counts as trained
-            undo.fingerprint = fingerprint(target, architecture)
+            undo.fingerprint = surgery.fingerprint(target, architecture)
 
 
 def is_unchanged(model: PreTrainedModel) -> bool:
     """Whether positions and self-attention are as the last swap or fit in this process left them; False for a loaded model."""
     target, architecture = find_target(model, dispatched=True)
     undo = undo_of(target)
-    return undo is not None and undo.fingerprint == fingerprint(target, architecture)
+    return undo is not None and undo.fingerprint == surgery.fingerprint(target, architecture)
 
 
 def _check_max_positions(max_positions: int | None, start: Snapshot) -> int:
     if max_positions is None:
         return start.max_positions
-    right = isinstance(max_positions, int) and not isinstance(max_positions, bool)
-    if not right or not start.max_positions <= max_positions <= MOST_POSITIONS:
-        raise PosswapError(
-            f"max_positions={max_positions!r} must be an integer from {start.max_positions:,}, what the model holds now, to "
-            f"{MOST_POSITIONS:,}"
-        )
+    if type(max_positions) is not int or not start.max_positions <= max_positions <= MOST_POSITIONS:
+        what = f"max_positions={max_positions!r} must be an integer from {start.max_positions:,}"
+        raise PosswapError(f"{what}, what the model holds now, to {MOST_POSITIONS:,}")
     return max_positions
 
 
@@ -301,17 +267,10 @@ def _check_span(span: int | None, first: int, max_positions: int) -> Span | None
     if span is None:
         return None
     for name, value, least in (("span", span, 1), ("first", first, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= max_positions:
-            raise PosswapError(
-                f"{name}={value!r} must be an integer from {least} to {max_positions:,}, the longest input: choose "
-                "another, or a larger max_positions"
-            )
+        if type(value) is not int or not least <= value <= max_positions:
+            what = f"{name}={value!r} must be an integer from {least} to {max_positions:,}, the longest input"
+            raise PosswapError(f"{what}: choose another, or a larger max_positions")
     return Span(span, first)
-
-
-def _trained_positions(start: Snapshot) -> int:
-    # A loaded swapped model knows how long its original's table was; any other one has that table.
-    return start.max_positions if start.state is None else start.state.geometry.trained_positions
 
 
 def _rows(target: PreTrainedModel, architecture: Architecture, trained_positions: int) -> torch.Tensor:
@@ -320,6 +279,5 @@ def _rows(target: PreTrainedModel, architecture: Architecture, trained_positions
     with torch.no_grad():
         if state_of(target) is None:
             return architecture.trained_rows(base).double()
-        owner, name = architecture.table_owner(base)
         ids = torch.arange(trained_positions, device=base.device)[None] + architecture.first_id(base.config)
-        return getattr(owner, name)(ids)[0].double()
+        return architecture.table(base)(ids)[0].double()

@@ -71,10 +71,8 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedModelError("this model is quantized: swap the full-precision checkpoint, then quantize")
     if not isinstance(model, SwappedModel) and any(map(_for_swapped, (getattr(model, "peft_config", None) or {}).values())):
-        raise PosswapError(
-            "this adapter was trained on a swapped model and has been put on a plain one, which it does not fit: load the "
-            "swapped model, or swap this one without the adapter, then load the adapter"
-        )
+        what = "this adapter was trained on a swapped model and has been put on a plain one, which it does not fit"
+        raise PosswapError(f"{what}: load the swapped model, or swap this one without the adapter, then load the adapter")
     base = model.base_model
     owner, name = architecture.table_owner(base)
     table = getattr(owner, name, None)
@@ -125,17 +123,11 @@ def check_not_in_composite(model: PreTrainedModel) -> None:
     """
     if not any(f"transformers.models.{name}.modeling_{name}" in sys.modules for name in COMPOSITES):
         return
-    parts = [
-        one for one in gc.get_referrers(model) if isinstance(one, dict) and all(isinstance(v, _PART) for v in one.values())
-    ]
+    holders = [one for one in gc.get_referrers(model) if isinstance(one, dict)]
+    parts = [one for one in holders if all(isinstance(value, (nn.Module, type(None))) for value in one.values())]
     spaces = [one for names in parts for one in gc.get_referrers(names) if isinstance(one, dict)]
     for owner in (one for space in spaces for one in gc.get_referrers(space)):
         whole = isinstance(owner, PreTrainedModel) and owner.base_model is not model
         if whole and any(part is model for part in owner.children()):
-            raise UnsupportedModelError(
-                f"this model is a part of {type(owner).__name__}, whose saved config would not record the swap: swap the "
-                "parts first, then compose them"
-            )
-
-
-_PART = (nn.Module, type(None))
+            what = f"this model is a part of {type(owner).__name__}, whose saved config would not record the swap"
+            raise UnsupportedModelError(f"{what}: swap the parts first, then compose them")

@@ -45,8 +45,6 @@ TABLE_STD = 0.02  # for relative tables, which a swap starts at zero: zeros may 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunOptions):
-    """What to run, and how often."""
-
     QUESTION = "What do positions cost in time and memory?"
     FIGURES = {
         "forward": "time of a forward over that of the unswapped model on sdpa",
@@ -87,7 +85,6 @@ class Config(RunOptions):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Time every phase at every shape, and measure the peak memory of each in a separate process."""
     torch.set_num_threads(config.threads)
     figures, details = {}, {}
     for phase in config.phase:
@@ -95,17 +92,16 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
             announce(f"{phase} {shape}")
             batch, length = map(int, shape.split("x"))
             reference = replace(config, scheme=ORIGINAL, attention="sdpa", implementation=None)
-            details[f"{phase}_{shape}"] = times = paired_times(
-                config, [make_step(one, phase, batch, length) for one in (reference, config)]
-            )
-            figures[f"{phase}_{shape}_ratio"] = times["ratio"]
+            case = f"{phase}_{shape}"
+            details[case] = paired_times(config, [make_step(one, phase, batch, length) for one in (reference, config)])
+            figures[f"{case}_ratio"] = details[case]["ratio"]
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
                 try:
                     peak = process.submit(peak_memory, config, phase, batch, length).result()
                 except BrokenProcessPool:
                     raise PosswapError(f"the process for {phase} {shape} died, probably out of memory: leave it out") from None
             if peak is not None:
-                figures[f"{phase}_{shape}_mib"] = peak
+                figures[f"{case}_mib"] = peak
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return {"figures": figures, "cost": {}, "details": {"device": device, **details}}
 
@@ -193,30 +189,35 @@ def peak_memory(config: Config, phase: str, batch: int, length: int) -> float | 
     # A small first call loads code and starts threads, which should not count.
     make_step(replace(config, layers=1), phase, 1, min(length, 32))()
     step = make_step(config, phase, batch, length)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    elif not Path("/proc/self/clear_refs").exists():
-        return None
-    else:
+    if not torch.cuda.is_available():
+        if not Path("/proc/self/clear_refs").exists():
+            return None
         gc.collect()
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc: return free memory to the system first, since
         if trim is not None:  # calls that reuse it would not seem to grow
             trim(0)
-        before = _resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the high-water mark
+    before = mebibytes()
+    reset_peak()
     for _ in range(2):
         step()
+    return round(mebibytes(peak=True) - before, 2)
+
+
+def mebibytes(*, peak: bool = False) -> float:
+    """Return the memory in use, or its peak since `reset_peak`: of CUDA's caching allocator, or resident (Linux only)."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-        return round((torch.cuda.max_memory_allocated() - before) / 2**20, 2)
-    return round(_resident("VmHWM") - before, 2)
+        return (torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()) / 2**20
+    field, lines = "VmHWM:" if peak else "VmRSS:", Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
-def _resident(field: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field + ":")) / 1024
+def reset_peak() -> None:
+    """Begin to look for the peak."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 if __name__ == "__main__":

@@ -64,8 +64,6 @@ def load(config: "Config") -> PreTrainedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunOptions):
-    """The model that both loops train, and how often."""
-
     QUESTION = "What does the training loop cost over a bare one?"
     FIGURES = {"overhead": "loop / bare - 1 in time for the same steps, the median over pairs"}
     FORBIDDEN_STARTS = dict.fromkeys(("cold", "fit", "scratch"), "only the time counts here")
@@ -81,7 +79,6 @@ class Config(RunOptions):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Train pairs of models, one with each loop."""
     device = PartialState().device
     options = {"max_steps": config.steps, "batch_size": config.batch_size, "mixed_precision": config.mixed_precision}
     budget = TrainingConfig(**options, table_learning_rate_factor=1.0)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from benchmark_attention import _resident
+from benchmark_attention import mebibytes, reset_peak
 from transformers import AutoModel, BertConfig, BertModel, GPT2Config, GPT2Model
 
 import hf_posswap as posswap
@@ -32,8 +32,6 @@ FAMILIES = {"bert": (BertModel, BertConfig), "gpt2": (GPT2Model, GPT2Config)}  #
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunOptions):
-    """What is swapped, and the text of the fit."""
-
     QUESTION = "What do swap, fit, save, restore and load cost in time and memory?"
     FIGURES = {
         "seconds": "CPU time of the verb, on a GPU wall time",
@@ -65,8 +63,8 @@ def verbs(config: Config, family: str) -> dict[str, dict[str, float]]:
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     kind, config_class = FAMILIES[family]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    before, found = _resident("VmRSS") if device == "cpu" else 0.0, {}
+    device, clock = ("cuda", time.perf_counter) if torch.cuda.is_available() else ("cpu", time.process_time)
+    before, found = mebibytes(), {}
     sizes = {"num_hidden_layers": config.layers, "hidden_size": config.hidden, "intermediate_size": 4 * config.hidden}
     model = kind(config_class(**sizes)).to(device).eval()
     size = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
@@ -80,23 +78,15 @@ def verbs(config: Config, family: str) -> dict[str, dict[str, float]]:
             "load": lambda: AutoModel.from_pretrained(folder).to(device),  # a second model beside the first
         }
         for verb, do in work.items():
-            if device == "cpu":
-                Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the high-water mark
-                started = time.process_time()
-                do()
-                seconds, peak = time.process_time() - started, _resident("VmHWM")
-            else:
-                torch.cuda.reset_peak_memory_stats()
-                started = time.perf_counter()
-                do()
-                torch.cuda.synchronize()
-                seconds, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated() / 2**20
-            found[verb] = {"seconds": round(seconds, 2), "memory": round((peak - before) / size, 2)}
+            reset_peak()
+            started = clock()
+            do()
+            peak = mebibytes(peak=True)  # waits for a GPU
+            found[verb] = {"seconds": round(clock() - started, 2), "memory": round((peak - before) / size, 2)}
     return {"model": {"mib": round(size)}, **found}
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Measure each family in a process of its own."""
     details = {}
     for family in config.family:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:

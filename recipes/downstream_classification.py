@@ -24,13 +24,10 @@ from hf_posswap.experiments.recipe import main
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ClassificationConfig):
-    """Any text classification or regression."""
-
     QUESTION = "Does it learn a task?"
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Train and measure once."""
     return classify(config, folder, resume)
 
 

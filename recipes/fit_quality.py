@@ -35,8 +35,6 @@ from hf_posswap.training.run_log import announce
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextOptions, SwapOptions):
-    """What to fit on, and what to measure on."""
-
     QUESTION = "How near does a fit alone bring a swapped model to its original?"
     FIGURES = {
         "ratio": "perplexity on held-out text over the original's",
@@ -54,7 +52,6 @@ class Config(TextOptions, SwapOptions):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Swap, fit, measure."""
     text = RunText(config)
     longest, causal = text.trained, text.causal
     if config.pairs and causal:
@@ -79,14 +76,15 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         states = {n: [pooled_states(one, blocks) for one in (model, original)] for n, blocks in held.items()}
         figures = {f"cosine_{n}": torch.cosine_similarity(*both) for n, both in states.items()}
     if pairs:
-        figures["spearman"] = _spearman(model, text.tokenizer, *pairs)
+        size, (*sides, scores) = model.config.hidden_size, pairs  # of the last states, those of the last layer
+        vectors = [torch.from_numpy(sentence_vectors(model, text.tokenizer, side)[:, -size:]) for side in sides]
+        figures["spearman"] = float(spearmanr(torch.cosine_similarity(*vectors), scores).statistic)
     spent = {} if report is None else {"seconds": report.seconds, "tokens": report.tokens}
     layers = [] if report is None else [asdict(layer) for layer in report.layers]
     return {**averaged(figures), "cost": {**cost(model), **spent}, "model": model, "details": {"layers": layers}}
 
 
 def _batches(text: RunText, original) -> list[torch.Tensor]:
-    """Return batches of token ids of the text that --text names."""
     config = text.config
     if config.text == "written":
         return [written_text(original, tokens=config.fit_tokens, seed=config.seed)]
@@ -101,12 +99,6 @@ def _batches(text: RunText, original) -> list[torch.Tensor]:
         inner = blocks[:, edge : blocks.shape[1] - edge]
         inner.copy_(inner.flatten()[torch.randperm(inner.numel(), generator=generator)].view_as(inner))
     return batches
-
-
-def _spearman(model, tokenizer, left: list[str], right: list[str], scores: list[float]) -> float:
-    size = model.config.hidden_size  # of the last states, which are those of the last layer
-    vectors = [torch.from_numpy(sentence_vectors(model, tokenizer, texts)[:, -size:]) for texts in (left, right)]
-    return float(spearmanr(torch.cosine_similarity(*vectors), scores).statistic)
 
 
 if __name__ == "__main__":

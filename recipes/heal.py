@@ -40,8 +40,6 @@ MEASUREMENTS = 10  # after the one at 0 tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextConfig):
-    """How to tune a swapped model towards its original, and what to measure on."""
-
     QUESTION = "How many tokens of distillation from the original win back what a swap cost?"
     FIGURES = {
         "damage": "to held-out text, KL or 1 - cosine to the original; with N, after N tokens of distillation",
@@ -57,14 +55,12 @@ class Config(TextConfig):
     dropout: bool = False
     evaluation_tokens: int = 8192
     text_weight: Annotated[float, "Weight of next-token prediction in the loss of a causal model, 0 to 1."] = 0.0
-    block_size: Annotated[
-        int | None, "Tokens of a training sequence. Default: the trained length; for an encoder up to 128."
-    ] = None
+    block_size: Annotated[int | None, "Tokens of a training sequence. Default: the trained length; for BERT up to 128."] = None
     fit_learning_rate: Annotated[float, "Peak learning rate of --start fit."] = 1e-3
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Swap, distil, and measure on the way. All processes measure, since all must call a sharded model together."""
+    """All processes measure, since all must call a sharded model together."""
     text = RunText(config)
     longest, causal = text.trained, text.causal
     block_size = config.block_size or text.block_size
@@ -93,16 +89,9 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         if len(run.losses) in looks:
             add_point(folder, len(run.losses), {"tokens": run.tokens, **measure(model)})
 
-    model, done = train(
-        model,
-        [{"input_ids": row} for row in blocks],
-        config,
-        compute_loss=distillation_loss(original, text_weight=config.text_weight),
-        after_step=look,
-        output=folder,
-        resume=resume,
-        description="distillation",
-    )
+    rows, loss = [{"input_ids": row} for row in blocks], distillation_loss(original, text_weight=config.text_weight)
+    place = {"output": folder, "resume": resume, "description": "distillation"}
+    model, done = train(model, rows, config, compute_loss=loss, after_step=look, **place)
     PartialState().wait_for_everyone()  # until the main process has written the points that all read
     curve = points(folder)
     for point in curve if causal else ():

@@ -26,18 +26,11 @@ from transformers import AutoModelForMaskedLM, PreTrainedModel
 
 from hf_posswap.data.text import shorter_blocks
 from hf_posswap.errors import PosswapError
+from hf_posswap.experiments import text_tasks
 from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost
 from hf_posswap.experiments.recipe import main
-from hf_posswap.experiments.text_tasks import (
-    FIXED_SEED,
-    MaskedBlocks,
-    RunText,
-    TextConfig,
-    mask_tokens,
-    masked_lm_loss,
-    train_head,
-)
+from hf_posswap.experiments.text_tasks import MaskedBlocks, RunText, TextConfig, mask_tokens, masked_lm_loss, train_head
 from hf_posswap.measure.losses import loss_by_position, mean_loss, row_losses, row_perplexities, token_losses
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.run_log import announce
@@ -45,8 +38,6 @@ from hf_posswap.training.run_log import announce
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextConfig):
-    """How to cut and mask the text, and where a new head comes from."""
-
     QUESTION = "What does a scheme cost a language model, and what does training on text win back?"
     FIGURES = {
         "perplexity": "on held-out text; with N, in blocks of N tokens",
@@ -56,9 +47,7 @@ class Config(TextConfig):
     LEAST = {"head_steps": 1, "head_learning_rate": 1e-12, "block_size": 4, "lengths": 4}
 
     block_size: Annotated[int | None, "Tokens of a training sequence. Default: the trained length; for BERT up to 128."] = None
-    lengths: Annotated[
-        tuple[int, ...], "Lengths in tokens to measure at, repeatable. Default: a quarter, half and all of the block size."
-    ] = ()
+    lengths: Annotated[tuple[int, ...], "Tokens to measure at; repeatable. Default: 1/4, 1/2 and all of the block size."] = ()
     mlm_probability: Annotated[float, "Share of tokens to mask, for BERT."] = 0.15
     head: Annotated[str | None, "head.safetensors of another run. Default: train a missing head."] = None
     head_steps: Annotated[int, "Steps to train a missing head."] = 200
@@ -71,7 +60,6 @@ class Config(TextConfig):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Train and measure one scheme with one seed."""
     text = RunText(config)
     trained, causal, tokenizer = text.trained, text.causal, text.tokenizer
     block_size = config.block_size or text.block_size
@@ -94,7 +82,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
             length = min(block_size, trained)
             short, asked = (shorter_blocks(long, tokenizer, length) for long in (blocks, cuts[lengths[-1]]))
             examples = config.head_steps * config.batch_size
-            new = MaskedBlocks(short, tokenizer, config.mlm_probability, seed=FIXED_SEED, examples=examples)
+            new = MaskedBlocks(short, tokenizer, config.mlm_probability, seed=text_tasks.FIXED_SEED, examples=examples)
             head.update(_new_head(model, missing, new, mask_tokens(asked, tokenizer, config.mlm_probability), config, folder))
         elif config.head:
             raise PosswapError(f"{config.model} has a head of its own: leave out --head")
@@ -106,16 +94,12 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     announce("measuring")
     losses = {n: token_losses(model, *cut) for n, cut in held.items()}
     every = max(1, len(done.losses) // 10)
+    figures = {"perplexity": row_perplexities(losses[block_size])}
+    figures |= {f"perplexity_{n}": row_perplexities(found) for n, found in losses.items()}
+    figures |= {"loss": row_losses(losses[block_size]), "start_perplexity": row_perplexities(start[block_size])}
+    figures |= {"start_loss": row_losses(start[block_size])}
     return {
-        **averaged(
-            {
-                "perplexity": row_perplexities(losses[block_size]),
-                **{f"perplexity_{n}": row_perplexities(found) for n, found in losses.items()},
-                "loss": row_losses(losses[block_size]),
-                "start_perplexity": row_perplexities(start[block_size]),
-                "start_loss": row_losses(start[block_size]),
-            }
-        ),
+        **averaged(figures),
         "cost": cost(model, done),
         "model": model,
         "details": {
@@ -137,9 +121,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     }
 
 
-def _new_head(
-    model: PreTrainedModel, missing: set[str], blocks: MaskedBlocks, held: tuple, config: Config, folder: Path
-) -> dict:
+def _new_head(model: PreTrainedModel, missing: set, blocks: MaskedBlocks, held: tuple, config: Config, folder: Path) -> dict:
     """Give a checkpoint a masked-LM head, trained or from a file; return what it cost and how well it predicts."""
     encoder = {id(parameter) for parameter in model.base_model.parameters()}
     new = {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in encoder}
@@ -154,7 +136,7 @@ def _new_head(
     else:
         budget = TrainingConfig(
             max_steps=config.head_steps, batch_size=config.batch_size, learning_rate=config.head_learning_rate,
-            dropout=False, mixed_precision=config.mixed_precision, seed=FIXED_SEED,
+            dropout=False, mixed_precision=config.mixed_precision, seed=text_tasks.FIXED_SEED,
         )  # fmt: skip
         done = train_head(model, missing, blocks, budget)
         facts |= {"steps": config.head_steps, "tokens": done.tokens, "seconds": done.seconds}

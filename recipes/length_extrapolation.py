@@ -41,8 +41,6 @@ from hf_posswap.training.run_log import announce
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextConfig):
-    """At which lengths to measure, and at which to fine-tune."""
-
     QUESTION = "Does a causal model read more than it was trained for?"
     FIGURES = {
         "loss": "nats a token on held-out blocks of N tokens; the original's is that behind a sliding window",
@@ -64,7 +62,6 @@ class Config(TextConfig):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Swap, measure at all lengths, fine-tune, and measure again."""
     text = RunText(config, reads_on=True)
     trained = text.trained
     swapped, stride = config.scheme != ORIGINAL, config.stride or max(1, trained // 4)
@@ -107,16 +104,11 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         plot_loss_by_length(lines, trained, f"{config.model}: {config.scheme}").savefig(folder / "loss.png", dpi=150)
     starts = [0, trained // 16, trained // 4, *(trained * factor for factor in config.factors)]
     kind = "whole" if swapped else "window"
-    stages = {"tuned_loss": "tuned", "loss": "swapped" if swapped else "original"}
+    stages = {"tuned_loss": "tuned"} if done else {}
+    stages |= {"loss": "swapped" if swapped else "original"}
+    figures = {f"{name}_{n}": row_losses(one) for name, stage in stages.items() for n, one in found[stage][kind].items()}
     return {
-        **averaged(
-            {
-                f"{name}_{n}": row_losses(losses)
-                for name, stage in stages.items()
-                if stage in found
-                for n, losses in found[stage][kind].items()
-            }
-        ),
+        **averaged(figures),
         "cost": cost(model, done),
         "model": model,
         "details": {

@@ -37,8 +37,6 @@ _LENGTH_GROUPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ListOpsConfig(RecipeConfig):
-    """Training and test expressions, and the size of the model. Defaults are those of Long Range Arena."""
-
     QUESTION = "Can a model work out nested expressions (ListOps)?"
     FIGURES = {"accuracy": "of held-out expressions", "majority": "what guessing the commonest answer gets"}
     FORBIDDEN_STARTS = {"fit": "a fit reads text, and ListOps has none"}
@@ -64,7 +62,6 @@ class ListOpsConfig(RecipeConfig):
 
 
 def run(config: ListOpsConfig, folder: Path, resume: bool) -> dict:
-    """Train on expressions, and test on others."""
     positions = config.max_length + 1  # at most max_length - 1 symbols, and [CLS] and [SEP]
     model = load_model(config, AutoModelForSequenceClassification, max_positions=positions, **_options(config, positions))
     shape = {name: getattr(config, name) for name in ("min_length", "max_length", "max_depth", "max_args")}
@@ -100,7 +97,6 @@ def _options(config: ListOpsConfig, positions: int) -> dict:
 
 
 def _by_length(lengths: list[int], right: list[bool]) -> dict[str, dict]:
-    """Group answers into quarters by length."""
     bounds = sorted(lengths)
     cuts = [bounds[len(bounds) * part // _LENGTH_GROUPS] for part in range(_LENGTH_GROUPS)] + [bounds[-1] + 1]
     spans = [(low, high) for low, high in zip(cuts, cuts[1:], strict=False) if low < high]

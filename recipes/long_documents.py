@@ -25,8 +25,6 @@ from hf_posswap.experiments.recipe import main
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ClassificationConfig):
-    """Which documents to use, and how much of them a swapped model reads."""
-
     QUESTION = "Does reading more of a document help?"
     FIGURES = {"accuracy_long": "of the documents that the original cannot read as a whole; it is cut at what it can read"}
 
@@ -40,7 +38,6 @@ class Config(ClassificationConfig):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Train and measure once; the original reads documents cut at its longest input."""
     trained = trained_positions(config)
     reads = min(trained, config.max_length) if config.scheme == ORIGINAL else config.max_length
     config = replace(config, max_length=reads, max_positions=reads)

@@ -54,8 +54,6 @@ TEMPERATURE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EmbedderOptions):
-    """How long documents are, how to read them, and how to tune the embedder to find them."""
-
     QUESTION = "Does it find a long document by a passage of it, wherever that stands?"
     FIGURES = {
         "recall": "share of passages whose document is the nearest of all",
@@ -91,7 +89,6 @@ class Config(EmbedderOptions):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Swap, fit, tune on pairs, measure."""
     set_seed(config.seed)
     original = load_embedder(config.model)
     tokenizer, body = original.tokenizer, config.tokens - 2
@@ -184,18 +181,13 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
         report_to="none",
         dataloader_pin_memory=not cpu,
     )
-    trainer = SentenceTransformerTrainer(
-        model=embedder,
-        args=arguments,
-        train_dataset=dataset,
-        loss=PairsWithBrake(embedder, config.brake, config.cached),
-    )
+    loss = PairsWithBrake(embedder, config.brake, config.cached)
+    trainer = SentenceTransformerTrainer(model=embedder, args=arguments, train_dataset=dataset, loss=loss)
     trainer.train(resume_from_checkpoint=(resume and any(output.glob("checkpoint-*"))) or None)
     embedder.eval()
 
 
 def spread(items: list, count: int) -> list:
-    """Return at most `count` items, evenly spread."""
     count = max(1, min(count, len(items)))
     return [items[number * len(items) // count] for number in range(count)]
 

@@ -41,8 +41,6 @@ from hf_posswap.training.run_log import announce
 
 @dataclass(frozen=True, kw_only=True)
 class PasskeyConfig(RecipeConfig):
-    """Which texts to train on, and at which lengths and depths to test."""
-
     QUESTION = "Does it find a key that is hidden in a long text?"
     FIGURES = {
         "accuracy": "share of keys said in full, in texts of N tokens, over all depths",
@@ -55,9 +53,7 @@ class PasskeyConfig(RecipeConfig):
     train: Annotated[bool, "Train on generated texts first, or test the checkpoint as it is."] = True
     train_lengths: Annotated[tuple[int, ...], "Tokens of training texts; each text draws one; repeatable."] = (256,)
     lengths: Annotated[tuple[int, ...], "Tokens of test texts; repeatable."] = (128, 256, 512, 1024, 2048, 4096, 8192)
-    depths: Annotated[tuple[float, ...], "Where the key is hidden: 0 the start of the filler, 1 its end."] = (
-        0.0, 0.25, 0.5, 0.75, 1.0,
-    )  # fmt: skip
+    depths: Annotated[tuple[float, ...], "Where in the filler the key is hidden, 0 to 1."] = (0.0, 0.25, 0.5, 0.75, 1.0)
     examples: Annotated[int, "Test texts for each length and depth."] = 20
     filler: Annotated[Literal["repeat", "text"], "The paper's five sentences, or the standard library's prose."] = "repeat"
     decoys: Annotated[int, "Number of other keys in each text, with other names."] = 0
@@ -73,7 +69,6 @@ class PasskeyConfig(RecipeConfig):
 
 
 def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
-    """Train on short texts, ask at all lengths and depths, and draw the heat map."""
     tokenizer = load_tokenizer(config.model)
     checkpoint, causal = load_family(config.model)
     if not causal and not config.train and "QuestionAnswering" not in str(checkpoint.architectures):
@@ -87,10 +82,8 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
         raise PosswapError(f"length={lengths[0]} is too short: keys and question take {tested.shortest} tokens")
 
     def fit_batches() -> list:
-        longest = longest_input(checkpoint)
-        return text_batches(
-            embedded_documents("train", causal=causal), tokenizer, longest, tokens=config.fit_tokens, causal=causal
-        )
+        texts, options = embedded_documents("train", causal=causal), {"tokens": config.fit_tokens, "causal": causal}
+        return text_batches(texts, tokenizer, longest_input(checkpoint), **options)
 
     auto_class = AutoModelForCausalLM if causal else AutoModelForQuestionAnswering
     model = load_model(config, auto_class, max_positions=lengths[-1], fit_batches=fit_batches, tokenizer=tokenizer)
@@ -108,14 +101,9 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
         axes = {"row_label": "depth of the key", "column_label": "length (tokens)", "title": title}
         figure = plot_heat_maps(panels, rows=list(config.depths), columns=list(config.lengths), **axes)
         figure.savefig(folder / "heat_map.png", dpi=150)
+    columns = [(f"{name}_{n}", rows, place) for name, rows in answers.items() for place, n in enumerate(config.lengths)]
     return {
-        **averaged(
-            {
-                f"{name}_{length}": [right for row in rows for right in row[column]]
-                for name, rows in answers.items()
-                for column, length in enumerate(config.lengths)
-            }
-        ),
+        **averaged({name: [right for row in rows for right in row[place]] for name, rows, place in columns}),
         "details": {"depths": config.depths, "lengths": config.lengths, **panels, "losses": done.losses if done else []},
         "cost": {**cost(model, done), "evaluation_seconds": time.perf_counter() - started},
         "model": model,

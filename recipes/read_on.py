@@ -41,8 +41,6 @@ from hf_posswap.training.run_log import announce
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TextOptions, SwapOptions):
-    """How long the text of the fit is, and how far to read."""
-
     QUESTION = "How far can it read now?"
     FIGURES = {
         "loss": "nats a token of held-out tokens up to N places from a block's beginning",
@@ -67,7 +65,6 @@ class Config(TextOptions, SwapOptions):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Swap, fit on long text, read on."""
     text = RunText(config, reads_on=True)
     trained = text.trained
     swapped, longest = config.scheme != ORIGINAL, trained * max(config.factor, config.fit_factor)

@@ -35,8 +35,6 @@ with extra():
 
 @dataclass(frozen=True, kw_only=True)
 class Config(EmbedderOptions):
-    """What to search, and how to read it."""
-
     QUESTION = "What does it find in long documents?"
     FIGURES = {
         "passkey": "share of questions whose document of N tokens is the first of 100, made of one sentence in filler",
@@ -44,7 +42,6 @@ class Config(EmbedderOptions):
         "beir": "nDCG@10",
         "sts": "Spearman's rho on pairs of sentences",
     }
-
     LEAST = {"fit_length": 1, "lengths": 64}
 
     lengths: Annotated[tuple[int, ...], "Tokens of pass key and needle documents; repeatable."] = (256, 512, 1024, 2048, 4096)
@@ -53,7 +50,6 @@ class Config(EmbedderOptions):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    """Swap, fit, and search all sets."""
     embedder = load_embedder(config.model)
     beir = {Path(place).name: read_beir(place) for place in config.beir}
     longest, reads = max([*config.lengths, embedder.max_seq_length]), config.chunk or embedder.max_seq_length

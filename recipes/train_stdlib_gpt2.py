@@ -36,13 +36,8 @@ def build_tokenizer(documents: list[str], vocab_size: int = 2048) -> PreTrainedT
     tokenizer = ByteLevelBPETokenizer()
     options = {"vocab_size": vocab_size, "min_frequency": 0, "special_tokens": [END_OF_TEXT], "show_progress": False}
     tokenizer.train_from_iterator(documents, **options)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer._tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        model_max_length=CONTEXT,
-    )
+    ends = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, model_max_length=CONTEXT, **ends)
 
 
 def shifted_blocks(documents: list[str], tokenizer: PreTrainedTokenizerFast, passes: int) -> torch.Tensor:

@@ -263,10 +263,8 @@ def draw() -> None:
         },
     }  # fmt: skip
     for (picture, title), (folder, chosen) in zip(PICTURES.items(), shown.items(), strict=True):
-        figures, lengths = rows(RESULTS / folder / "comparison.json"), (256, 512, 1024, 2048)
-        lines = {
-            name: {n: [exp(x) for x in figures[row][f"{kind}_{n}"]] for n in lengths} for name, (row, kind) in chosen.items()
-        }
+        found, sizes = rows(RESULTS / folder / "comparison.json"), (256, 512, 1024, 2048)
+        lines = {name: {n: [exp(x) for x in found[row][f"{kind}_{n}"]] for n in sizes} for name, (row, kind) in chosen.items()}
         figure = plot_loss_by_length(lines, 256, "", label="perplexity")
         figure.suptitle(title, fontsize=10)
         if folder == "read_on/tuned":  # all of them read 2,048 tokens

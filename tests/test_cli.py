@@ -22,9 +22,8 @@ import hf_posswap as posswap
 from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.commands import demo as commands_demo
 from hf_posswap.commands import swap as commands_swap
-from hf_posswap.commands.new_folder import new_folder
 from hf_posswap.data.text import embedded_documents
-from hf_posswap.provenance import weight_hashes
+from hf_posswap.provenance import new_folder, weight_hashes
 from hf_posswap.schemes import SCHEMES
 
 

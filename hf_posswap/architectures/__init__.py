@@ -15,25 +15,9 @@ from hf_posswap.architectures.roberta import Camembert, Roberta, XLMRoberta
 from hf_posswap.errors import UnsupportedModelError
 
 __all__ = [
-    "ARCHITECTURES",
-    "GPT2",
-    "OPT",
-    "Albert",
-    "Architecture",
-    "Bert",
-    "BioGpt",
-    "Camembert",
-    "DistilBert",
-    "Electra",
-    "Esm",
-    "Inputs",
-    "QueryKey",
-    "Roberta",
-    "XLMRoberta",
-    "family_of",
-    "find_family",
-    "longest_input",
-]
+    "ARCHITECTURES", "GPT2", "OPT", "Albert", "Architecture", "Bert", "BioGpt", "Camembert", "DistilBert", "Electra",
+    "Esm", "Inputs", "QueryKey", "Roberta", "XLMRoberta", "family_of", "find_family", "longest_input",
+]  # fmt: skip
 
 
 def find_family(model_type: str) -> Architecture | None:

@@ -27,8 +27,6 @@ class Architecture(ABC):
     # Classes that transformers has but its Auto mappings do not list.
     further_classes: ClassVar[tuple[type[PreTrainedModel], ...]] = ()
 
-    # -- where things are ------------------------------------------------------------------------------------------
-
     def reader(self, base: PreTrainedModel) -> PreTrainedModel:
         """Return the module that all heads call, with ids and mask; `base` may be this module already, here and below."""
         return base
@@ -36,6 +34,10 @@ class Architecture(ABC):
     @abstractmethod
     def table_owner(self, base: PreTrainedModel) -> tuple[nn.Module, str]:
         """Return the module that holds the position table and the attribute's name."""
+
+    def table(self, base: PreTrainedModel) -> nn.Module:
+        """Return the position table, or what a swap has put in its place."""
+        return getattr(*self.table_owner(base))
 
     @abstractmethod
     def layers(self, base: PreTrainedModel) -> list[nn.Module]:
@@ -61,8 +63,6 @@ class Architecture(ABC):
         """Return the size of the table's vectors."""
         return config.hidden_size
 
-    # -- how positions are counted ---------------------------------------------------------------------------------
-
     def first_row(self, config: PreTrainedConfig) -> int:
         """Return which row of the table is position 0; rows before it (padding) hold no position."""
         return 0
@@ -80,18 +80,14 @@ class Architecture(ABC):
 
     def trained_rows(self, base: PreTrainedModel) -> torch.Tensor:
         """Return the rows of an unswapped model's table that are positions, first one first, (P, E)."""
-        owner, name = self.table_owner(base)
-        return getattr(owner, name).weight[self.first_row(base.config) :]
+        return self.table(base).weight[self.first_row(base.config) :]
 
     def longest_input(self, config: PreTrainedConfig) -> int:
         """Return the longest input in tokens that the config allows."""
         return config.max_position_embeddings - self.first_id(config)
 
     def set_longest_input(self, config: PreTrainedConfig, positions: int) -> None:
-        """Write it into the config."""
         config.max_position_embeddings = positions + self.first_id(config)
-
-    # -- inside one self-attention module --------------------------------------------------------------------------
 
     def project(self, attention: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return query, key and value, each (B, H, L, D), as the family's own forward computes them, not scaled."""
@@ -115,8 +111,6 @@ class Architecture(ABC):
         """Return the attention function that the family's own forward would call."""
         eager = sys.modules[self.attention_class.__module__].eager_attention_forward
         return ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
-
-    # -- for warm starts -------------------------------------------------------------------------------------------
 
     def query_key(self, attention: nn.Module) -> "QueryKey":
         """Return views of the query and key projections; under adapters, of the wrapped layers."""

@@ -29,10 +29,10 @@ class Bert(Architecture):
         return [layer.attention.self for layer in base.encoder.layer]
 
     def resize(self, base, max_positions):
-        device = base.embeddings.position_ids.device
-        position_ids = torch.arange(max_positions, device=device).expand((1, -1))
-        base.embeddings.register_buffer("position_ids", position_ids, persistent=False)
-        base.embeddings.register_buffer("token_type_ids", torch.zeros_like(position_ids), persistent=False)
+        position_ids = torch.arange(max_positions, device=base.embeddings.position_ids.device).expand((1, -1))
+        for name, ids in (("position_ids", position_ids), ("token_type_ids", torch.zeros_like(position_ids))):
+            if hasattr(base.embeddings, name):  # DistilBERT has no token types
+                base.embeddings.register_buffer(name, ids, persistent=False)
 
     def output(self, attention, attention_output, hidden_states):
         return attention_output

@@ -3,14 +3,13 @@
 Quirk: with `sinusoidal_pos_embds` transformers fills the table with sines again whenever it builds the model.
 """
 
-import torch
 from transformers import DistilBertConfig, DistilBertModel
 from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAttention
 
-from hf_posswap.architectures.base import Architecture
+from hf_posswap.architectures.bert import Bert
 
 
-class DistilBert(Architecture):
+class DistilBert(Bert):
     """The DistilBERT family as transformers has it (`model_type` "distilbert")."""
 
     model_type = "distilbert"
@@ -19,18 +18,11 @@ class DistilBert(Architecture):
     attention_class = DistilBertSelfAttention
     projections = ("q_lin", "k_lin", "v_lin")
 
-    def table_owner(self, base):
-        return base.embeddings, "position_embeddings"
-
     def layers(self, base):
         return list(base.transformer.layer)
 
     def self_attentions(self, base):
         return [layer.attention for layer in base.transformer.layer]
-
-    def resize(self, base, max_positions):
-        position_ids = torch.arange(max_positions, device=base.embeddings.position_ids.device).expand((1, -1))
-        base.embeddings.register_buffer("position_ids", position_ids, persistent=False)
 
     def set_longest_input(self, config, positions):
         super().set_longest_input(config, positions)
@@ -39,5 +31,5 @@ class DistilBert(Architecture):
     def output(self, attention, attention_output, hidden_states):
         return attention.out_lin(attention_output)
 
-    def dropout(self, attention):
-        return attention.dropout.p
+    def is_causal(self, config):
+        return False

@@ -4,14 +4,7 @@ Quirks: ids start after the padding index (row 2 of 514 is position 0) and count
 the padding index. Given `inputs_embeds`, padding is unknown, and ids count all tokens.
 """
 
-from transformers import (
-    CamembertConfig,
-    CamembertModel,
-    RobertaConfig,
-    RobertaModel,
-    XLMRobertaConfig,
-    XLMRobertaModel,
-)
+import transformers
 from transformers.models.camembert.modeling_camembert import CamembertSelfAttention
 from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
 from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaSelfAttention
@@ -23,8 +16,8 @@ class Roberta(Bert):
     """The RoBERTa family as transformers has it (`model_type` "roberta")."""
 
     model_type = "roberta"
-    config_class = RobertaConfig
-    base_class = RobertaModel
+    config_class = transformers.RobertaConfig
+    base_class = transformers.RobertaModel
     attention_class = RobertaSelfAttention
 
     def first_row(self, config):
@@ -44,8 +37,8 @@ class XLMRoberta(Roberta):
     """XLM-RoBERTa (`model_type` "xlm-roberta")."""
 
     model_type = "xlm-roberta"
-    config_class = XLMRobertaConfig
-    base_class = XLMRobertaModel
+    config_class = transformers.XLMRobertaConfig
+    base_class = transformers.XLMRobertaModel
     attention_class = XLMRobertaSelfAttention
 
 
@@ -53,6 +46,6 @@ class Camembert(Roberta):
     """CamemBERT (`model_type` "camembert")."""
 
     model_type = "camembert"
-    config_class = CamembertConfig
-    base_class = CamembertModel
+    config_class = transformers.CamembertConfig
+    base_class = transformers.CamembertModel
     attention_class = CamembertSelfAttention

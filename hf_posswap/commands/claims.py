@@ -47,9 +47,6 @@ class Claim(NamedTuple):
     findings: tuple[Finding, ...]
 
 
-# -- what the formulas alone say -------------------------------------------------------------------------------------
-
-
 def unique() -> Iterator[Finding]:
     """Every position has a code of its own."""
     apart = torch.cdist(signal := _sinusoids(4096), signal).fill_diagonal_(math.inf).min().item()
@@ -181,9 +178,6 @@ def precision() -> Iterator[Finding]:
         angles = (torch.tensor(position, dtype=dtype) * frequencies.to(dtype)).double()
         off = (torch.remainder(angles - position * frequencies + math.pi, 2 * math.pi) - math.pi).abs().max().item()
         yield Finding(f"{str(dtype).removeprefix('torch.')}, position {position:,}", off < 0.01, f"off by {off:.2g} rad")
-
-
-# -- what models show ------------------------------------------------------------------------------------------------
 
 
 def generalises_to_longer() -> Iterator[Finding]:
@@ -328,9 +322,6 @@ def claims(markdown_table: Annotated[bool, typer.Option("--markdown", help="As a
     """Check common claims about position schemes, and show where each holds, and by how much."""
     table = markdown(check_claims())
     typer.echo(table) if markdown_table else Console().print(Markdown(table))
-
-
-# -- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def translation_matrix(distance: int, size: int = SIZE) -> torch.Tensor:

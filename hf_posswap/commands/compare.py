@@ -2,10 +2,9 @@
 
     hf-posswap compare recipes/passkey.py --launcher "accelerate launch --config_file recipes/accelerate/multi_gpu.yaml" \\
         --output runs/keys -- --model gpt2
-    hf-posswap compare --schemes-from my_schemes.py --scheme original --scheme mine --output runs/mine
 
-Options after `--` are passed to every run. Each run is a separate process. Finished runs are kept, so the same command goes on
-after an interruption. Writes comparison.json, .md, .html (self-contained) and pictures.
+Each run is a separate process. Finished runs are kept, so the same command goes on after an interruption. Writes
+comparison.json, .md, .html (self-contained) and pictures.
 """
 
 import json
@@ -46,9 +45,7 @@ def compare(
     start: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(STARTS)}. Default: swap.")] = None,
     seed: Annotated[list[int] | None, typer.Option(help="Repeatable. Default: 0 1 2.")] = None,
     schemes_from: Annotated[str | None, typer.Option(help="A module or file.py that registers further schemes.")] = None,
-    collect: Annotated[
-        list[Path] | None, typer.Option(help="Finished runs or comparisons, instead of running. Repeatable.")
-    ] = None,
+    collect: Annotated[list[Path] | None, typer.Option(help="Finished runs or comparisons instead. Repeatable.")] = None,
     vary: Annotated[list[str] | None, typer.Option(help="An option that --collect runs may differ in. Repeatable.")] = None,
     figure: Annotated[list[str] | None, typer.Option(help="A figure to show. Repeatable. Default: all.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="The default recipe in minutes: rotary, relative; start fit.")] = False,
@@ -81,10 +78,8 @@ def compare(
             options = [*(options or []), "--schemes-from", schemes_from]
         if recipe and not Path(recipe).is_file():
             raise PosswapError(f"there is no {recipe}: give the path of a recipe, such as recipes/passkey.py")
-        program, jobs = (
-            [recipe] if recipe else ["-m", DEFAULT_RECIPE],
-            _jobs(scheme or SCHEMES, start or ["swap"], seed or [0, 1, 2]),
-        )
+        program = [recipe] if recipe else ["-m", DEFAULT_RECIPE]
+        jobs = _jobs(scheme or SCHEMES, start or ["swap"], seed or [0, 1, 2])
         _begin(output, {"recipe": program, "options": options or []})
         run_all([*shlex.split(launcher), *program, *(options or [])], jobs, output)
     written = write_comparison(load_runs(collect or [output / "runs"]), output, vary=vary or (), figures=figure or ())

@@ -17,13 +17,12 @@ from rich.table import Table
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_posswap.assets import embedded_model, is_installed
-from hf_posswap.commands.new_folder import new_folder
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.text import embedded_documents, shorter_blocks, spread, stdlib_documents, token_blocks
 from hf_posswap.extras import MissingExtraError, extra
 from hf_posswap.fitting.fit import FitReport, fit
 from hf_posswap.measure.damage import perplexity, pooled_cosine, pooled_states
-from hf_posswap.provenance import provenance
+from hf_posswap.provenance import new_folder, provenance
 from hf_posswap.sharing.card import write_card
 from hf_posswap.swapping import swap
 from hf_posswap.terminal import say
@@ -59,11 +58,9 @@ class Demo:
     console: Console = field(default_factory=lambda: Console(highlight=False, width=min(80, Console().width)))
 
     def step(self, title: str, meaning: str) -> None:
-        """Announce a step, and what its number means."""
         self.console.print(f"\n[bold]{title}[/bold] {meaning}")
 
     def table(self, columns: list[str], rows: list[tuple], digits: int) -> None:
-        """Print rows of a label and numbers."""
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
         for index, column in enumerate(columns):
             table.add_column(column, justify="right" if index else "left")
@@ -80,9 +77,7 @@ class Demo:
 
 
 def demo(
-    output: Annotated[Path, typer.Option(help="A new folder for the picture, the swapped model and its card.")] = Path(
-        "runs/demo"
-    ),
+    output: Annotated[Path, typer.Option(help="A new folder for a picture, a swapped model and its card.")] = Path("runs/demo"),
     fit_tokens: Annotated[int, typer.Option(min=4096, help="Tokens for each fit.")] = 16_384,
     reconstruct: Annotated[int, typer.Option(min=1, help="Steps per layer for each fit.")] = 20,
 ):

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from hf_posswap.commands.new_folder import new_folder
 from hf_posswap.commands.opening import TRUST_HELP, loading, open_tokenizer, open_whole
+from hf_posswap.provenance import new_folder
 from hf_posswap.sharing.export import export_native
 from hf_posswap.terminal import say
 

@@ -28,8 +28,7 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel
         name: A folder, a Hub id, or an embedded model.
         trust_remote_code: As in transformers, but False never asks the user.
 
-    Raises:
-        PosswapError: The model does not exist, is broken, or is of a family that cannot be swapped.
+    PosswapError: the model does not exist, is broken, or is of a family that cannot be swapped.
     """
     source = model_source(name)
     config = _config(source, trust_remote_code)
@@ -38,12 +37,10 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel
     known, family = by_name.get(named), find_family(config.model_type)
     if config.model_type.startswith("posswap-"):  # load the swapped class even if the plain one is named
         known = SWAPPED_CLASSES.get(known, known)
-    auto_class = AutoModelForCausalLM if config.model_type.endswith("gpt2") else AutoModel
+    kind = known or (AutoModelForCausalLM if config.model_type.endswith("gpt2") else AutoModel)
     say(f"loading {name}")
     with _one_line(f"the weights of {name} cannot be loaded", "copy or download them again"):
-        model, info = (known or auto_class).from_pretrained(
-            source, output_loading_info=True, trust_remote_code=trust_remote_code
-        )
+        model, info = kind.from_pretrained(source, output_loading_info=True, trust_remote_code=trust_remote_code)
     for lost in info["missing_keys"] if family is not None else ():
         place, _, last = lost.rpartition(".")
         if last == "weight" and model.get_submodule(place) is getattr(*family.table_owner(model.base_model), None):

@@ -50,7 +50,6 @@ class Wish:
 
     @property
     def look(self) -> dict[str, Any]:
-        """Title and page of a picture of one source."""
         source, path = self.sources[0], Path(self.sources[0]).resolve()
         title = source if _is_scheme(source) else (path.parent if path.is_file() else path).name
         return {"title": title, "dark": self.dark}
@@ -76,8 +75,7 @@ def open_source(source: str) -> Scheme | PreTrainedModel | dict:
     >>> open_source("relative:clip=8").clip
     8
 
-    Raises:
-        PosswapError: It is none of these.
+    PosswapError: it is none of these.
     """
     path = Path(source)
     if _is_scheme(source):

@@ -12,27 +12,21 @@ from hf_posswap.sharing.leaderboard import leaderboard
 
 Folder = Annotated[Path, typer.Argument(help="A folder that swap or export wrote, or a delta.")]
 Results = Annotated[
-    list[Path] | None,
-    typer.Option(help="A folder that compare or a recipe wrote, with runs of this model's scheme; repeatable."),
+    list[Path] | None, typer.Option(help="A folder of compare or of a recipe, with runs of this model's scheme; repeatable.")
 ]
 BaseModel = Annotated[
-    str | None,
-    typer.Option(help="The model that was swapped, if the folder does not say: owner/name[@revision], or local:name."),
+    str | None, typer.Option(help="What was swapped, if the folder does not say: owner/name[@revision], or local:name.")
 ]
 License = Annotated[str | None, typer.Option(help="Licence of the weights, such as apache-2.0; usually the base model's.")]
 EvalResult = Annotated[
-    list[str] | None,
-    typer.Option(help="DATASET:TASK:FIGURE to write to .eval_results/, for the Hub's leaderboards; repeatable."),
+    list[str] | None, typer.Option(help="DATASET:TASK:FIGURE for .eval_results/ and the Hub's leaderboards; repeatable.")
 ]
 
 
 def card_command(
-    folder: Folder,
-    results: Results = None,
-    base_model: BaseModel = None,
-    license: License = None,
+    folder: Folder, results: Results = None, base_model: BaseModel = None, license: License = None,
     eval_result: EvalResult = None,
-):
+):  # fmt: skip
     """Write a model's card, its results as JSON and pictures into its folder; your own text in the card stays."""
     path = write_card(folder, results=results, base_model=base_model, license=license, eval_results=eval_result or ())
     typer.echo(f"wrote {path}")
@@ -58,9 +52,7 @@ def push_command(
 
 def leaderboard_command(
     places: Annotated[list[str], typer.Argument(help="Folders of shared models, or owner/name[@revision] on the Hub.")],
-    vary: Annotated[
-        list[str] | None, typer.Option(help="An option that may differ, and is shown in the row's name; repeatable.")
-    ] = None,
+    vary: Annotated[list[str] | None, typer.Option(help="An option that may differ, and names rows; repeatable.")] = None,
     figure: Annotated[list[str] | None, typer.Option(help="A column to show; repeatable. Default: all.")] = None,
 ):
     """Show the results of several shared models in one table for each recipe; unequal budgets are an error."""

@@ -9,7 +9,6 @@ import typer
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import family_of, longest_input
-from hf_posswap.commands.new_folder import new_folder
 from hf_posswap.commands.opening import TRUST_HELP, loading, open_tokenizer, open_whole
 from hf_posswap.data.calibration import text_batches, written_text
 from hf_posswap.data.text import read_documents, stdlib_prose
@@ -18,7 +17,7 @@ from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.fitting.choosing import choose
 from hf_posswap.fitting.fit import fit as fit_swapped
 from hf_posswap.pipelines import is_pipeline, unwrap
-from hf_posswap.provenance import provenance
+from hf_posswap.provenance import new_folder, provenance
 from hf_posswap.schemes import SCHEMES, parse_scheme
 from hf_posswap.swapping import swap
 from hf_posswap.terminal import say
@@ -41,12 +40,8 @@ def swap_command(
             "'auto': the standard library's text for an encoder, text that it generates itself for a causal model."
         ),
     ] = None,
-    fit_tokens: Annotated[
-        int | None, typer.Option(help="Tokens to fit on, and to measure the fit with. Default: 65536.")
-    ] = None,
-    reconstruct: Annotated[
-        int | None, typer.Option(help="Steps of the fit per layer; 0: only the closed form. Default: 100.")
-    ] = None,
+    fit_tokens: Annotated[int | None, typer.Option(help="Tokens to fit on, and to measure with. Default: 65536.")] = None,
+    reconstruct: Annotated[int | None, typer.Option(help="Steps per layer; 0: only the closed form. Default: 100.")] = None,
     text_column: Annotated[str | None, typer.Option(help="The column of a table with the text. Default: text.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,
 ):
@@ -92,9 +87,7 @@ def swap_command(
     typer.echo(f"saved to {output}: import hf_posswap, then {loading(whole, output)}")
 
 
-def _calibration(
-    source: str, text_column: str, model: PreTrainedModel, tokenizer, tokens: int, longest: int
-) -> tuple[list, str]:
+def _calibration(source: str, column: str, model: PreTrainedModel, tokenizer, tokens: int, longest: int) -> tuple[list, str]:
     """Return token batches of the text to fit on, and the name of that text for the report."""
     causal = family_of(model.config).is_causal(model.config)
     if source == "auto" and causal and model.get_output_embeddings() is not None:
@@ -105,7 +98,7 @@ def _calibration(
     if source == "auto":
         documents, words = ["\n".join(stdlib_prose("train"))], "prose from the Python standard library"
     else:
-        documents, words = read_documents(source, text_column=text_column), Path(source).name
+        documents, words = read_documents(source, text_column=column), Path(source).name
     reads = longest_input(model.config)  # the original reads longer text through a window
     batches = text_batches(documents, tokenizer, longest, tokens=tokens, causal=causal, window=reads)
     return batches, words

@@ -30,7 +30,6 @@ from hf_posswap.contract.subject import (
     in_parts,
     move,
     padded,
-    position_table,
     registered,
     same,
     text,
@@ -101,7 +100,8 @@ def switched_on(subject: Subject) -> None:
     model, none = subject.swapped(warm_start=False), tiny_model(subject.family, subject.backend)
     swap(none, NoPositions(), warm_start=False)
     with torch.no_grad():  # both get the same vector at position 1, so a vector that all positions share makes no difference
-        position_table(none).mean.copy_(position_table(model)(torch.tensor([[1]]))[0, 0])
+        tables = [one.architecture.table(one.base_model) for one in (none, model)]
+        tables[0].mean.copy_(tables[1](torch.tensor([[1]]))[0, 0])
     different(*(one(text(), position_ids=count_from(1)).logits for one in (model, none)), "with and without positions")
 
 

@@ -49,7 +49,6 @@ class Conformance:
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
         return all(result.passed is not False for result in self.results)
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, Cache, PreT
 from hf_posswap.architectures import ARCHITECTURES, Architecture
 from hf_posswap.errors import PosswapError
 from hf_posswap.schemes import SCHEMES, Scheme, register_scheme
-from hf_posswap.surgery import geometry_of
+from hf_posswap.surgery import geometry_of, position_modules
 from hf_posswap.swapping import swap
 
 TRAINED, LENGTH = 32, 20  # positions of the models before a swap; tokens of an input
@@ -51,7 +51,6 @@ class Subject:
 
     @property
     def causal(self) -> bool:
-        """Whether the models of this family are causal."""
         return architecture_of(self.family).is_causal(tiny_config(self.family))
 
     def swapped(self, max_positions: int | None = None, *, warm_start: bool = True) -> PreTrainedModel:
@@ -138,17 +137,9 @@ def move(parameters: list[torch.nn.Parameter], by: float) -> None:
         parameter.add_(by * torch.randn(parameter.shape))
 
 
-def position_table(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the position table, or the module that replaced it."""
-    owner, name = model.architecture.table_owner(model.base_model)
-    return getattr(owner, name)
-
-
 def position_parameters(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     """Return all parameters of a swapped model's positions."""
-    attentions = model.architecture.self_attentions(model.base_model)
-    modules = [position_table(model), *(attention.positions for attention in attentions if hasattr(attention, "positions"))]
-    return [parameter for module in modules for parameter in module.parameters()]
+    return [parameter for module in position_modules(model, model.architecture) for parameter in module.parameters()]
 
 
 def text(rows: int = 2, length: int = LENGTH) -> torch.Tensor:

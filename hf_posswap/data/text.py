@@ -100,7 +100,9 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
         if len(texts) > 1:
             documents = [text for name, text in texts.items() if split in (None, split_of(name))]
         else:
-            documents = [_tenth(text, split) for text in texts.values()]
+            (text,) = texts.values()
+            cut = len(text) * 9 // 10
+            documents = [{"train": text[:cut], "validation": text[cut:], None: text}[split]]
     elif path.suffix or str(source).startswith((".", "/", "~")):
         raise DataError(f"no such file or folder: {source}")
     else:
@@ -117,13 +119,6 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error}): convert it first") from None
-
-
-def _tenth(text: str, split: Split | None) -> str:
-    if split is None:
-        return text
-    cut = len(text) * 9 // 10
-    return text[:cut] if split == "train" else text[cut:]
 
 
 def token_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:

@@ -51,7 +51,6 @@ class Encoded:
     truncated: int
 
     def sizes(self, split_at: int | None) -> dict:
-        """Return how many rows there are, and how many were cut, or are long."""
         sizes = {"rows": len(self.rows), "longest": max(self.lengths), "truncated": self.truncated}
         sizes["truncated_share"] = self.truncated / len(self.rows)
         return sizes if split_at is None else sizes | {"long": sum(length > split_at for length in self.lengths)}
@@ -63,8 +62,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     With `split_at`, there are also figures of only those texts with more tokens than that (`accuracy_long`). `folder` keeps
     checkpoints and the measurements of `eval_steps`, so that a run can be resumed.
 
-    Raises:
-        PosswapError: Data, options or model are invalid; raised before training starts.
+    PosswapError: data, options or model are invalid; raised before training starts.
     """
     from hf_posswap.measure.metrics import compute_metrics, metric_names  # imports `evaluate`, which takes seconds
 
@@ -99,8 +97,8 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
         texts = [*task.train.texts, *(task.train.pairs or [])] if enough else embedded_documents("train", causal=causal)
         return text_batches(texts, tokenizer, reads, tokens=config.fit_tokens, causal=causal)
 
-    auto_class = AutoModelForSequenceClassification
-    model = load_model(config, auto_class, fit_batches=fit_batches, tokenizer=tokenizer, **options)
+    texts = {"fit_batches": fit_batches, "tokenizer": tokenizer}
+    model = load_model(config, AutoModelForSequenceClassification, **texts, **options)
     pad_token_id, validation = model.config.pad_token_id, encoded["validation"]
 
     def measure(model: PreTrainedModel, rows: list[dict]) -> dict:
@@ -120,15 +118,8 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
             figures = averaged(measure(model, validation.rows))["figures"]
             add_point(folder, step, {"tokens": run.tokens, "seconds": run.seconds, **figures})
 
-    model, run = train(
-        model,
-        encoded["train"].rows,
-        config,
-        collate=lambda rows: pad(rows, pad_token_id),
-        after_step=look if config.eval_steps else None,
-        output=folder,
-        resume=resume,
-    )
+    hooks = {"collate": lambda rows: pad(rows, pad_token_id), "after_step": look if config.eval_steps else None}
+    model, run = train(model, encoded["train"].rows, config, **hooks, output=folder, resume=resume)
     announce("measuring")
     fitted = config.start == "fit" and config.scheme != ORIGINAL
     figures = measure(model, validation.rows)

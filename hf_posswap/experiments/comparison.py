@@ -133,9 +133,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], align: str = "---
     return "\n".join([head, f"|---|{f'{align}|' * (len(heads) - 1)}", *lines])
 
 
-def markdown(
-    runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = (), costs: Sequence[str] = tuple(COST)
-) -> str:
+def markdown(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = (), costs: Iterable[str] = COST) -> str:
     """Return a Markdown table with a line for each scheme and start; ± is the standard deviation over seeds."""
     names = figure_names(runs, figures)
     costs = [name for name in costs if any(name in run["cost"] for run in runs)]

@@ -5,17 +5,10 @@ import sys
 from collections.abc import Callable
 
 import torch
+import transformers
 from accelerate import PartialState
 from accelerate.utils import set_seed
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.architectures import ARCHITECTURES, longest_input
 from hf_posswap.assets import model_source
@@ -52,10 +45,15 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def usual_class(causal: bool) -> type:
+    """Return the Auto class of models to compare: causal ones with their head, encoders without."""
+    return transformers.AutoModelForCausalLM if causal else transformers.AutoModel
+
+
 def load_original(name: str) -> PreTrainedModel:
-    """Load an unswapped checkpoint to compare with: a causal model with its head, an encoder without."""
+    """Load an unswapped checkpoint to compare with."""
     _, causal = load_family(name)
-    return (AutoModelForCausalLM if causal else AutoModel).from_pretrained(model_source(name)).eval()
+    return usual_class(causal).from_pretrained(model_source(name)).eval()
 
 
 def load_model(

@@ -36,9 +36,7 @@ class RunOptions:
 
     scheme: Annotated[str, "name or name:option=value,...; original leaves the model as it is."] = ORIGINAL
     schemes_from: Annotated[str | None, "Your own module or file.py that registers further schemes."] = None
-    start: Annotated[
-        str, "cold: drop the table; swap: warm start; fit: fit to the original before training; scratch: new random weights."
-    ] = "swap"
+    start: Annotated[str, "cold: no table; swap: warm start; fit: fitted to the original; scratch: random weights."] = "swap"
     seed: Annotated[int, "Seed of all random draws."] = 0
 
     def __post_init__(self):
@@ -71,9 +69,7 @@ class SwapOptions(RunOptions):
 class RecipeConfig(SwapOptions, TrainingConfig):
     """One run of a recipe that trains: a model, a scheme, a budget."""
 
-    report_to: Annotated[tuple[str, ...], "Trackers: tensorboard, trackio, wandb and others of accelerate; none for none."] = (
-        "tensorboard",
-    )
+    report_to: Annotated[tuple[str, ...], "Trackers of accelerate: tensorboard, trackio, wandb; or none."] = ("tensorboard",)
 
     def __post_init__(self):
         TrainingConfig.__post_init__(self)

@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
 
-from hf_posswap.experiments.comparison import (
-    background,
-    budgets,
-    check_budgets,
-    figure_names,
-    is_length,
-    label_of,
-    markdown,
-    rows_of,
-)
+from hf_posswap.experiments import comparison
 from hf_posswap.experiments.differences import interval_table, paired_table, verdict
 from hf_posswap.provenance import published, write_json
 
@@ -30,13 +21,13 @@ if TYPE_CHECKING:
 
 def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> list[Path]:
     """Check budgets; write comparison.json, comparison.md, a self-contained comparison.html and PNGs; return their paths."""
-    check_budgets(runs, vary)
+    comparison.check_budgets(runs, vary)
     runs = [published(run) | {"folder": os.path.relpath(run["folder"], output)} for run in runs]
-    check_budgets(runs, vary)  # paths that are cut short must not make one row of two
+    comparison.check_budgets(runs, vary)  # paths that are cut short must not make one row of two
     asked = {"vary": vary, "figures": figures}
-    parts = [part(runs, **asked) for part in (verdict, markdown, interval_table, paired_table)]
+    parts = [part(runs, **asked) for part in (verdict, comparison.markdown, interval_table, paired_table)]
     pictures = plots(runs, **asked)
-    text = "\n\n".join(part for part in (*parts, budgets(runs, vary), background(runs)) if part) + "\n"
+    text = "\n\n".join(part for part in (*parts, comparison.budgets(runs, vary), comparison.background(runs)) if part) + "\n"
     output.mkdir(parents=True, exist_ok=True)
     written = [output / "comparison.json", output / "comparison.md", output / "comparison.html"]
     write_json(written[0], {"format": 1, "vary": list(vary), "runs": runs})
@@ -78,15 +69,15 @@ def plot(
 
     label = name.replace("_", " ") + (", nats a token" if name.endswith("loss") else "")
     look = {"label": label, "title": title, "dark": dark}
-    lengths = sorted({int(n.removeprefix(f"{name}_")) for run in runs for n in run["figures"] if is_length(n, name)})
+    lengths = sorted({int(n.removeprefix(f"{name}_")) for run in runs for n in run["figures"] if comparison.is_length(n, name)})
     if len(lengths) == 1 and any(name in run["figures"] for run in runs):
         lengths = []
     lines = {}
-    for row, members in rows_of(runs, vary).items():
+    for row, members in comparison.rows_of(runs, vary).items():
         for n in lengths or [None]:
             values = [run["figures"].get(f"{name}_{n}" if lengths else name) for run in members]
             if known := [value for value in values if value is not None]:
-                lines.setdefault(label_of(row), {})[n] = known
+                lines.setdefault(comparison.label_of(row), {})[n] = known
     if not lengths:
         return plot_bars({row: points[None] for row, points in lines.items()}, **look)
     if lengths[0] == 0:  # these are tokens of training, not lengths of an input
@@ -97,10 +88,10 @@ def plot(
 def families(names: Sequence[str], least: int = 2) -> list[str]:
     """Return the figures that have at least so many lengths: `loss` if there are `loss_128` and `loss_256`."""
     found = dict.fromkeys(name.rpartition("_")[0] for name in names)
-    return [family for family in found if sum(is_length(name, family) for name in names) >= least]
+    return [family for family in found if sum(comparison.is_length(name, family) for name in names) >= least]
 
 
 def plots(runs: list[dict], vary: Sequence[str] = (), figures: Sequence[str] = ()) -> "dict[str, Figure]":
     """Draw a picture for each family of figures over lengths (`loss_128`, `loss_256`, ...), or else of the first figure."""
-    names = figure_names(runs, figures)
+    names = comparison.figure_names(runs, figures)
     return {name: plot(runs, name, vary) for name in families(names) or names[:1]}

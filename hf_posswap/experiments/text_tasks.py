@@ -13,19 +13,13 @@ from typing import Annotated, ClassVar
 import torch
 from torch.nn import functional
 from torch.utils.data import Dataset
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    DataCollatorForLanguageModeling,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import DataCollatorForLanguageModeling, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.architectures import longest_input
 from hf_posswap.data.calibration import TextBatches, text_batches
 from hf_posswap.data.text import Split, embedded_documents, read_documents, shorter_blocks, spread, token_blocks
 from hf_posswap.errors import DataError, PosswapError, UnsupportedModelError
-from hf_posswap.experiments.models import load_family, load_model, load_tokenizer
+from hf_posswap.experiments.models import load_family, load_model, load_tokenizer, usual_class
 from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.measure.losses import lm_head
 from hf_posswap.training import TrainingConfig, TrainingRun, train
@@ -89,22 +83,18 @@ class RunText:
 
     @property
     def block_size(self) -> int:
-        """The usual length of a training sequence."""
         return self.trained if self.causal else min(128, self.trained)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """That of the checkpoint."""
         return load_tokenizer(self.config.model)
 
     @cached_property
     def training(self) -> list[str]:
-        """The texts to train on, and to fit on."""
         return documents(self.config, "train", causal=self.causal)
 
     @cached_property
     def held_out(self) -> list[str]:
-        """The texts to measure on."""
         return documents(self.config, "validation", causal=self.causal)
 
     def blocks(self, length: int) -> torch.Tensor:
@@ -120,16 +110,13 @@ class RunText:
 
     def fit_batches(self, longest: int | None = None, **options) -> TextBatches:
         """Return `text_batches` of the training text for --start fit, by default up to the checkpoint's longest input."""
-        tokens = self.config.fit_tokens
-        return text_batches(
-            self.training, self.tokenizer, longest or self.trained, tokens=tokens, causal=self.causal, **options
-        )
+        longest, tokens = longest or self.trained, self.config.fit_tokens
+        return text_batches(self.training, self.tokenizer, longest, tokens=tokens, causal=self.causal, **options)
 
     def load(self, auto_class: type | None = None, **options) -> PreTrainedModel:
         """Return the model of the run (`load_model`), fitted on the training text if it is to be."""
-        auto_class = auto_class or (AutoModelForCausalLM if self.causal else AutoModel)
         fit = {"fit_batches": lambda: self.fit_batches(seed=self.config.seed)}
-        return load_model(self.config, auto_class, tokenizer=self.tokenizer, **(fit | options))
+        return load_model(self.config, auto_class or usual_class(self.causal), tokenizer=self.tokenizer, **(fit | options))
 
 
 def check_enough(blocks: torch.Tensor, config: TrainingConfig) -> None:
@@ -157,10 +144,8 @@ class MaskedBlocks(Dataset):
     BERT's training data were made in the same way, with ten copies (Devlin et al. 2019).
     """
 
-    def __init__(
-        self, blocks: torch.Tensor, tokenizer: PreTrainedTokenizerBase, probability: float, *, seed: int, examples: int
-    ):
-        self.blocks, self.tokenizer, self.probability, self.seed = blocks, tokenizer, probability, seed
+    def __init__(self, blocks: torch.Tensor, tokenizer: PreTrainedTokenizerBase, share: float, *, seed: int, examples: int):
+        self.blocks, self.tokenizer, self.share, self.seed = blocks, tokenizer, share, seed
         self.copies = max(1, -(-examples // len(blocks)))
 
     def __len__(self) -> int:
@@ -171,7 +156,7 @@ class MaskedBlocks(Dataset):
             raise IndexError(index)
         seed = random.Random(f"{self.seed} {index}").getrandbits(62)
         row = index % len(self.blocks)
-        input_ids, labels = mask_tokens(self.blocks[row : row + 1], self.tokenizer, self.probability, seed)
+        input_ids, labels = mask_tokens(self.blocks[row : row + 1], self.tokenizer, self.share, seed)
         return {"input_ids": input_ids[0], "labels": labels[0]}
 
 
@@ -179,11 +164,8 @@ def masked_lm_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> to
     """Return the mean loss of the masked tokens, for `train`. The head, costly in a small model, is computed for these only."""
     chosen = batch["labels"] != -100
     head = lm_head(getattr(model, "module", model))  # DDP wraps the model, and the wrapper must be called below
-    hook = head.register_forward_pre_hook(lambda module, states: (states[0][chosen],))
-    try:
+    with head.register_forward_pre_hook(lambda module, states: (states[0][chosen],)):
         logits = model(input_ids=batch["input_ids"]).logits
-    finally:
-        hook.remove()
     return functional.cross_entropy(logits.float(), batch["labels"][chosen])
 
 

@@ -96,8 +96,6 @@ class States:
         device = self.base.get_input_embeddings().weight.device
         self.base(**{key: value.to(device) for key, value in self.batches[i].items()}, use_cache=False)
 
-    # -- on disk ---------------------------------------------------------------------------------------------------
-
     def write(self, what: str, i: int, states: torch.Tensor) -> None:
         """Write the states of one batch to disk."""
         save_file({"states": states.detach().cpu().contiguous()}, self._path(what, i))

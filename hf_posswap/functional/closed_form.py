@@ -99,9 +99,7 @@ def by_distance(values: torch.Tensor) -> torch.Tensor:
     return summed.new_zeros(len(summed), 2 * length - 1).index_add_(1, index.to(summed.device), summed)
 
 
-def kernel_moments(
-    weights: torch.Tensor, missing: torch.Tensor, frequencies: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def kernel_moments(weights: torch.Tensor, missing: torch.Tensor, frequencies: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the normal equations, (H, 2 planes, 2 planes) and (H, 2 planes), of a kernel with constants c for rows:
 
         sum_ij w_ij (sum_m Re(Z_m e^(i theta_m (j - i))) + c_i - R_ij)^2
@@ -157,14 +155,9 @@ def write_kernel(
 
 
 def fit_relative_keys(
-    queries: torch.Tensor,
-    masses: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    shared: bool,
-    ridge: float = 1e-3,
+    queries: torch.Tensor, masses: torch.Tensor, targets: torch.Tensor, *, shared: bool, ridge: float = 1e-3,
     tolerance: float = 1e-2,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Solve for key vectors a: (H, R, D), or (1, R, D) when heads share them; float64.
 
     `queries` (H, T, D) are all queries, `masses` (H, T, R) their weights summed over the keys at each distance, `targets`

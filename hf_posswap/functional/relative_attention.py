@@ -18,19 +18,10 @@ IMPLEMENTATIONS = ("auto", "fused", "window", "triton")
 
 @torch.compiler.disable  # with dynamic shapes, compiled writes to strided views are wrong
 def relative_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_table: torch.Tensor,
-    value_table: torch.Tensor | None = None,
-    *,
-    clip: int,
-    causal: bool = False,
-    key_mask: torch.Tensor | None = None,
-    dropout: float = 0.0,
-    scale: float | None = None,
-    implementation: str = "auto",
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_table: torch.Tensor,
+    value_table: torch.Tensor | None = None, *, clip: int, causal: bool = False, key_mask: torch.Tensor | None = None,
+    dropout: float = 0.0, scale: float | None = None, implementation: str = "auto",
+) -> torch.Tensor:  # fmt: skip
     """Return attention with Shaw's clipped relative positions, (B, H, Q, D); see the formula at the top of this module.
 
     Differentiable once, in all five tensors. A row whose keys are all masked gives zeros. A masked key or value must be
@@ -69,9 +60,7 @@ def attend(query, key, value, key_table, value_table, clip, causal, key_mask, dr
     if implementation == "triton":
         from hf_posswap.functional.relative_triton import fused_relative_attention
 
-        return fused_relative_attention(
-            query, key, value, key_table, value_table, clip=clip, causal=causal, key_mask=key_mask, scale=scale
-        )
+        return fused_relative_attention(query, key, value, key_table, value_table, clip, causal, key_mask, scale)
     if query.shape[2] == 1 and implementation == "auto":
         return _single_query(query, key, value, key_table, value_table, clip, key_mask, dropout, scale)
     # No distance reaches the number of keys: table rows beyond it would only make windows wider.
@@ -119,10 +108,8 @@ def _check(query, key, value, key_table, value_table, clip, key_mask) -> None:
     rows = 2 * clip + 1
     for name in ("key_table", "value_table"):
         if name in tensors and tensors[name].shape not in ((heads, rows, head_dim), (rows, head_dim)):
-            raise PosswapError(
-                f"{name} must be (heads, 2 * clip + 1, head_dim) = ({heads}, {rows}, {head_dim}), or ({rows}, {head_dim}) for "
-                f"all heads; with clip={clip} given were {shapes()}"
-            )
+            what = f"{name} must be (heads, 2 * clip + 1, head_dim) = ({heads}, {rows}, {head_dim})"
+            raise PosswapError(f"{what}, or ({rows}, {head_dim}) for all heads; with clip={clip} given were {shapes()}")
     if not query.is_floating_point() or len({(tensor.dtype, tensor.device) for tensor in tensors.values()}) > 1:
         kinds = ", ".join(f"{name} {tensor.dtype} on {tensor.device}" for name, tensor in tensors.items())
         raise PosswapError(f"all tensors must share one floating-point dtype and one device; given were {kinds}")

@@ -3,16 +3,16 @@ Triton kernels in the manner of FlashAttention-2 (Dao 2023, https://arxiv.org/ab
 
     s_ij = scale * q_i . (k_j + a^K_r),   z_i = sum_j softmax(s_i)_j (v_j + a^V_r),   r = clip(j - i, -clip, clip) + clip
 
-Two identities make the clip cheap: softmax ignores a constant per query, so key biases are taken relative to the far left,
-q_i . (a^K_r - a^K_0); and probabilities sum to one, so a^V_0 is added to every value and the rest is relative to it too.
-Then far to the left there is nothing to add, far to the right one number per query, and only tiles on the band between
-look anything up. Such a lookup, and what the band sums up, is a "band" of W numbers per query: column c belongs to
-r = c + 1, the last column to everything far to the right. Causal, W = clip and no key is on the right; otherwise W = 2 * clip.
-No (Q, K) tensor exists and nothing is added up atomically: memory is O(Q * W), results are the same in every run.
+With the two identities of `relative_window`, there is nothing to add far to the left, and one number per query far to the
+right; only tiles on the band between look anything up. Such a lookup, and what the band sums up, is a "band" of W numbers per
+query: column c belongs to r = c + 1, the last column to everything far to the right. Causal, W = clip and no key is on the
+right; otherwise W = 2 * clip. No (Q, K) tensor exists and nothing is added up atomically: memory is O(Q * W), results are the
+same in every run.
 
 Shapes: B batch, H heads, Q query length, K key length, D head_dim, R = 2 * clip + 1. The kernels take queries, keys and
 values as (B, length, H, D), which is how transformers' projections lie in memory, bands as (H, B, Q, W), and one number per
-query as (H, B, Q). A kernel's PART says where its tile lies: 0 far left, 1 on the band, 2 far right.
+query as (H, B, Q). The grid is (tiles, H, B). A kernel's PART says where its tile lies: 0 far left, 1 on the band, 2 far right.
+In the helpers for tiles `queries` and `keys` are (n, 1) and (1, m), or the other way round.
 
 Triton is optional. Without it this module can be imported, and `why_not` says so.
 """
@@ -54,29 +54,12 @@ def why_not(query: torch.Tensor) -> str | None:
 
 
 def fused_relative_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_table: torch.Tensor,
-    value_table: torch.Tensor | None,
-    *,
-    clip: int,
-    causal: bool,
-    key_mask: torch.Tensor | None,
-    scale: float,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_table: torch.Tensor, value_table: torch.Tensor | None,
+    clip: int, causal: bool, key_mask: torch.Tensor | None, scale: float,
+) -> torch.Tensor:  # fmt: skip
     """Return z as (B, H, Q, D), differentiable once in all five tensors.
 
-    Args:
-        query: (B, H, Q, D); the queries are the last Q of the K places, Q <= K.
-        key, value: (B, H, K, D).
-        key_table, value_table: (H, R, D), or (R, D) shared by all heads; value_table may be None.
-        clip: Distances beyond it look alike, at least 1.
-        causal: Keys to the right of a query are not attended.
-        key_mask: (B, K) boolean, True = attend, or None. A query that has no key at all gets zeros.
-        scale: The factor on the scores.
-
-    The caller has checked shapes, dtypes and devices, and asked `why_not`.
+    Arguments are those of `relative_attention`, which has checked them, and asked `why_not`.
     """
     # No distance reaches key_length: a longer table would only make the bands wider.
     reach = min(clip, key.shape[-2])
@@ -144,7 +127,6 @@ class _BandAttention(torch.autograd.Function):
 
 
 def _constants(query: torch.Tensor, **flags: bool) -> dict[str, Any]:
-    """Return what the kernels are compiled for: flags, sizes, tiles."""
     head_dim = query.shape[-1]
     block_d = max(16, triton.next_power_of_2(head_dim))  # tl.dot takes powers of two from 16
     block_q, block_k, warps = _tiles(block_d, query.dtype)
@@ -166,10 +148,6 @@ def _tiles(block_d: int, dtype: torch.dtype) -> tuple[int, int, int]:
 
 def _jit(function):
     return function if triton is None else triton.jit(function)
-
-
-# -- addresses ---------------------------------------------------------------------------------------------------------
-# The grid is (tiles, H, B).
 
 
 @_jit
@@ -202,9 +180,6 @@ def _load_vectors(pointer, rows, length, D: tl.constexpr, BLOCK_D: tl.constexpr)
 def _store_vectors(pointer, rows, length, vectors, D: tl.constexpr, BLOCK_D: tl.constexpr):
     addresses, exists = _vectors(pointer, rows, length, D, BLOCK_D)
     tl.store(addresses, vectors.to(pointer.dtype.element_ty), mask=exists)
-
-
-# -- tiles: `queries` and `keys` are (n, 1) and (1, m) or the other way round -------------------------------------------
 
 
 @_jit
@@ -303,9 +278,6 @@ def _query_range(
     else:
         start, end = 0, band_start
     return start, end
-
-
-# -- kernels -----------------------------------------------------------------------------------------------------------
 
 
 @_jit

@@ -97,6 +97,10 @@ class Block:
         self.triangle = slice(first - origin + plan.band, last - origin)
         self.beyond = slice(min(self.triangle.stop, self.columns.stop), self.columns.stop)
 
+    def far_parts(self) -> list[tuple[slice, bool]]:
+        """Return the keys on the left and on the right of the window that any row may see, and whether it is the right."""
+        return [(part, part is self.right) for part in (self.left, self.right) if part.start < part.stop]
+
     def band(self, scratch: torch.Tensor, band: int) -> torch.Tensor:
         """Return the band as a view (G, rows, band): row a of it starts a columns further right."""
         heads, rows, width = scratch.shape
@@ -199,15 +203,9 @@ class Group:
     def fused(self, block: Block, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return plain attention with some keys, (G, rows, D), and its log-sum-exp in units of log 2, (G, rows, 1)."""
         query, key, value = self.apart
-        states, log = _plain_attention(
-            query[:, :, block.rows],
-            key[:, :, part],
-            value[:, :, part],
-            0.0,
-            False,
-            attn_mask=self.fused_mask(block, part),
-            scale=self.plan.scale,
-        )
+        tensors = query[:, :, block.rows], key[:, :, part], value[:, :, part]
+        mask = self.fused_mask(block, part)
+        states, log = _plain_attention(*tensors, 0.0, False, attn_mask=mask, scale=self.plan.scale)
         return states.flatten(0, 1).to(self.precise), log.flatten(0, 1)[..., None] * LOG2_E
 
     def drop(self, weights: torch.Tensor, seed: int | None, number: int) -> torch.Tensor | None:
@@ -249,22 +247,17 @@ class WindowedAttention(torch.autograd.Function):
                 if value_table is not None:
                     _add_table(part, group.by_distance(block, weights), group.value_table)
                 log_total = total.log2_().add_(highest)  # (G, rows, 1)
-                left = right = None
-                if block.left.stop:
-                    left, left_log = group.fused(block, block.left)
-                    log_total = torch.logaddexp2(log_total, left_log)
-                if block.right.start < block.right.stop and plan.far == "fused":
-                    right, right_log = group.fused(block, block.right)
-                    right_log += far_right
-                    log_total = torch.logaddexp2(log_total, right_log)
+                far = []  # the parts beside the window, each with its log-sum-exp
+                for keys, is_right in block.far_parts():
+                    states, log = group.fused(block, keys)
+                    if is_right:  # all of them have one bias, and one vector for values
+                        log += far_right
+                        states = states if value_table is None else states.add_(group.value_table[:, -1:])
+                    log_total = torch.logaddexp2(log_total, log)
+                    far.append((states, log))
                 part.mul_(highest.sub_(log_total).exp2_())
-                if left is not None:
-                    part.addcmul_(left, left_log.sub_(log_total).exp2_())
-                if right is not None:
-                    share = right_log.sub_(log_total).exp2_()
-                    part.addcmul_(right, share)
-                    if value_table is not None:
-                        part.addcmul_(group.value_table[:, -1:].to(precise), share)
+                for states, log in far:
+                    part.addcmul_(states, log.sub_(log_total).exp2_())
                 if first_value is not None:
                     part.add_(group.first_value)
                 output[where][:, :, block.rows] = part.view(*group.shape[:2], *part.shape[1:])
@@ -333,33 +326,25 @@ class WindowedAttention(torch.autograd.Function):
                 _add_table_gradient(grad_key_table, sums, block_query, plan.scale)
                 if value_table is not None:
                     _add_table_gradient(grad_value_table, group.by_distance(block, dropped), block_grad)
-                for part, far in ((block.left, False), (block.right, True)):
-                    if plan.far == "window" or part.start >= part.stop:
-                        continue
+                for part, is_right in block.far_parts():
                     part_key, part_output = group.apart[1], block_output
-                    if far:  # one vector for all keys; that for all values acts through delta alone
+                    if is_right:  # one vector for all keys; that for all values acts through delta alone
                         if far_key is None:
                             far_key = part_key + group.key_table[:, -1:].view(*group.shape[:2], 1, -1)
                         part_key = far_key
                         if value_table is not None:
                             part_output = part_output - group.value_table[:, -1:]
+                    states = group.apart[0][:, :, rows], part_key[:, :, part], group.apart[2][:, :, part]
+                    part_output = part_output.view(*group.shape[:2], *part_output.shape[1:])
+                    options = {"attn_mask": group.fused_mask(block, part), "scale": plan.scale}
                     of_query, of_key, of_value = _plain_attention_backward(
-                        grad_apart[:, :, rows],
-                        group.apart[0][:, :, rows],
-                        part_key[:, :, part],
-                        group.apart[2][:, :, part],
-                        part_output.view(*group.shape[:2], *part_output.shape[1:]),
-                        log * math.log(2),
-                        0.0,
-                        False,
-                        attn_mask=group.fused_mask(block, part),
-                        scale=plan.scale,
+                        grad_apart[:, :, rows], *states, part_output, log * math.log(2), 0.0, False, **options
                     )
                     grad_query[:, rows] += of_query.flatten(0, 1)
                     of_key, of_value = of_key.flatten(0, 1), of_value.flatten(0, 1)
                     grad_key[:, part] += of_key
                     grad_value[:, part] += of_value
-                    if far:
+                    if is_right:
                         grad_key_table[:, -1] += of_key.sum(1, dtype=precise)
                         grad_value_table[:, -1] += of_value.sum(1, dtype=precise)
 

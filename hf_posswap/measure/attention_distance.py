@@ -11,9 +11,7 @@ from hf_posswap.evaluating import evaluating, watching
 
 
 @torch.no_grad()
-def attention_by_distance(
-    model: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]], *, reach: int = 64
-) -> torch.Tensor:
+def attention_by_distance(model: PreTrainedModel, batches: Iterable[dict], *, reach: int = 64) -> torch.Tensor:
     """Return the mean attention mass that queries give to keys at each distance: (layers, heads, 2 * reach + 1), summing to 1.
 
     Distance is key position minus query position, from -reach to reach; the ends hold all that is farther. `batches` are dicts

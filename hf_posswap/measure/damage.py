@@ -42,11 +42,6 @@ def damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[
 
     Without a head the total is over mean-pooled states, as sentence models use them; with one, over all predictions.
     """
-    with evaluating(model, original):
-        return _damage(model, original, batches)
-
-
-def _damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]]) -> Damage:
     head = model.get_output_embeddings() is not None and original.get_output_embeddings() is not None
     positions, lengths = defaultdict(list), defaultdict(list)  # the costs of all tokens in a range, and of all sequences
     errors, spreads = 0.0, 0.0
@@ -56,7 +51,7 @@ def _damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable
             given = {key: value.to(one.device) for key, value in batch.items()}
             base, family = one.base_model, family_of(one.config)
             # `output_hidden_states` does the same, but its hooks would stay on the model and cannot be pickled.
-            with outputs_of((*dict.fromkeys(family.layers(base)), family.reader(base))) as seen:
+            with evaluating(one), outputs_of((*dict.fromkeys(family.layers(base)), family.reader(base))) as seen:
                 outputs = (one if head else base)(**given, use_cache=False)
             del seen[-2]  # the last layer's, which the reader may norm: its own are the last
             states.append([layer.float().cpu() for layer in seen])

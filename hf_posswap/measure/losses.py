@@ -30,10 +30,9 @@ _LOGITS_A_SLICE = 2**25  # numbers: of a vocabulary of 50,000, 671 tokens at onc
 
 def lm_head(model: PreTrainedModel) -> nn.Module:
     """Return the module that maps the base model's last states to logits, whatever its family calls it."""
-    heads = [child for child in model.children() if child is not model.base_model]
     if not has_one_head(model):
         raise PosswapError(f"a {type(model).__name__} has no language-modelling head: load it as a causal or masked LM")
-    return heads[0]
+    return next(child for child in model.children() if child is not model.base_model)
 
 
 def has_one_head(model: PreTrainedModel) -> bool:

@@ -34,8 +34,7 @@ def position_table(source: Scheme | PreTrainedModel, positions: int | None = Non
     tensor([[0.0000, 1.0000, 0.0000, 1.0000],
             [0.8415, 0.5403, 0.0100, 0.9999]])
 
-    Raises:
-        PosswapError: The scheme has no vectors, or none without a checkpoint; or the model has fewer positions.
+    PosswapError: the scheme has no vectors, or none without a checkpoint; or the model has fewer positions.
     """
     if positions is not None and positions < 1:
         raise PosswapError(f"positions={positions} must be at least 1")
@@ -48,8 +47,7 @@ def position_table(source: Scheme | PreTrainedModel, positions: int | None = Non
     else:
         target, architecture = find_target(source)
         scheme, geometry = scheme_of(target)
-        owner, name = architecture.table_owner(target.base_model)
-        module = getattr(owner, name)
+        module = architecture.table(target.base_model)
     if isinstance(module, Constant):
         others = f"`plot wavelengths`, `translation` take {TURNING}"
         raise PosswapError(f"{scheme} adds no vectors: see `plot attention MODEL {scheme}`; {others}")
@@ -69,8 +67,7 @@ def frequencies(scheme: Scheme, geometry: Geometry) -> torch.Tensor:
     >>> frequencies(Sinusoidal(), one_head(4, 8))
     tensor([1.0000, 0.0100], dtype=torch.float64)
 
-    Raises:
-        PosswapError: The scheme turns nothing.
+    PosswapError: the scheme turns nothing.
     """
     scheme.check(geometry)
     attention = scheme.attention_module(geometry)
@@ -108,8 +105,7 @@ def translation(scheme: Scheme, shift: int, size: int) -> tuple[torch.Tensor, fl
     >>> [round(x, 2) for x in matrix[0, :2].tolist()], missed < 1e-5  # sin(t + 3) = cos 3 sin t + sin 3 cos t
     ([-0.99, 0.14], True)
 
-    Raises:
-        PosswapError: The scheme neither turns nor adds anything, or the shift is less than 1.
+    PosswapError: the scheme neither turns nor adds anything, or the shift is less than 1.
     """
     if shift < 1:
         raise PosswapError(f"shift={shift} must be at least 1")

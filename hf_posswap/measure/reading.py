@@ -47,7 +47,6 @@ class LongText:
             self.pooled = [self._pooled(original, batch, windows=True) for batch in batches]
 
     def read(self, model: PreTrainedModel) -> dict[str, float]:
-        """Return the figures of one model, by position or by length."""
         if self.measure == "loss":
             return self._by_position(lambda ids: token_losses(model, ids))
         found = defaultdict(list)

@@ -31,11 +31,7 @@ class Passage(NamedTuple):
 
 
 def cut_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[str]:
-    """Cut texts into documents of about `tokens` tokens, between words; remainders and duplicates are dropped.
-
-    Raises:
-        DataError: No text is as long as that.
-    """
+    """Cut texts between words into documents of `tokens` tokens, without rests or duplicates; DataError: no text is so long."""
     documents = []
     for text in texts:
         ends = _word_ends(text, tokenizer)
@@ -49,11 +45,7 @@ def cut_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, toke
 def draw_passages(
     documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: int, each: int, seed: int
 ) -> list[Passage]:
-    """Draw passages of `tokens` tokens from each document, one from each of `each` equal parts of it.
-
-    Raises:
-        DataError: A document has too few tokens for that.
-    """
+    """Draw passages of `tokens` tokens, one from each of `each` equal parts of a document; DataError: one is too short."""
     generator, passages = torch.Generator().manual_seed(seed), []
     for number, document in enumerate(documents):
         ends = _word_ends(document, tokenizer)

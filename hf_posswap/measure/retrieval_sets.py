@@ -34,11 +34,7 @@ class RetrievalSet(NamedTuple):
 
 
 def passkeys(tokenizer: PreTrainedTokenizerBase, length: int, seed: int = 0) -> RetrievalSet:
-    """Hide each person's pass key in five short sentences that repeat, in documents of `length` tokens.
-
-    Raises:
-        DataError: The length leaves no room.
-    """
+    """Hide each person's pass key in five short sentences that repeat, in documents of `length` tokens; DataError: no room."""
     generator = random.Random(f"passkey-{length}-{seed}")
     keys = {name: generator.randrange(10_000, 100_000) for name in _names(generator)}
     facts = {
@@ -51,8 +47,7 @@ def passkeys(tokenizer: PreTrainedTokenizerBase, length: int, seed: int = 0) -> 
 def needles(tokenizer: PreTrainedTokenizerBase, length: int, text: Sequence[str], seed: int = 0) -> RetrievalSet:
     """Hide a fact about each person between sentences of a text that starts at another place in each document.
 
-    Raises:
-        DataError: The length leaves no room, or there is no text.
+    DataError: the length leaves no room, or there is no text.
     """
     generator = random.Random(f"needle-{length}-{seed}")
     sentences = [sentence.strip() + "." for one in text for sentence in one.split(". ") if sentence.strip()]
@@ -91,8 +86,7 @@ def _hide(facts: dict[str, str], sentences: Sequence[str], tokenizer, length: in
 def read_beir(folder: str | Path, split: str = "test") -> RetrievalSet:
     """Read a folder in BEIR's format: corpus.jsonl, queries.jsonl (_id, title, text) and qrels/SPLIT.tsv.
 
-    Raises:
-        DataError: A file is missing or broken, or no query has an answer.
+    DataError: a file is missing or broken, or no query has an answer.
     """
     folder = Path(folder)
     texts = []

@@ -34,7 +34,6 @@ class Windows(NamedTuple):
         return [Windows(*parts) for parts in zip(*(part.split(count) for part in self), strict=True)]
 
     def opening(self) -> "Windows":
-        """Return the first window of each sequence."""
         return Windows(*(part[torch.cat([torch.ones(1, dtype=torch.bool), self.rows.diff() > 0])] for part in self))
 
 

@@ -18,27 +18,10 @@ from hf_posswap.schemes.rotary import Rotary
 from hf_posswap.schemes.sinusoidal import Sinusoidal
 
 __all__ = [
-    "SCHEMES",
-    "Alibi",
-    "AttentionPositions",
-    "Buckets",
-    "Constant",
-    "Geometry",
-    "Ladder",
-    "Learned",
-    "Mixed",
-    "NoPositions",
-    "Places",
-    "PositionEmbedding",
-    "Relative",
-    "Rotary",
-    "Scheme",
-    "Sinusoidal",
-    "parse_scheme",
-    "register_scheme",
-    "scheme_from_dict",
-    "set_relative_implementation",
-]
+    "SCHEMES", "Alibi", "AttentionPositions", "Buckets", "Constant", "Geometry", "Ladder", "Learned", "Mixed",
+    "NoPositions", "Places", "PositionEmbedding", "Relative", "Rotary", "Scheme", "Sinusoidal", "parse_scheme",
+    "register_scheme", "scheme_from_dict", "set_relative_implementation",
+]  # fmt: skip
 
 SCHEMES: dict[str, type[Scheme]] = {
     scheme.name: scheme for scheme in (Learned, Sinusoidal, Relative, Rotary, Alibi, Buckets, NoPositions, Mixed, Ladder)
@@ -69,10 +52,8 @@ def parse_scheme(scheme: Scheme | str) -> Scheme:
     if isinstance(scheme, Scheme):
         return scheme
     if not isinstance(scheme, str):
-        raise UnknownSchemeError(
-            f"{scheme!r} is no scheme: pass an instance such as posswap.Rotary(theta=10_000), or a string such as "
-            f"'rotary:theta=500000'; names are {', '.join(SCHEMES)}"
-        )
+        what = f"{scheme!r} is no scheme: pass an instance such as posswap.Rotary(theta=10_000)"
+        raise UnknownSchemeError(f"{what}, or a string such as 'rotary:theta=500000'; names are {', '.join(SCHEMES)}")
     return scheme_from_dict(options_in(scheme))
 
 
@@ -98,9 +79,8 @@ def scheme_from_dict(entry: dict[str, Any]) -> Scheme:
     known = {field.name: field for field in fields(SCHEMES[name])}
     for option, value in options.items():
         if option not in known:
-            raise UnknownSchemeError(
-                f"{name} has no option {option!r}{nearest(option, known)}; it has {', '.join(known) or 'none'}"
-            )
+            there = ", ".join(known) or "none"
+            raise UnknownSchemeError(f"{name} has no option {option!r}{nearest(option, known)}; it has {there}")
         # YAML reads 1e4 as a string: the dot is missing. A number is meant where the default is one.
         default = known[option].default
         settled_later = value == "auto" and option in SCHEMES[name].choices

@@ -118,13 +118,9 @@ class AttentionPositions(nn.Module):
         return getattr(self, hook)(*arguments, **options)
 
     def prepare(
-        self,
-        position_ids: torch.Tensor,
-        slots: torch.Tensor,
-        length: int | None,
-        key_positions: torch.Tensor | None,
+        self, position_ids: torch.Tensor, slots: torch.Tensor, length: int | None, key_positions: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Compute once for each forward what all layers of a kind share; called on the first one's module.
 
         `position_ids` (B or 1, Q) are the positions of the queries, `slots` (1, Q) their places in the sequence or
@@ -180,10 +176,8 @@ class Scheme(ABC):
     def check(self, geometry: Geometry) -> None:
         """Raise PosswapError when the options do not fit the model."""
         if self.open_options():
-            raise PosswapError(
-                f"{self.name}: {self.open_options()[0]}='auto' is settled by looking at text: swap to what "
-                "posswap.choose(model, scheme, batches) returns, or pass --fit to `hf-posswap swap`"
-            )
+            way = "swap to what posswap.choose(model, scheme, batches) returns, or pass --fit to `hf-posswap swap`"
+            raise PosswapError(f"{self.name}: {self.open_options()[0]}='auto' is settled by looking at text: {way}")
 
     def open_options(self) -> list[str]:
         """Return the options that are "auto"."""

@@ -17,8 +17,7 @@ def load_scheme(source: str) -> Scheme | type[Scheme]:
 
     Nothing stays registered or imported, so a file can be read again after a change.
 
-    Raises:
-        PosswapError: There is no such module or file, it cannot be imported, or what is named in it is no scheme.
+    PosswapError: there is no such module or file, it cannot be imported, or what is named in it is no scheme.
 
     >>> load_scheme("hf_posswap.schemes:Rotary")
     <class 'hf_posswap.schemes.rotary.Rotary'>
@@ -49,8 +48,7 @@ def import_schemes(place: str) -> list[str]:
     They stay registered, and the folder of a file stays at the end of `sys.path` for what they import later. A module that was
     imported before is not run again.
 
-    Raises:
-        PosswapError: There is no such module or file, it cannot be imported, or it registers no scheme.
+    PosswapError: there is no such module or file, it cannot be imported, or it registers no scheme.
     """
     before = set(SCHEMES)
     if _is_file(place) and not Path(place).stem.isidentifier():

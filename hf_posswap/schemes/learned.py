@@ -55,10 +55,8 @@ class Learned(Scheme):
 
     def check(self, geometry: Geometry) -> None:
         if self.extend is None and geometry.max_positions > geometry.trained_positions:
-            raise PosswapError(
-                f"learned: the table has {geometry.trained_positions} rows and cannot hold max_positions="
-                f"{geometry.max_positions}: pass extend='tile' or extend='interpolate', or another scheme"
-            )
+            what = f"the table has {geometry.trained_positions} rows and cannot hold max_positions={geometry.max_positions}"
+            raise PosswapError(f"learned: {what}: pass extend='tile' or extend='interpolate', or another scheme")
 
     def embedding_module(self, geometry: Geometry) -> PositionEmbedding:
         return Table(geometry, self.extend)

@@ -38,7 +38,9 @@ class Mixed(Scheme):
     def __post_init__(self):
         if not isinstance(self.layers, (list, tuple)) or not self.layers:
             raise PosswapError(f"mixed: layers={self.layers!r} must be a list of schemes, such as [rotary, none:span=false]")
-        object.__setattr__(self, "layers", tuple(_written(*_read(entry)) for entry in self.layers))
+        read = [(str(scheme), spans) for scheme, spans in map(_read, self.layers)]
+        written = (name if spans else f"{name}{',' if ':' in name else ':'}span=false" for name, spans in read)
+        object.__setattr__(self, "layers", tuple(written))
         schemes = [scheme for scheme, _ in self.kinds()]
         allowed = [set(scheme.implementations) for scheme in schemes if scheme.implementations is not None]
         for claim, holds in (
@@ -63,10 +65,8 @@ class Mixed(Scheme):
         for scheme, _ in self.kinds():
             scheme.check(geometry)
             if not isinstance(scheme.embedding_module(geometry), Constant):
-                raise PosswapError(
-                    f"mixed: {scheme} adds vectors to the embeddings, which all layers get: mix schemes of attention (rotary, "
-                    "relative, alibi, buckets and the like) and none"
-                )
+                what = f"mixed: {scheme} adds vectors to the embeddings, which all layers get"
+                raise PosswapError(f"{what}: mix schemes of attention (rotary, relative, alibi, buckets and the like) and none")
 
     def embedding_module(self, geometry: Geometry) -> PositionEmbedding:
         """Build what is left of the table; its row 0 is dropped if any entry drops it."""
@@ -80,10 +80,6 @@ class Mixed(Scheme):
     def __str__(self) -> str:
         parts = (entry.partition(":") for entry in self.layers)
         return f"mixed:layers=[{', '.join(f'{name}:{{{options}}}' if options else name for name, _, options in parts)}]"
-
-
-def _written(scheme: Scheme, spans: bool) -> str:
-    return str(scheme) if spans else f"{scheme}{',' if ':' in str(scheme) else ':'}span=false"
 
 
 def _read(entry: Any) -> tuple[Scheme, bool]:
@@ -109,12 +105,8 @@ def _read(entry: Any) -> tuple[Scheme, bool]:
     try:
         scheme = scheme_from_dict(options)
     except UnknownSchemeError as error:
-        raise UnknownSchemeError(
-            f"mixed: {error}; several options stand in braces, rotary:{{theta=100,fraction=0.5}}"
-        ) from None
+        raise UnknownSchemeError(f"mixed: {error}; several options stand in braces, rotary:{{theta=99,fraction=0.5}}") from None
     if isinstance(scheme, Mixed) or scheme.open_options():
-        raise PosswapError(
-            f"mixed: {scheme} cannot be part of a mix: write the entries of a mix in one list, and numbers for 'auto', such as "
-            "posswap.choose finds for the entry alone"
-        )
+        what = f"mixed: {scheme} cannot be part of a mix: write the entries of a mix in one list"
+        raise PosswapError(f"{what}, and numbers for 'auto', such as posswap.choose finds for the entry alone")
     return scheme, spans

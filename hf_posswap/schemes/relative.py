@@ -121,18 +121,9 @@ class RelativePositions(AttentionPositions):
         return summed.scatter_add_(-1, self._index(values), values)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        shared: Places,
-        *,
-        scaling: float,
-        dropout: float,
-        causal: bool,
-        return_probabilities: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, shared: Places, *,
+        scaling: float, dropout: float, causal: bool, return_probabilities: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Return (B, H, Q, D), and the probabilities (B, H, Q, K) or None.
 
         `mask` is additive, or boolean with True = attend; where positions are in order, `shared` replaces it.
@@ -183,17 +174,9 @@ def _in_order(positions: torch.Tensor, key_mask: torch.Tensor | None) -> bool:
 
 
 def attend_by_index(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_table: torch.Tensor,
-    value_table: torch.Tensor | None,
-    distances: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float,
-    key_query: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_table: torch.Tensor, value_table: torch.Tensor | None,
+    distances: torch.Tensor, mask: torch.Tensor | None, scaling: float, dropout: float, key_query: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return (B, H, Q, D) and the probabilities (B, H, Q, K), for any distances r (B or 1, Q, K) and any mask.
 
     q_i . a^K_r is one (Q, R) product for each head that is then spread over the keys, and the value term collects the
@@ -267,9 +250,8 @@ class Relative(Scheme):
 
     def __post_init__(self):
         check_number(self, "clip", int, 1, most=65_536)
-        check_choice(self, "values", (True, False))
-        check_choice(self, "share_heads", (True, False))
-        check_choice(self, "key_query", (True, False))
+        for field in ("values", "share_heads", "key_query"):
+            check_choice(self, field, (True, False))
         check_choice(self, "vectors", ("learned", "sinusoidal"))
 
     def attention_module(self, geometry: Geometry) -> AttentionPositions:

@@ -14,21 +14,14 @@ differ only by that permutation.
 
 import copy
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import torch
 
 from hf_posswap.errors import PosswapError, UnknownSchemeError
 from hf_posswap.functional.closed_form import balance, fit_kernel, kernel_moments, missing_scores, second_moment, write_kernel
-from hf_posswap.schemes.base import (
-    AttentionPositions,
-    Constant,
-    Geometry,
-    PositionEmbedding,
-    Scheme,
-    check_choice,
-    check_number,
-)
+from hf_posswap.schemes.base import AttentionPositions, Constant, Geometry, Scheme, check_choice, check_number
 
 
 class RotaryPositions(AttentionPositions):
@@ -54,7 +47,10 @@ class RotaryPositions(AttentionPositions):
         # `dynamic` scales from this length; longrope derives a missing factor from it.
         dynamic = scaling["rope_type"] == "dynamic"
         length_now = self.geometry.trained_positions if dynamic else self.geometry.max_positions
-        config = _RopeConfig(parameters, self.rotary_dim, length_now)
+        # What they read of a config, for a head of which every dimension turns.
+        config = SimpleNamespace(rope_parameters=parameters, max_position_embeddings=length_now, num_attention_heads=1)
+        config.head_dim = config.hidden_size = self.rotary_dim
+        config.standardize_rope_params = lambda: None
         frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, device, seq_len=length)
         return frequencies.double(), factor
 
@@ -155,17 +151,13 @@ def _positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
-class _RopeConfig:
-    """The config fields that ROPE_INIT_FUNCTIONS read, for a head of which every dimension turns."""
-
-    def __init__(self, rope_parameters: dict[str, Any], rotary_dim: int, max_positions: int):
-        self.rope_parameters = rope_parameters
-        self.head_dim = self.hidden_size = rotary_dim
-        self.num_attention_heads = 1
-        self.max_position_embeddings = max_positions
-
-    def standardize_rope_params(self) -> None:
-        pass
+_SCALINGS = {  # kind -> the fields that it needs, and others that it takes
+    "linear": ("factor", ""),
+    "dynamic": ("factor", ""),
+    "yarn": ("factor", "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"),
+    "longrope": ("short_factor long_factor", "factor attention_factor"),
+    "llama3": ("factor low_freq_factor high_freq_factor", ""),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,27 +201,16 @@ class Rotary(Scheme):
             object.__setattr__(self, "scaling", copy.deepcopy(self.scaling))  # the caller may change its own dict
 
     def _check_scaling(self) -> None:
-        needed = {
-            "linear": {"factor"},
-            "dynamic": {"factor"},
-            "yarn": {"factor"},
-            "longrope": {"short_factor", "long_factor"},
-            "llama3": {"factor", "low_freq_factor", "high_freq_factor"},
-        }
-        optional = {
-            "yarn": {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
-            "longrope": {"factor", "attention_factor"},
-        }
         given = dict(self.scaling) if isinstance(self.scaling, dict) else {}
         kind = given.pop("rope_type", None)
-        if kind not in needed:
+        if kind not in _SCALINGS:
             raise UnknownSchemeError(
-                f"rotary: scaling={self.scaling!r} must be a dict with a 'rope_type' out of {', '.join(needed)}"
+                f"rotary: scaling={self.scaling!r} must be a dict with a 'rope_type' out of {', '.join(_SCALINGS)}"
             )
-        unknown = set(given) - needed[kind] - optional.get(kind, set()) - {"original_max_position_embeddings"}
-        if unknown or needed[kind] - set(given):
+        needed, optional = (set(fields.split()) for fields in _SCALINGS[kind])
+        if not needed <= set(given) <= needed | optional | {"original_max_position_embeddings"}:
             raise UnknownSchemeError(
-                f"rotary: {kind} scaling needs {sorted(needed[kind])} and takes {sorted(optional.get(kind, set()))} and "
+                f"rotary: {kind} scaling needs {sorted(needed)} and takes {sorted(optional)} and "
                 f"'original_max_position_embeddings'; given were {sorted(given)}"
             )
         for key, value in given.items():
@@ -252,10 +233,8 @@ class Rotary(Scheme):
         if dims % 2 or dims < 2:
             even = sorted({max(2, dims // 2 * 2), min(dims // 2 * 2 + 2, geometry.head_dim // 2 * 2)})
             choices = " or ".join(f"fraction={n / geometry.head_dim:.10g} ({n} dimensions)" for n in even if n)
-            raise PosswapError(
-                f"rotary: fraction={self.fraction:g} of head_dim {geometry.head_dim} is {dims} dimensions, and they turn "
-                f"in pairs: use {choices}"
-            )
+            what = f"rotary: fraction={self.fraction:g} of head_dim {geometry.head_dim} is {dims} dimensions"
+            raise PosswapError(f"{what}, and they turn in pairs: use {choices}")
         if dims < 4 and (self.scaling or {}).get("rope_type") == "dynamic":
             raise PosswapError(
                 f"rotary: dynamic scaling needs at least 4 dimensions that turn, fraction={self.fraction:g} leaves {dims}"
@@ -265,7 +244,7 @@ class Rotary(Scheme):
             if factors is not None and len(factors) != dims // 2:
                 raise PosswapError(f"rotary: {field} must have {dims // 2} numbers, one a plane; it has {len(factors)}")
 
-    def embedding_module(self, geometry: Geometry) -> PositionEmbedding:
+    def embedding_module(self, geometry: Geometry) -> Constant:
         return Constant(geometry, mark_first=self.mark_first)
 
     def attention_module(self, geometry: Geometry) -> AttentionPositions:

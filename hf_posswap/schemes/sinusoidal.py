@@ -36,10 +36,7 @@ def sinusoids(positions: torch.Tensor, size: int, *, base: float = 10_000.0, lay
     # float32 angles are off by 4.6e-3 rad at position 100,000. Apple's GPUs have no float64: compute those on the CPU.
     device = torch.device("cpu") if positions.device.type == "mps" else positions.device
     index = torch.arange(pairs, dtype=torch.float64, device=device)
-    if layout == "tensor2tensor":
-        exponents = index / max(pairs - 1, 1)
-    else:
-        exponents = 2 * index / size
+    exponents = index / max(pairs - 1, 1) if layout == "tensor2tensor" else 2 * index / size
     angles = positions.to(device=device, dtype=torch.float64)[..., None] * torch.exp(-math.log(base) * exponents)
     if layout == "interleaved":
         signal = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)
@@ -122,11 +119,8 @@ class ProjectedSinusoids(ProjectedCode):
             self.register_parameter(name, nn.Parameter(value))
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        return {
-            "projection": torch.eye(self.width) * self.width,
-            "bias": torch.zeros(self.width),
-            "first": self.code(torch.tensor(0)),
-        }
+        vectors = {"bias": torch.zeros(self.width), "first": self.code(torch.tensor(0))}
+        return {"projection": torch.eye(self.width) * self.width, **vectors}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +151,7 @@ class Sinusoidal(Scheme):
 
     def check(self, geometry: Geometry) -> None:
         if geometry.hidden_size % 2 and self.layout != "tensor2tensor":
-            raise PosswapError(
-                f"sinusoidal: the hidden size {geometry.hidden_size} is odd; only layout='tensor2tensor' pads it"
-            )
+            raise PosswapError(f"sinusoidal: hidden size {geometry.hidden_size} is odd; only layout='tensor2tensor' pads it")
 
     def embedding_module(self, geometry: Geometry) -> PositionEmbedding:
         code = partial(sinusoids, size=geometry.hidden_size, base=self.base, layout=self.layout)

@@ -60,14 +60,9 @@ _PIPELINES = {
 
 
 def write_card(
-    folder: str | Path,
-    *,
-    results: Sequence[str | Path] | None = None,
-    base_model: str | None = None,
-    license: str | None = None,
-    repo_id: str | None = None,
-    eval_results: Sequence[str] = (),
-) -> Path:
+    folder: str | Path, *, results: Sequence[str | Path] | None = None, base_model: str | None = None,
+    license: str | None = None, repo_id: str | None = None, eval_results: Sequence[str] = (),
+) -> Path:  # fmt: skip
     """Write README.md, posswap_results.json and pictures into the folder of a shared model; return the card's path.
 
     Args:
@@ -209,8 +204,7 @@ def _fit_entry(fit: dict) -> EvalResult:
 
 def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: dict) -> tuple[dict, list[EvalResult]]:
     runs, vary = comparison["runs"], comparison["vary"]
-    recipe, config = runs[0]["recipe"], runs[0]["config"]
-    rows = dict.fromkeys(row_label(run, vary) for run in own_rows(runs, scheme))
+    recipe, config, meaning = runs[0]["recipe"], runs[0]["config"], runs[0].get("meaning", {})
     kept = _of_these_weights(runs, model)
 
     def said(option: str) -> str:
@@ -218,30 +212,20 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
         return " or ".join(f"{value:,}" if isinstance(value, int) else str(value) for value in values)
 
     starts = dict.fromkeys(run["config"]["start"] for run in runs if run["config"]["scheme"] != "original")
-    legend = ["*original*: not swapped", *(f"*{start}*: {_STARTS.get(start, start)}" for start in starts)]
-    shown = {name for run in runs for name in run["figures"]}
-    for name, words in runs[0].get("meaning", {}).items():
-        if any(re.fullmatch(rf"{re.escape(name)}(_.+)?", figure) for figure in shown):
-            legend.append(f"*{name.replace('_', ' ')}*: {words}")
-    comes = ", which comes with hf_posswap" if config["model"] in EMBEDDED_MODELS else ""
-    fits = f" Fits read up to {config['fit_tokens']:,} tokens, {config['fit_steps']} steps a layer." if "fit" in starts else ""
-    trained = "nothing was trained"
-    if "max_steps" in config:
-        trained = f"each run had {said('max_steps')} steps of {said('batch_size')}, peak learning rate {said('learning_rate')}"
-    about = (
-        f"{'; '.join(legend)}.\n\nThe base model here is `{said('model')}`{comes}; {trained}, on {data_of(config)}.{fits} Rows "
-        f"with this model's positions: {', '.join(f'*{row}*' for row in rows)}. "
-    )
-    if kept:
-        about += f"The weights in this folder are those of *{row_label(kept[0], vary)}*, seed {kept[0]['config']['seed']}."
-    else:
-        about += "Each run made a model of its own with its seed; whether one of them is this folder's is not recorded."
+    shown = [name for name in meaning for run in runs for one in run["figures"] if f"{one}_".startswith(f"{name}_")]
     figures = plots(runs, vary)
     drawn = {name: f"{PICTURES}/{number}-{recipe}-{name}.png" for name in figures}
     pictures |= {path: figures[name] for name, path in drawn.items()}
     section = {
         "title": runs[0].get("question", recipe),
-        "about": about,
+        "starts": {start: _STARTS.get(start, start) for start in starts},
+        "meaning": {name: meaning[name] for name in shown},
+        "said": said,
+        "comes_with_us": config["model"] in EMBEDDED_MODELS,
+        "config": config,
+        "data": data_of(config),
+        "rows": list(dict.fromkeys(row_label(run, vary) for run in own_rows(runs, scheme))),
+        "kept": (row_label(kept[0], vary), kept[0]["config"]["seed"]) if kept else None,
         "table": markdown(runs, vary=vary),
         "pictures": {f"{name.replace('_', ' ')} by scheme": path for name, path in drawn.items()},
         "background": background(runs),
@@ -315,7 +299,6 @@ def _split(path: Path, text: str) -> tuple[str, str, bool]:
 
 
 def _merge(path: Path, text: str, ours: dict) -> str:
-    """Return the whole card: our text, and what the user has written around it."""
     before, after, theirs, results = "", "", {}, []
     if path.exists():
         old = _load(path)
@@ -347,10 +330,8 @@ def _eval_results(content: dict, asked: Sequence[str]) -> list[dict]:
         runs = [run for comparison in content["comparisons"] for run in _of_these_weights(comparison["runs"], content["model"])]
         runs = [run for run in runs if run["figures"].get(figure) is not None and _on_unseen_text(run)]
         if len(runs) != 1:
-            raise PosswapError(
-                f"eval_results={one!r}: the results have {len(runs)} runs that measured it on these weights, not one: "
-                "share the folder `model` of a run with --save-model, and pass that run as results"
-            )
+            what = f"eval_results={one!r}: the results have {len(runs)} runs that measured it on these weights, not one"
+            raise PosswapError(f"{what}: share the folder `model` of a run with --save-model, and pass that run as results")
         (run,) = runs
         notes = f"hf_posswap {run['recipe']}, {run['config']['scheme']}, seed {run['config']['seed']}"
         entries.append(EvalResultEntry(dataset_id=dataset, task_id=task, value=run["figures"][figure], notes=notes))

@@ -22,7 +22,7 @@ from hf_posswap.architectures import Architecture, find_family, longest_input
 from hf_posswap.checkpoint import DIGEST, SwappedModel, config_entry, on_hub, scheme_in, span_in
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.provenance import check_new, write_json
-from hf_posswap.surgery import state_of
+from hf_posswap.surgery import position_modules, state_of
 from hf_posswap.swapping import original, restore, swap
 from hf_posswap.target import find_target
 
@@ -65,17 +65,15 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
         raise PosswapError(f"base_model must be an unswapped {architecture.model_type} model, not a {type(base).__name__}")
     mine = _position_weights(target, architecture)
     own = {name: value for name, value in _weights(target).items() if name not in mine}
-    table = f"{_table_name(base, architecture)}.weight"
-    theirs = {name: value for name, value in _weights(base).items() if name != table}
+    table = _position_weights(base, architecture)
+    theirs = {name: value for name, value in _weights(base).items() if name not in table}
     if own.keys() != theirs.keys():
         raise PosswapError(f"base_model has other weights: {sorted(own.keys() ^ theirs.keys())[:3]} ...")
     pairs = {name: (value.to(theirs[name].device), theirs[name]) for name, value in own.items()}
     changed = [name for name, (one, other) in pairs.items() if one.dtype != other.dtype or not torch.equal(one, other)]
     if changed:
-        raise PosswapError(
-            f"{len(changed)} weights are not the base model's ({', '.join(changed[:3])}...), and a delta holds positions only: "
-            "save the whole model, or swap with warm_start=False and neither fit nor train"
-        )
+        what = f"{len(changed)} weights are not the base model's ({', '.join(changed[:3])}...), and a delta has positions only"
+        raise PosswapError(f"{what}: save the whole model, or swap with warm_start=False and neither fit nor train")
     scheme, trained = target.base_model.position_scheme, target.config.position_scheme["trained_positions"]
     longest, known = longest_input(target.config), on_hub(base.name_or_path) or {"id": None, "revision": None}
     about = {
@@ -182,17 +180,9 @@ def _counts(name: str) -> bool:
     return not name.startswith("pooler.") and not name.endswith(DIGEST)
 
 
-def _table_name(model: PreTrainedModel, architecture: Architecture) -> str:
-    owner, name = architecture.table_owner(model.base_model)
-    module = getattr(owner, name)
-    return next(name for name, one in model.base_model.named_modules() if one is module)
-
-
 def _position_weights(model: PreTrainedModel, architecture: Architecture) -> dict[str, torch.Tensor]:
-    """Return the tensors of a scheme's modules, by name in the headless model; they are not copied."""
-    attentions = architecture.self_attentions(model.base_model)
-    modules = {id(a.positions) for a in attentions if hasattr(a, "positions")}
-    names = [name for name, module in model.base_model.named_modules() if id(module) in modules]
-    inside = tuple(f"{name}." for name in (_table_name(model, architecture), *names))
+    """Return the tensors of the table, or of a scheme's modules, by name in the headless model; they are not copied."""
+    modules = position_modules(model, architecture)
+    inside = tuple(f"{name}." for name, module in model.base_model.named_modules() if module in modules)
     # Without the scheme's digest: position_delta.json names the scheme.
     return {name: value for name, value in _weights(model).items() if name.startswith(inside)}

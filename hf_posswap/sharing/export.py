@@ -130,8 +130,6 @@ def _check_weights(model: SwappedModel) -> None:
     names = [name for name, _ in model.named_parameters()]
     if any(".base_layer." in name or "lora_" in name for name in names):
         raise UnsupportedModelError("there are adapters around the model's layers: merge them first (merge_and_unload)")
-    if getattr(model, "is_quantized", False) or any(not p.is_floating_point() for p in model.parameters()):
-        raise UnsupportedModelError("a quantized model cannot be exported: export first, then quantize")
     if len(dtypes := {str(parameter.dtype) for parameter in model.parameters()}) > 1:
         raise UnsupportedModelError(f"the model's weights are {' and '.join(sorted(dtypes))}: give it one dtype, model.to(...)")
     devices = {parameter.device for parameter in model.parameters()}

@@ -10,15 +10,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HfHubHTTPError,
-    HTTPError,
-    LocalTokenNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, errors
 from safetensors import SafetensorError, safe_open
 
 from hf_posswap.checkpoint import CONFIG_CLASSES, STUB, SWAPPED_CLASSES, is_stub
@@ -49,17 +41,10 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def share(
-    folder: str | Path,
-    repo_id: str,
-    *,
-    results: Sequence[str | Path] | None = None,
-    base_model: str | None = None,
-    license: str | None = None,
-    private: bool | None = None,
-    create_pr: bool = False,
-    overwrite: bool = False,
+    folder: str | Path, repo_id: str, *, results: Sequence[str | Path] | None = None, base_model: str | None = None,
+    license: str | None = None, private: bool | None = None, create_pr: bool = False, overwrite: bool = False,
     eval_results: Sequence[str] = (),
-) -> str:
+) -> str:  # fmt: skip
     """Write the card of a swapped model, an export or a delta and push the folder; return the URL of the model or pull request.
 
     Args:
@@ -104,7 +89,7 @@ def share(
         # Old files of another model: transformers would go on loading its weights.
         operations += [CommitOperationDelete(path) for path in held if path not in files]
         commit = _commit(api, repo_id, operations, create_pr, head.sha)
-    except (HTTPError, OfflineModeIsEnabled, LocalTokenNotFoundError, ConnectionError) as error:
+    except (errors.HTTPError, errors.OfflineModeIsEnabled, errors.LocalTokenNotFoundError, ConnectionError) as error:
         raise PosswapError(f"{_reason(error, repo_id, create_pr)}. All files are in {folder}") from None
     except PosswapError:
         raise
@@ -136,10 +121,11 @@ def check_files(folder: Path) -> list[str]:
             except SafetensorError as error:
                 raise CheckpointError(f"{path} cannot be read ({error}): save the model again") from None
         found.append(name)
-    if not any(name.endswith(".safetensors") for name in found):
-        raise CheckpointError(f"{folder} has no weights (.safetensors): save the model there first")
     _check_code(folder, found)
-    _check_index(folder)
+    for path in folder.glob("*.safetensors.index.json"):
+        shards = read_json(path).get("weight_map")
+        if not isinstance(shards, dict) or not {file.name for file in folder.iterdir()}.issuperset(map(str, shards.values())):
+            raise CheckpointError(f"{path} names what is no file next to it: save the model again")
     return found
 
 
@@ -163,14 +149,6 @@ def _check_code(folder: Path, files: Sequence[str]) -> None:
         raise CheckpointError(f"{folder / STUB} is not what save_pretrained writes, and is run: save the model again")
 
 
-def _check_index(folder: Path) -> None:
-    for path in folder.glob("*.safetensors.index.json"):
-        shards = read_json(path).get("weight_map")
-        beside = {file.name for file in folder.iterdir()}
-        if not isinstance(shards, dict) or not beside.issuperset(map(str, shards.values())):
-            raise CheckpointError(f"{path} names what is no file next to it: save the model again")
-
-
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(re.fullmatch(pattern, name) for pattern in patterns)
 
@@ -185,12 +163,11 @@ def _of_a_model(name: str) -> bool:
 def _take_over(api: HfApi, repo_id: str, revision: str, folder: Path, fresh: bool) -> bool:
     """Replace a card that was just created by the repository's, whose text is then kept; return whether this was done.
 
-    Raises:
-        PosswapError: Both cards have text of their users.
+    PosswapError: both cards have text of their users.
     """
     try:
         there = Path(api.hf_hub_download(repo_id, CARD_FILE, revision=revision))
-    except EntryNotFoundError:
+    except errors.EntryNotFoundError:
         return False
     theirs, ours = (own_text(path) for path in (there, folder / CARD_FILE))
     if fresh:
@@ -208,8 +185,8 @@ def _commit(api: HfApi, repo_id: str, operations: list[CommitOperationAdd], crea
     while True:
         try:  # `parent_commit` refuses to overwrite what somebody else has pushed meanwhile
             return api.create_commit(repo_id, operations, parent_commit=parent, **about)
-        except HTTPError as error:
-            status = error.response.status_code if isinstance(error, HfHubHTTPError) else None  # None: the connection broke
+        except errors.HTTPError as error:
+            status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None  # None: it broke
             # Not if the commit may have arrived: a second try would open a second pull request.
             again = status in ((429, 503) if create_pr else (429, 500, 502, 503, 504, None))
             wait = next(waits, None)
@@ -221,15 +198,15 @@ def _commit(api: HfApi, repo_id: str, operations: list[CommitOperationAdd], crea
 
 def _reason(error: Exception, repo_id: str, create_pr: bool) -> str:
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, OfflineModeIsEnabled):
+    if isinstance(error, errors.OfflineModeIsEnabled):
         return "the client is set to be offline: unset HF_HUB_OFFLINE"
-    if isinstance(error, LocalTokenNotFoundError) or status == 401:
+    if isinstance(error, errors.LocalTokenNotFoundError) or status == 401:
         log_in = "log in (hf auth login, or HF_TOKEN) with a token that may write"
         return f"the Hub does not know who you are, or there is no {repo_id}: {log_in}"
     if status == 403:
         way = "ask for the right to" if create_pr else "open a pull request with create_pr=True (--create-pr)"
         return f"you may not write to {repo_id}: {way}, or push to a repository of your own"
-    if isinstance(error, RepositoryNotFoundError) or status == 404:
+    if isinstance(error, errors.RepositoryNotFoundError) or status == 404:
         return f"there is no model {repo_id} that you may read: a pull request needs one"
     if status == 412:
         return f"somebody has changed {repo_id} meanwhile: look at the change, then push again"

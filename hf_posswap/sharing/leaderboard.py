@@ -34,9 +34,8 @@ def leaderboard(places: Sequence[str | Path], *, vary: Sequence[str] = (), figur
             own = own_rows(comparison["runs"], scheme)
             for run in [one for one in comparison["runs"] if one["config"]["scheme"] == "original"] + own:
                 config = run["config"] | {"from": str(place)}
-                tables.setdefault(f"{run['recipe']}: {data_of(config)}", []).append(
-                    {**run, "config": config, "folder": str(place)}
-                )
+                row = {**run, "config": config, "folder": str(place)}
+                tables.setdefault(f"{run['recipe']}: {data_of(config)}", []).append(row)
     if not tables:
         raise DataError(f"none of {', '.join(names)} has a comparison: hf-posswap card FOLDER --results RUNS puts one there")
     parts = []

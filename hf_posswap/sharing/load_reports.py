@@ -18,7 +18,6 @@ class LoadReports(logging.Handler):
     """Warns when transformers reports that it has left out the relative positions of a checkpoint."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Look at one message of transformers."""
         try:
             said = record.getMessage()
         except (TypeError, ValueError):  # some of transformers' own messages are malformed; its handler reports them

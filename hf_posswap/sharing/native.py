@@ -54,9 +54,7 @@ def build(kind: type, config: PreTrainedConfig, weights: dict[str, torch.Tensor]
 
 def with_table(model: SwappedModel, stock: type, _) -> Converted:
     """Export to the family itself: the vectors that the scheme adds at each position become its learned table."""
-    owner, name = model.architecture.table_owner(model.base_model)
-    embedding = getattr(owner, name)
-    config = family_config(model)
+    embedding, config = model.architecture.table(model.base_model), family_config(model)
     weights, prefix = without(model, embedding)
     family, longest = model.architecture, model.architecture.longest_input(config)
     positions = torch.arange(-family.first_row(config), longest, device=model.device).clamp(min=0)  # unused rows: as at 0
@@ -72,8 +70,7 @@ def without(model: SwappedModel, embedding: nn.Module) -> tuple[dict[str, torch.
 
 def constant(model: SwappedModel) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Return the vectors mean and (first - mean), (E,) float64, and whether the latter is nonzero."""
-    owner, name = model.architecture.table_owner(model.base_model)
-    constant = getattr(owner, name)
+    constant = model.architecture.table(model.base_model)
     mean = constant.mean.double()
     difference = torch.zeros_like(mean) if constant.first is None else constant.first.double() - mean
     return mean, difference, bool(difference.any())
@@ -123,7 +120,7 @@ def reorder(weights: dict[str, torch.Tensor], order: torch.Tensor, heads: int) -
             weights[name] = value.unflatten(0, (heads, -1))[:, order.to(value.device)].flatten(0, 1)
 
 
-def rope_parameters(positions: RotaryPositions) -> tuple[dict, int]:
+def rope_fields(positions: RotaryPositions) -> dict:
     """Return transformers' `rope_parameters` for these positions, and the `max_position_embeddings` that go with them."""
     scheme, geometry = positions.scheme, positions.geometry
     # int(D * share) must give R.
@@ -136,4 +133,5 @@ def rope_parameters(positions: RotaryPositions) -> tuple[dict, int]:
         scaling.setdefault("original_max_position_embeddings", geometry.trained_positions)
     # With `dynamic`, frequencies change beyond max_position_embeddings.
     longest = geometry.trained_positions if dynamic else geometry.max_positions
-    return {**scaling, "rope_theta": float(scheme.theta), "partial_rotary_factor": share}, longest
+    parameters = {**scaling, "rope_theta": float(scheme.theta), "partial_rotary_factor": share}
+    return {"rope_parameters": parameters, "max_position_embeddings": longest}

@@ -66,26 +66,19 @@ def gpt_neox(model: SwappedModel, stock: type, _) -> Converted:
             rows = torch.stack([query[:, order] * scale, key[:, order], value], dim=1)  # (H, 3, D, ...)
             weights[f"{theirs}attention.query_key_value.{part}"] = rows.flatten(0, 2)
     head = {name: value for name, value in own.items() if not name.startswith(base)} if whole else {}
-    parameters, longest = native.rope_parameters(positions)
     gpt2 = family == "gpt2"
-    exported = native.build(
-        GPT_NEOX[stock],
-        GPTNeoXConfig(
-            **native.common(config),
-            intermediate_size=(config.n_inner or 4 * config.hidden_size) if gpt2 else config.ffn_dim,
-            hidden_act=config.activation_function,
-            attention_dropout=config.attn_pdrop if gpt2 else config.attention_dropout,
-            hidden_dropout=config.resid_pdrop if gpt2 else config.dropout,
-            max_position_embeddings=longest,
-            layer_norm_eps=config.layer_norm_epsilon if gpt2 else 1e-5,
-            use_parallel_residual=False,
-            rope_parameters=parameters,
-            tie_word_embeddings=False,
-        ),
-        weights | head,
-        model,
+    neox = GPTNeoXConfig(
+        **native.common(config),
+        **native.rope_fields(positions),
+        intermediate_size=(config.n_inner or 4 * config.hidden_size) if gpt2 else config.ffn_dim,
+        hidden_act=config.activation_function,
+        attention_dropout=config.attn_pdrop if gpt2 else config.attention_dropout,
+        hidden_dropout=config.resid_pdrop if gpt2 else config.dropout,
+        layer_norm_eps=config.layer_norm_epsilon if gpt2 else 1e-5,
+        use_parallel_residual=False,
+        tie_word_embeddings=False,
     )
-    return exported, (), ()
+    return native.build(GPT_NEOX[stock], neox, weights | head, model), (), ()
 
 
 def _norm(weights: dict, target: str, own: dict, source: str, size: int) -> None:

@@ -8,16 +8,7 @@
 
 import torch
 from torch import nn
-from transformers import (
-    BertForMultipleChoice,
-    BertForSequenceClassification,
-    BertLMHeadModel,
-    BertModel,
-    EsmModel,
-    JinaEmbeddingsV3Config,
-    RoFormerConfig,
-    RoFormerForCausalLM,
-)
+from transformers import BertLMHeadModel, JinaEmbeddingsV3Config, RoFormerConfig, RoFormerForCausalLM
 
 from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import UnsupportedModelError
@@ -46,35 +37,29 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
         raise UnsupportedModelError(f"RoFormer has one table of angles, and {kind} scaling chooses angles by length")
     if positions.geometry.head_dim % 2:
         raise UnsupportedModelError(f"RoFormer rotates pairs of dimensions, and head_dim {positions.geometry.head_dim} is odd")
-    if stock is BertForSequenceClassification and config.hidden_act != "tanh":
+    classifies, chooses = (stock.__name__ == f"BertFor{head}" for head in ("SequenceClassification", "MultipleChoice"))
+    if classifies and config.hidden_act != "tanh":
         raise UnsupportedModelError(f"RoFormer's head applies {config.hidden_act}, BERT's pooler tanh: share the model itself")
     weights, holds_for, tied = native.without_constant(model, tokenizer, "RoFormer", onto="token_type")
     native.reorder(weights, native.pairs_first(positions), config.num_attention_heads)
     pooler = {name: weights.pop(name) for name in list(weights) if ".pooler." in f".{name}"}
-    head = {BertForMultipleChoice: "sequence_summary.summary", BertForSequenceClassification: "classifier.dense"}.get(stock)
-    if head is not None:
-        if stock is BertForSequenceClassification:
+    if classifies or chooses:
+        head = "classifier.dense" if classifies else "sequence_summary.summary"
+        if classifies:
             weights = {name.replace("classifier.", "classifier.out_proj."): value for name, value in weights.items()}
         weights |= {f"{head}.{name.rpartition('.')[2]}": value for name, value in pooler.items()}
         pooler = {}
     weights = {name.replace("bert.", "roformer.", 1) if name.startswith("bert.") else name: v for name, v in weights.items()}
-    base = "" if stock is BertModel else "roformer."
+    base = "" if stock is model.architecture.base_class else "roformer."
     length, still = config.max_position_embeddings, (positions.geometry.head_dim - positions.rotary_dim) // 2
     angles = positions.angles(torch.arange(length, device=model.device)[None], length)
     # RoFormer's table, (L, D): sines, then cosines; unrotated dimensions have angle 0.
     cos, sin = (nn.functional.pad(part[0, 0], (0, still), value=value) for part, value in zip(angles, (1.0, 0.0), strict=True))
     weights[f"{base}encoder.embed_positions.weight"] = torch.cat([sin, cos], dim=-1).to(model.dtype)
-    summary = {"summary_type": "first", "summary_use_proj": True, "summary_activation": "tanh"}
-    exported = native.build(
-        ROFORMER[stock],
-        RoFormerConfig(
-            **native.common(config, *_SAME, "max_position_embeddings", "is_decoder", "add_cross_attention"),
-            **(summary if stock is BertForMultipleChoice else {}),
-            tie_word_embeddings=tied,
-        ),
-        weights,
-        model,
-    )
+    fields = native.common(config, *_SAME, "max_position_embeddings", "is_decoder", "add_cross_attention")
+    if chooses:
+        fields |= {"summary_type": "first", "summary_use_proj": True, "summary_activation": "tanh"}
+    exported = native.build(ROFORMER[stock], RoFormerConfig(**fields, tie_word_embeddings=tied), weights, model)
     counted = "positions that count from the first token on: RoFormer takes no position_ids"
     return exported, tuple(pooler), (counted, *holds_for)
 
@@ -94,18 +79,8 @@ def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
         for ours, theirs in _JINA_NAMES.items() if "encoder.layer." in name else ():
             name = name.replace(ours, theirs)
         weights[name] = value
-    parameters, longest = native.rope_parameters(positions)
-    exported = native.build(
-        JINA[stock],
-        JinaEmbeddingsV3Config(
-            **native.common(config, *_SAME, "classifier_dropout"),
-            max_position_embeddings=longest,
-            rope_parameters=parameters,
-            tie_word_embeddings=tied,
-        ),
-        weights,
-        model,
-    )
+    fields = native.common(config, *_SAME, "classifier_dropout") | native.rope_fields(positions)
+    exported = native.build(JINA[stock], JinaEmbeddingsV3Config(**fields, tie_word_embeddings=tied), weights, model)
     counted = "padding at the ends of a text alone: JinaEmbeddingsV3 counts it"
     return exported, (), (counted, *holds_for)
 
@@ -137,7 +112,7 @@ def esm(model: SwappedModel, stock: type, tokenizer) -> Converted:
     weights, holds_for, tied = native.without_constant(model, tokenizer, "ESM", onto="word")
     pairs = native.pairs_first(positions)
     native.reorder(weights, torch.cat([pairs[0::2], pairs[1::2]]), config.num_attention_heads)
-    base = "" if stock is EsmModel else "esm."
+    base = "" if stock is model.architecture.base_class else "esm."
     frequencies = nn.functional.pad(frequencies, (0, head_dim // 2 - len(frequencies)))
     weights[f"{base}rotary_embeddings.inv_freq"] = frequencies.float()
     turns = {"position_embedding_type": "rotary", "rope_theta": float(positions.scheme.theta)}

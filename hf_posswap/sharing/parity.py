@@ -39,7 +39,6 @@ class Certificate:
 
     @property
     def largest(self) -> float:
-        """The largest of all differences."""
         return max([*self.random.values(), *self.text.values()])
 
     def __str__(self) -> str:
@@ -53,18 +52,10 @@ class Certificate:
 
 
 def certify(
-    model: PreTrainedModel,
-    exported: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    left_out: tuple[str, ...] = (),
-    holds_for: tuple[str, ...] = (),
-) -> Certificate:
-    """Compare the outputs of a swapped model and of its export on the same tokens.
-
-    Raises:
-        PosswapError: They differ by more than `TOLERANCE`.
-    """
+    model: PreTrainedModel, exported: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *,
+    left_out: tuple[str, ...] = (), holds_for: tuple[str, ...] = (),
+) -> Certificate:  # fmt: skip
+    """Compare outputs of a swapped model and of its export on the same tokens; PosswapError: beyond `TOLERANCE`."""
     causal = model.architecture.is_causal(model.config)
     longest = min(longest_input(model.config), LONGEST)
     cls = getattr(tokenizer, "cls_token_id", None)

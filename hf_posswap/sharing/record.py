@@ -151,10 +151,8 @@ def _base_model(known: dict | None, given: str | None, before: dict | None, fold
             return {"id": known["id"], "revision": known.get("revision"), "on_hub": True}
         if isinstance(before, dict) and (not before.get("on_hub") or is_repo_id(before.get("id"))):
             return before
-        raise PosswapError(
-            f"{folder} does not say what it was swapped from: give base_model (--base-model), owner/name[@revision], "
-            f"or {LOCAL}NAME"
-        )
+        what = f"{folder} does not say what it was swapped from"
+        raise PosswapError(f"{what}: give base_model (--base-model), owner/name[@revision], or {LOCAL}NAME")
     on_hub = not given.startswith(LOCAL)
     name, _, revision = given.partition("@") if on_hub else (given.removeprefix(LOCAL), "", None)
     if on_hub and not is_repo_id(name):

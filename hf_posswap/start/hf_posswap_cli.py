@@ -62,9 +62,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _about(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which version this is.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ):
     """Swap the position scheme of pretrained encoders and decoders, and measure what it costs.
 

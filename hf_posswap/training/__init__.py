@@ -8,13 +8,7 @@ from importlib import import_module
 
 from hf_posswap.extras import extra
 
-_HOME = {
-    "TrainingConfig": "budget",
-    "TrainingRun": "budget",
-    "pad": "batching",
-    "predict": "evaluation",
-    "train": "loop",
-}
+_HOME = {"TrainingConfig": "budget", "TrainingRun": "budget", "pad": "batching", "predict": "evaluation", "train": "loop"}
 
 __all__ = sorted(_HOME)
 

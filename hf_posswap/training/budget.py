@@ -62,9 +62,7 @@ class TrainingConfig:
     torch_compile: Annotated[str | None, "Compiler backend, such as inductor. Default: as accelerate launch says."] = None
     # Short tuning of a trained model works better without dropout.
     dropout: Annotated[bool, "Train with the dropout of the model's config."] = True
-    train_sampling_strategy: Annotated[str, "random, or group_by_length: examples of similar length, so less padding."] = (
-        "random"
-    )
+    train_sampling_strategy: Annotated[str, "random, or group_by_length, which needs less padding."] = "random"
     skip_to: Annotated[int | None, "Train short, read long (PoSE): skip positions in each example, up to this one."] = None
     mixed_precision: Annotated[str | None, "no, bf16 or fp16. Default: as accelerate launch says."] = None
     seed: Annotated[int, "Seed of the order of examples, of dropout and of new weights."] = 0

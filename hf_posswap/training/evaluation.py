@@ -19,8 +19,7 @@ def predict(model: PreTrainedModel, rows: list[dict], pad_token_id: int, batch_s
 
     The model is moved to this process's device. `batch_size` is per process.
 
-    Raises:
-        PosswapError: There are no rows, or fewer processes than were asked for.
+    PosswapError: there are no rows, or fewer processes than were asked for.
     """
     if not rows:
         raise PosswapError("there is nothing to evaluate: the data set is empty")

@@ -6,15 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, PartialState, utils
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import (
-    DataLoaderConfiguration,
-    DistributedType,
-    GradientAccumulationPlugin,
-    LoggerType,
-    TorchDynamoPlugin,
-)
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -31,15 +24,14 @@ def start_accelerator(
 ) -> Accelerator:
     """Return the Accelerator of one training run.
 
-    Raises:
-        PosswapError: Fewer processes than asked for, a batch that does not divide among them, or a missing tracker.
+    PosswapError: fewer processes than asked for, a batch that does not divide among them, or a missing tracker.
     """
     check_trackers(config.report_to)
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=accumulation_steps, sync_with_dataloader=False),
+        gradient_accumulation_plugin=utils.GradientAccumulationPlugin(num_steps=accumulation_steps, sync_with_dataloader=False),
         # split_batches: the global batch stays batch_size.
-        dataloader_config=DataLoaderConfiguration(split_batches=True, non_blocking=True),
+        dataloader_config=utils.DataLoaderConfiguration(split_batches=True, non_blocking=True),
         log_with=list(config.report_to) or None,
         project_dir=output and str(output),
     )
@@ -49,8 +41,8 @@ def start_accelerator(
         count = accelerator.num_processes
         raise PosswapError(f"{micro_batch} sequences do not divide into {count} processes: choose a multiple as batch_size")
     # All Accelerators of a process share one state, which would keep the compiler of the first.
-    accelerator.state.dynamo_plugin = TorchDynamoPlugin(backend=config.torch_compile)
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:  # which accumulates and clips by itself
+    accelerator.state.dynamo_plugin = utils.TorchDynamoPlugin(backend=config.torch_compile)
+    if accelerator.distributed_type == utils.DistributedType.DEEPSPEED:  # which accumulates and clips by itself
         accelerator.state.deepspeed_plugin.deepspeed_config |= {
             "train_micro_batch_size_per_gpu": micro_batch // accelerator.num_processes,
             "gradient_accumulation_steps": accumulation_steps,
@@ -75,7 +67,7 @@ def check_processes(accelerator: Accelerator | PartialState) -> None:
 
 def check_trackers(names: tuple[str, ...]) -> None:
     """Raise for a tracker that accelerate does not know, or would silently skip because it is not installed."""
-    known = sorted(set(LoggerType.list()) - {"all"})
+    known = sorted(set(utils.LoggerType.list()) - {"all"})
     for name in names:
         if name not in known:
             raise PosswapError(f"report_to={name!r} is not a tracker; known are {', '.join(known)}")
@@ -92,8 +84,10 @@ def sharable(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)  # shared by all models that the process trains
     named = getattr(plugin, "transformer_cls_names_to_wrap", None)
-    if plugin is not None and not named:
-        plugin.transformer_cls_names_to_wrap = layer_class_names(model)
+    family = find_family(getattr(getattr(model, "config", None), "model_type", ""))
+    if plugin is not None and not named and family is not None:
+        # transformers' own list also names BERT's embeddings, which cannot be a unit: the head shares their weights.
+        plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in family.layers(model.base_model)})
     head = model.get_output_embeddings() if accelerator.is_fsdp2 and hasattr(model, "get_output_embeddings") else None
     bias = getattr(head, "bias", None)
     holders = [m for m in model.modules() if bias is not None and m is not head and m._parameters.get("bias") is bias]
@@ -106,16 +100,6 @@ def sharable(model: torch.nn.Module, accelerator: Accelerator) -> Iterator[None]
             plugin.transformer_cls_names_to_wrap = named
         for holder in holders:
             holder.bias = head.bias  # now the sharded one
-
-
-def layer_class_names(model: torch.nn.Module) -> list[str] | None:
-    """Return the class names of a model's layers, the units that FSDP shards; None for an unknown family.
-
-    transformers' own list also names BERT's embeddings, which cannot be a unit: the head shares their weights.
-    """
-    config = getattr(model, "config", None)
-    architecture = find_family(getattr(config, "model_type", ""))
-    return architecture and sorted({type(layer).__name__ for layer in architecture.layers(model.base_model)})
 
 
 def share_weights(model: torch.nn.Module) -> None:

@@ -33,18 +33,10 @@ AfterStep = Callable[[torch.nn.Module, TrainingRun], None]
 
 
 def train(
-    model: torch.nn.Module,
-    dataset: Dataset,
-    config: TrainingConfig,
-    *,
-    compute_loss: Loss | None = None,
-    collate: Callable[[list[dict]], dict] | None = None,
-    after_step: AfterStep | None = None,
-    output: str | Path | None = None,
-    resume: bool = False,
-    progress: bool = True,
-    description: str = "training",
-) -> tuple[torch.nn.Module, TrainingRun]:
+    model: torch.nn.Module, dataset: Dataset, config: TrainingConfig, *, compute_loss: Loss | None = None,
+    collate: Callable[[list[dict]], dict] | None = None, after_step: AfterStep | None = None, output: str | Path | None = None,
+    resume: bool = False, progress: bool = True, description: str = "training",
+) -> tuple[torch.nn.Module, TrainingRun]:  # fmt: skip
     """Train `model` on `dataset` for `config.max_steps` steps; return the unwrapped model and a record of the run.
 
     `dataset` holds dicts of tensors, all of one length unless `collate` pads them. `compute_loss(model, batch)` returns a
@@ -131,7 +123,12 @@ class _Loop:
     def _take_steps(self, accelerator, model, optimizer, scheduler, run: TrainingRun, checkpoints: Checkpoints | None) -> None:
         config, parts = self.config, run.gradient_accumulation_steps
         shifted = predicts_next(self.model)
-        loader = accelerator.prepare(self._loader(parts, len(run.losses)))
+        # A loader draws a number from its generator when it starts. From the global one, that would change the dropout of a
+        # resumed run, which starts its loader once more.
+        generator = torch.Generator().manual_seed(config.seed)
+        sampler = MicroBatches(self.order, parts, len(run.losses), config.max_steps)
+        loader = DataLoader(self.dataset, batch_sampler=sampler, collate_fn=self.collate, generator=generator)
+        loader = accelerator.prepare(loader)
         hidden = None if self.progress and accelerator.is_main_process else True  # None: drawn in a terminal only
         steps = {"total": config.max_steps, "initial": len(run.losses), "unit": "step"}
         bar = tqdm(desc=self.description, leave=False, disable=hidden, **steps)
@@ -154,16 +151,6 @@ class _Loop:
                 if log.stopping:
                     where = f"step {len(run.losses)} of {config.max_steps}, the checkpoint is in {self.output}"
                     raise Interrupted(f"stopped after {where}: continue with resume=True (--resume) and the same output")
-
-    def _loader(self, parts: int, first_step: int) -> DataLoader:
-        return DataLoader(
-            self.dataset,
-            batch_sampler=MicroBatches(self.order, parts, first_step, self.config.max_steps),
-            collate_fn=self.collate,
-            # A loader draws a number from its generator when it starts. From the global one, that would change the dropout
-            # of a resumed run, which starts its loader once more.
-            generator=torch.Generator().manual_seed(self.config.seed),
-        )
 
     def _step(self, accelerator, model, optimizer, scheduler, batches: Sequence[dict], shifted: bool):
         """Take one optimizer step; return this process's share of the loss, the gradient norm, tokens and learning rate."""

@@ -33,15 +33,9 @@ class RunLog:
     """Collects each step's numbers in `run`; `stopping` becomes true on all processes when one of them was asked to stop."""
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        run: TrainingRun,
-        bar: tqdm,
-        stop: StopRequest,
-        *,
-        every_step: bool,
+        self, accelerator: Accelerator, run: TrainingRun, bar: tqdm, stop: StopRequest, *, every_step: bool,
         description: str | None,
-    ):
+    ):  # fmt: skip
         self.accelerator, self.run, self.bar, self.stop, self.every_step = accelerator, run, bar, stop, every_step
         self.description = description  # None: nothing is said
         if description and run.losses:
@@ -65,7 +59,6 @@ class RunLog:
 
     @property
     def steps(self) -> int:
-        """How many steps were taken, read or not."""
         return len(self.run.losses) + len(self._pending)
 
     @property
@@ -77,8 +70,7 @@ class RunLog:
     def read(self) -> None:
         """Move the pending numbers into `run`.
 
-        Raises:
-            PosswapError: A loss or gradient is NaN or infinite, or gradients are zero from the first step on.
+        PosswapError: a loss or gradient is NaN or infinite, or gradients are zero from the first step on.
         """
         if not self._pending:
             return

@@ -71,10 +71,8 @@ class Checkpoints:
         if self.accelerator.reduce(failures).item():
             if self.accelerator.is_main_process:
                 shutil.rmtree(aside, ignore_errors=True)
-            raise CheckpointError(
-                f"{folder} could not be written ({failure or 'another process says why'}); earlier checkpoints are whole: "
-                "make room, then continue with resume=True (--resume)"
-            ) from failure
+            what = f"{folder} could not be written ({failure or 'another process says why'}); earlier checkpoints are whole"
+            raise CheckpointError(f"{what}: make room, then continue with resume=True (--resume)") from failure
         if self.accelerator.is_main_process:
             aside.rename(folder)
             remove_checkpoints(self.output, keep=run.config.checkpoints_kept)
