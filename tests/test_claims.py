@@ -1,18 +1,15 @@
 """Claims about position schemes: what is found is what was worked out by hand, and a broken scheme changes the verdict."""
 
-import cmath
 from pathlib import Path
 
 import pytest
 import torch
 from test_notebooks import assert_same_text
-from torch.testing import assert_close
 from typer.testing import CliRunner
 
 import hf_posswap.commands.claims as claims
 from hf_posswap.cli import app
 from hf_posswap.commands.claims import CLAIMS, Claim, check_claims, markdown
-from hf_posswap.measure.positions import pair_rotation
 from hf_posswap.schemes.sinusoidal import sinusoids
 
 # Whether each finding holds, in order; and text that must stand in one of them.
@@ -84,20 +81,6 @@ def test_a_broken_scheme_changes_verdicts(monkeypatch, claim):
     monkeypatch.setattr(claims, "sinusoids", broken)
     (wrong,) = check_claims((getattr(claims, claim),))
     assert [f.holds for f in right.findings] != [f.holds for f in wrong.findings]
-
-
-@pytest.mark.parametrize("distance", [0, 1, -3, 100])
-def test_pair_rotation_turns_complex_numbers(distance):
-    """T(k) is e^(-i k w) on each pair (sin, cos) read as a complex number, orthogonal, and T(a) T(b) = T(a + b)."""
-    speeds = 100.0 ** -(torch.arange(4, dtype=torch.float64) / 4)
-    matrix = pair_rotation(distance * speeds)
-    for pair in range(4):
-        turn = cmath.exp(-1j * distance * 100.0 ** (-pair / 4))
-        expected = torch.tensor([[turn.real, -turn.imag], [turn.imag, turn.real]], dtype=torch.float64)
-        assert_close(matrix[2 * pair : 2 * pair + 2, 2 * pair : 2 * pair + 2], expected)
-    assert matrix.count_nonzero() <= 16
-    assert_close(matrix @ matrix.T, torch.eye(8, dtype=torch.float64))
-    assert_close(matrix @ pair_rotation(5 * speeds), pair_rotation((distance + 5) * speeds))
 
 
 def test_the_command_and_its_tables(monkeypatch):
