@@ -275,7 +275,10 @@ def test_missing_position_weights(make_swapped, family, scheme, lost, tmp_path):
     assert all(name in str(raised.value) for name in dropped)
 
 
-@pytest.mark.parametrize(("family", "scheme"), [("bert", "rotary"), ("gpt2", "alibi"), ("opt", "rotary"), ("opt", "alibi")])
+META = [("bert", "rotary"), ("gpt2", "alibi"), ("opt", "alibi"), ("gpt2", "relative"), ("bert", "buckets")]
+
+
+@pytest.mark.parametrize(("family", "scheme"), META)
 def test_built_on_meta(make_swapped, family, scheme):
     """A model that is built empty and then initialised, as transformers loads, has the values of one built directly."""
     model = make_swapped(family, scheme, max_positions=40)

@@ -1,4 +1,6 @@
-"""Each scheme's arithmetic against its formula as a plain loop in float64, and the reading of scheme strings."""
+"""Each scheme's arithmetic against its formula as a plain loop in float64, and the reading of scheme strings; relative
+positions are in test_relative_attention.
+"""
 
 import cmath
 import math
@@ -17,81 +19,6 @@ def geometry(head_dim: int = 8, num_heads: int = 2, max_positions: int = 32, tra
     """The sizes of a small model."""
     sizes = {"max_positions": max_positions, "trained_positions": trained_positions}
     return Geometry(hidden_size=num_heads * head_dim, num_heads=num_heads, head_dim=head_dim, **sizes)
-
-
-# -- relative ------------------------------------------------------------------------------------------------------
-
-
-def shaw(query, key, value, key_table, value_table, clip, scaling, query_positions, key_positions, allowed):
-    """Shaw et al. 2018, equations 3 to 5, one number after the other; tables are (H, R, D) and R = 2 * clip + 1."""
-    batch, heads, length, dim = query.shape
-    output = torch.zeros(batch, heads, length, dim, dtype=torch.float64)
-    for b in range(batch):
-        for h in range(heads):
-            for i in range(length):
-                keys = [j for j in range(key.shape[2]) if allowed(b, i, j)]
-                rows, scores = [], []
-                for j in keys:
-                    distance = int(key_positions[b][j] - query_positions[b][i])
-                    rows.append(max(-clip, min(clip, distance)) + clip)
-                    scores.append(
-                        sum(float(query[b, h, i, d] * (key[b, h, j, d] + key_table[h, rows[-1], d])) for d in range(dim))
-                    )
-                weights = [math.exp(scaling * score) for score in scores]
-                for j, row, weight in zip(keys, rows, weights, strict=True):
-                    output[b, h, i] += weight / sum(weights) * (value[b, h, j] + value_table[h, row])
-    return output
-
-
-@pytest.mark.parametrize("values", [True, False])
-@pytest.mark.parametrize("share_heads", [True, False])
-@pytest.mark.parametrize("situation", ["bidirectional", "causal", "padded", "boolean mask", "custom positions", "cached"])
-def test_relative_equals_double_loop(situation, share_heads, values):
-    """Key and value terms, clipped, for every kind of mask and for positions that are given or come from a cache."""
-    torch.manual_seed(0)
-    scheme = posswap.Relative(clip=3, values=values, share_heads=share_heads)
-    module = scheme.attention_module(geometry(head_dim=4)).double()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter)
-    key_length, length = 9, 4 if situation == "cached" else 9
-    query, key, value = (torch.randn(2, 2, n, 4, dtype=torch.float64) for n in (length, key_length, key_length))
-    past = key_length - length
-    slots = torch.arange(past, key_length)[None]
-    position_ids, key_positions = slots, torch.arange(key_length).expand(2, -1)
-    mask, causal = None, False
-
-    def allowed(b, i, j):
-        return True
-
-    if situation in ("causal", "cached"):
-        causal = True
-
-        def allowed(b, i, j):
-            return j <= past + i
-
-    elif situation in ("padded", "boolean mask"):
-        mask = torch.arange(9)[None] < torch.tensor([[9], [6]])
-        mask = mask[:, None, None].expand(2, 1, 9, 9)
-        if situation == "padded":
-            mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
-
-        def allowed(b, i, j):
-            return j < (9, 6)[b]
-
-    elif situation == "custom positions":
-        position_ids = torch.stack([torch.randperm(9), 2 * torch.arange(9)])
-        key_positions = position_ids
-    shared = module.prepare(position_ids, slots, None, key_positions, mask)
-    output, probabilities = module.attend(
-        query, key, value, mask, shared, scaling=0.5, dropout=0.0, causal=causal, return_probabilities=True
-    )
-    assert_close(probabilities.sum(-1), torch.ones(2, 2, length, dtype=torch.float64))
-    tables = [
-        table if table is not None else torch.zeros_like(module.key_table) for table in (module.key_table, module.value_table)
-    ]
-    tables = [table.expand(2, -1, -1).detach() for table in tables]
-    expected = shaw(query, key, value, *tables, 3, 0.5, key_positions[:, -length:], key_positions, allowed)
-    assert_close(output, expected, rtol=1e-10, atol=1e-10)
 
 
 # -- sinusoidal ----------------------------------------------------------------------------------------------------
@@ -144,23 +71,6 @@ def test_raw_sinusoids_stand_in_the_models_table(make_model, family, layout):
         posswap.swap(model, scheme, max_positions=64, warm_start=warm_start)
         owner, name = model.architecture.table_owner(model.base_model)
         assert torch.equal(getattr(owner, name)(torch.tensor([[0, 3, 50]])), expected)
-
-
-def test_projection_is_a_least_squares_fit():
-    """Row 0 is the table's; for the rest the fit is the best linear map, each octave of positions counting alike."""
-    torch.manual_seed(0)
-    module = posswap.Sinusoidal(base=20).embedding_module(geometry(head_dim=4, max_positions=100, trained_positions=100))
-    signal = sinusoids(torch.arange(100), 8, base=20).double()
-    table = torch.randn(100, 8, dtype=torch.float64)
-    design = torch.cat([signal, torch.ones(100, 1, dtype=torch.float64)], dim=1)
-    root = (1 / (torch.arange(1, 100, dtype=torch.float64) + 4)).sqrt()[:, None]
-    best = design @ torch.linalg.lstsq(root * design[1:], root * table[1:]).solution
-    best[0] = table[0]
-    with torch.no_grad():
-        module.fit_table(table)
-        fitted = module(torch.arange(100))
-    assert_close(fitted, best, rtol=0, atol=1e-3, check_dtype=False)
-    assert_close((root**2 * (fitted - table)[1:]).sum(0), torch.zeros(8), rtol=0, atol=1e-5, check_dtype=False)
 
 
 def test_projection_continues_a_table():
@@ -276,12 +186,3 @@ def test_scheme_strings(text, scheme):
     assert parse_scheme(text) == scheme
     assert scheme_from_dict(scheme.to_dict()) == scheme
     assert parse_scheme(str(scheme)) == scheme
-
-
-@pytest.mark.parametrize("scheme", [posswap.Relative(), posswap.Rotary(), posswap.Alibi(), posswap.Buckets()], ids=str)
-def test_initial_values(scheme):
-    """What transformers fills a module with that was built without weights is what building it with weights gives."""
-    module = scheme.attention_module(geometry())
-    values = module.initial_values()
-    assert values.keys() == dict(module.named_parameters()).keys()
-    assert all(torch.equal(values[name], parameter) for name, parameter in module.named_parameters())
