@@ -151,15 +151,6 @@ def test_outputs_recorded_before_the_swap(make_model, family, case, tokens):
     assert len(after.attentions) == 2 and torch.equal(after.attentions[1], before.attentions[1])
 
 
-def test_position_parameters_learn(model, position_parameters, case):
-    """Every position parameter gets a gradient that is more than rounding; schemes of formulas alone have none."""
-    ours, found = position_parameters(model), gradients_of(model)
-    parameter_free = getattr(case.scheme, "combine", None) == "add" or getattr(case.scheme, "project", True) is False
-    assert bool(ours) != parameter_free
-    for name in ours:
-        assert found[name].abs().max() > 1e-6, name
-
-
 def test_dropout_is_active_in_training_only(make_swapped, family, backend, case, tokens):
     """The swapped attention drops as the family's own does: while training, at the family's rate."""
     rates = {"attn_pdrop": 0.5} if family == "gpt2" else {"attention_probs_dropout_prob": 0.5}

@@ -10,13 +10,11 @@ from pathlib import Path
 import datasets
 import pytest
 from hub import File, Hub, Repo
-from transformers import BertTokenizer
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 COLA = datasets.Features({"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["wrong", "right"])})
 SENTENCES = [f"The cat sat on {number} {'mats' if number % 2 else 'hats'}." for number in range(60)]
 READ = """
-import json, runpy, sys, time
+import json, sys, time
 time.sleep = lambda seconds: None  # the client waits between its tries
 from hf_posswap.errors import PosswapError
 from hf_posswap.data.tables import TableConfig, read_task
@@ -26,16 +24,11 @@ for line in sys.stdin:
     try:
         if kind == "text":
             seen = read_documents(*arguments, split="validation")
-        elif kind == "run":
-            sys.argv = arguments
-            runpy.run_path(arguments[0], run_name="__main__")
         else:
             task = read_task(TableConfig(dataset=kind))
             seen = [task.label_names, len(task.train), len(task.validation), task.validation.texts[0]]
     except PosswapError as error:
         seen = str(error)
-    except SystemExit as stop:
-        seen = stop.code
     print("=>", json.dumps(seen), flush=True)
 """
 
@@ -148,16 +141,3 @@ def test_faults(hub, read, status):
     hub.faults.clear()
     assert again[1:3] == [60, 20]
     assert status == 0 or first.startswith("cannot read the Hub data set")  # a cut connection may be asked again at once
-
-
-def test_recipe(read, make_model, tmp_path):
-    """A recipe learns from a Hub data set as from a file."""
-    make_model("bert").save_pretrained(tmp_path / "model")
-    words = sorted({word.lower() for sentence in SENTENCES for word in sentence.rstrip(".").split() if word.isalpha()})
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *map(str, range(10)), *words]
-    BertTokenizer(vocab={word: number for number, word in enumerate(words)}).save_pretrained(tmp_path / "model")
-    options = ["--dataset", "glue/cola", "--max-steps", "2", "--batch-size", "8", "--report-to", "none"]
-    options += ["--model", str(tmp_path / "model"), "--output", str(tmp_path / "run")]
-    assert not read("run", str(RECIPES / "downstream_classification.py"), *options)
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["data"]["source"] == "glue/cola" and result["data"]["labels"] == ["wrong", "right"]

@@ -1,15 +1,13 @@
 """What a swap costs: the recipe on tiny models, its measures against the definitions."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 import hf_posswap as posswap
 from hf_posswap.experiments.swap_cost import SwapCostConfig, run
-from hf_posswap.measure import kl_divergence, perplexity, word_order_examples
+from hf_posswap.measure import word_order_examples
 
-ROOT = Path(__file__).parents[1]
 SENTENCES = "the cat sat on the mat. a dog ran under the log and sat. then it was happy and the cat ran on. "
 
 
@@ -69,15 +67,6 @@ def test_bad_options(changes, says):
     """Bad options are refused before anything is loaded."""
     with pytest.raises(posswap.PosswapError, match=says):
         SwapCostConfig(**changes)
-
-
-def test_perplexity_and_kl_against_the_model(make_model, make_swapped, tokens):
-    """Perplexity is exp of transformers' own loss; KL is zero on itself and that of the definition otherwise."""
-    model, other = make_model("gpt2"), make_swapped("gpt2", "rotary")
-    assert perplexity(model, tokens) == pytest.approx(model(input_ids=tokens, labels=tokens).loss.exp().item(), rel=1e-4)
-    assert kl_divergence(model, model, tokens) == pytest.approx(0, abs=1e-6)
-    p, q = (m(input_ids=tokens).logits.double().log_softmax(-1) for m in (model, other))
-    assert kl_divergence(other, model, tokens) == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4)
 
 
 def test_word_order_pairs_hold_the_same_words():
