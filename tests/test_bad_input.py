@@ -29,13 +29,11 @@ SCHEME_ERRORS = [
         r"unknown scheme 'rotery' \(did you mean 'rotary'\?\); known are learned, sinusoidal, relative, rotary, alibi",
     ),
     ("xyzzy", r"unknown scheme 'xyzzy'; known are"),
-    ("", r"unknown scheme ''"),
     (
         "rotary:thetta=5",
         r"rotary has no option 'thetta' \(did you mean 'theta'\?\); it has theta, fraction, layout, scaling",
     ),
     ("none:clip=5", r"none has no option 'clip'; it has none"),
-    ("rotary:theta", r"theta=None must be a number"),
     ("rotary:theta=[", r"cannot read the options of 'rotary:theta=\['; write name:option=value"),
     ("rotary:theta=big", r"theta='big' must be a number"),
     ("rotary:theta=1", r"theta=1 must be a number above 1"),
@@ -56,23 +54,18 @@ SCHEME_ERRORS = [
     ("rotary:scaling=linear", r"scaling='linear' must be a dict"),
     ("rotary:scaling={rope_type=linear,factor=big}", r"factor='big'"),
     ("rotary:scaling={rope_type=linear,factor=0}", r"factor=0"),
-    ("rotary:scaling={rope_type=linear,factor=-2}", r"factor=-2"),
     (
         "rotary:scaling={rope_type=longrope,short_factor=[1,2],long_factor=[1,2]}",
         r"short_factor must have 8 numbers.*has 2",
     ),
     ("rotary:scaling={rope_type=longrope,short_factor=2,long_factor=3}", r"short_factor"),
     ("relative:clip=0", r"clip=0 must be an integer of at least 1"),
-    ("relative:clip=-3", r"clip=-3 must be"),
     ("relative:clip=2.5", r"clip=2.5 must be an integer"),
-    ("relative:clip=true", r"clip=True must be an integer"),
-    ("relative:values=maybe", r"values='maybe' is not one of True, False"),
     ("relative:values=1", r"values=1 is not one of True, False"),
     ("sinusoidal:layout=half", r"layout='half' is not one of 'interleaved', 'cosine_first', 'halves', 'tensor2tensor'"),
     ("sinusoidal:base=0", r"base=0 must be a number above 1"),
     ("sinusoidal:project=2", r"project=2 is not one of True, False"),
     ("relative:clip=100000000000000", r"clip=100000000000000 must be an integer .* at most 65,536"),
-    (f"rotary:theta={10**400}", r"theta=.* must be a number above 1"),
     ("rotary:fraction=0.125,scaling={rope_type=dynamic,factor=2}", r"dynamic scaling needs at least 4 dimensions"),
     ("ladder:rung=roman", r"rung='roman' is not one of 'count'"),
     ("ladder:combine=times", r"combine='times' is not one of 'add', 'concatenate'"),
@@ -83,7 +76,7 @@ SCHEME_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("scheme", "message"), SCHEME_ERRORS, ids=lambda value: str(value)[:40] if value else "empty")
+@pytest.mark.parametrize(("scheme", "message"), SCHEME_ERRORS, ids=lambda value: str(value)[:40])
 def test_bad_scheme(make_model, scheme, message):
     """An unknown or impossible scheme names what was given and what exists; nothing happens to the model."""
     model = make_model("bert")
@@ -256,9 +249,6 @@ def test_relative_refuses_flex_attention_later(make_swapped, tokens):
     model.set_attn_implementation("flex_attention")
     with pytest.raises(posswap.PosswapError, match="set_attn_implementation"):
         model(tokens)
-
-
-# -- order of calls ------------------------------------------------------------------------------------------------
 
 
 def test_restore_without_swap(make_model, family):

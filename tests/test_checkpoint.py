@@ -207,9 +207,6 @@ def test_config_and_from_config(make_swapped, family, tmp_path, tokens):
         assert all(p.isfinite().all() and p.grad is not None for p in model.parameters())
 
 
-# -- broken folders ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("entry", "message"),
     [

@@ -1,12 +1,8 @@
 """The recipe that measures fits: its figures, its texts, its refusals; on tiny models."""
 
-from pathlib import Path
-
 import pytest
 
 from hf_posswap.errors import PosswapError
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture

@@ -215,8 +215,6 @@ def test_original(make_model, family, share):
         quick(model)
 
 
-# -- failures ------------------------------------------------------------------------------------------------------------
-
 BAD_TEXT = {
     "beyond the vocabulary": (lambda: text() + 50, "use the model's tokenizer"),
     "negative": (lambda: text() - 50, "use the model's tokenizer"),
@@ -380,9 +378,6 @@ def test_loaded_from_a_swapped_checkpoint(make_model, tmp_path):
     assert changed(loaded, before[0]) == set()
     quick(loaded, original_model=teacher), quick(model)
     assert changed(teacher, before[1]) == set() and torch.equal(loaded(text()).logits, model(text()).logits)
-
-
-# -- placement --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:Fu
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-# -- torch.compile -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def fresh_compiler():
     """Forget compiled code before and after, so that no test runs into dynamo's limit of recompilations."""
@@ -87,9 +84,6 @@ def test_compiled_gradients(make_swapped, tokens, fresh_compiler):
         assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-4)
 
 
-# -- numbers -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("family", "scheme", "backend"), [(*pair, ("eager", "sdpa")[i // 3]) for i, pair in enumerate(PAIRS[5:])]
 )
@@ -110,9 +104,6 @@ def test_autocast_rounds_no_sinusoids(make_swapped):
     table = position_table(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(position_table(model), table)
-
-
-# -- PEFT ----------------------------------------------------------------------------------------------------------
 
 
 def add_lora(model, family: str) -> PeftModel:
@@ -156,9 +147,6 @@ def test_lora_warns_that_no_basis_is_balanced(make_model):
     adapted = add_lora(make_model("bert"), "bert")
     with pytest.warns(UserWarning, match="balanced basis is left out.*swap before adding adapters"):
         posswap.swap(adapted, "rotary")
-
-
-# -- Trainer and pipelines -----------------------------------------------------------------------------------------
 
 
 def train(model, tokenizer, folder, *, masked: bool):
@@ -206,9 +194,6 @@ def test_trainer_and_text_generation(make_swapped, position_parameters, gpt2_tok
     assert write.model.base_model.position_scheme == model.base_model.position_scheme
     text = write("the cat", max_new_tokens=5, do_sample=False)[0]["generated_text"]
     assert text.startswith("the cat")
-
-
-# -- flex attention ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch|transformers", "ignore:flex_attention called without")

@@ -77,9 +77,6 @@ def result(start, tmp_path):
 TINY = {"max_steps": 4, "batch_size": 4, "evaluation_tokens": 256, "fit_tokens": 2048, "fit_steps": 2}
 
 
-# -- text and masks ----------------------------------------------------------------------------------------------------
-
-
 def test_the_same_tokens_at_every_length(gpt2_tokenizer, bert_tokenizer):
     """Shorter blocks hold what the longer ones do, in order; [CLS] and [SEP] come around each of them."""
     text = [" ".join(SENTENCES) * 9]
@@ -154,9 +151,6 @@ def test_a_new_head(bert, bert_tokenizer):
         assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
         heads.append(model.cls.state_dict())
     assert all(torch.equal(value, heads[1][name]) for name, value in heads[0].items())
-
-
-# -- recipes -----------------------------------------------------------------------------------------------------------
 
 
 def test_causal_language_modeling(gpt2, text, result, tmp_path):

@@ -17,18 +17,9 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.fixture
-def make(make_model, position_parameters):
-    """A factory of swapped models with random positions."""
-
-    def build(family, scheme, backend="sdpa", **options):
-        model = posswap.swap(make_model(family, backend), scheme, max_positions=64, warm_start=False, **options)
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in position_parameters(model).values():
-                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-        return model
-
-    return build
+def make(make_swapped):
+    """The factory of swapped models with random positions, here for 64 tokens."""
+    return lambda family, scheme, backend="sdpa", **options: make_swapped(family, scheme, backend, max_positions=64, **options)
 
 
 @pytest.mark.parametrize("span", [{}, SPAN])

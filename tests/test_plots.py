@@ -3,7 +3,6 @@
 import io
 import math
 import re
-from pathlib import Path
 
 import matplotlib
 import numpy
@@ -17,7 +16,6 @@ from torch.testing import assert_close
 from hf_posswap import plots
 from hf_posswap.schemes.sinusoidal import sinusoids
 
-RESULTS = Path(__file__).parent.parent / "recipes" / "results"
 PROFILE = torch.rand(2, 3, 9, generator=torch.Generator().manual_seed(0))
 HEAT = {"rows": [0, 0.5], "columns": [128, 256], "row_label": "depth", "column_label": "length", "title": "keys"}
 LINES = {"rotary": {256: [3.0, 3.4], 512: [3.5, 3.7]}, "original, window": {256: 3.1, 512: 3.2}}

@@ -225,7 +225,6 @@ def test_ctrl_c(start, tmp_path):
     ("options", "says"),
     [
         (["--seed", "-1"], "seed=-1 must be from 0"),
-        (["--learning-rate", "-1"], "learning_rate=-1.0 must be"),
         (["--start", "fit"], "there is no text; known are cold, swap, scratch"),
     ],
 )

@@ -200,7 +200,7 @@ def test_bad_files(tmp_path):
 
 
 def test_hub(monkeypatch):
-    """Splits of a Hub data set: given, missing, with secret labels; no network is an error. (test_hub_datasets.py reads some.)"""
+    """Splits of a Hub data set: given, missing, with secret labels; no network is an error."""
     with pytest.raises(PosswapError, match="cannot read the Hub data set nyu-mll/glue, cola: .*a local file needs no network"):
         read_task(TableConfig(dataset="glue/cola"))
     asked = []
