@@ -118,11 +118,6 @@ def pytest_generate_tests(metafunc):
     )
 
 
-def _position_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    ours = {id(parameter) for parameter in subject.position_parameters(model)}
-    return {key: parameter for key, parameter in model.named_parameters() if id(parameter) in ours}
-
-
 def _make_swapped(family: str, scheme, backend: str = "eager", *, max_positions=None, span=None, first=4, seed=0, **options):
     plain = tiny_model(family, backend, seed=seed, **options)
     model = posswap.swap(plain, scheme, max_positions=max_positions, span=span, first=first)
@@ -171,12 +166,6 @@ def make_model():
 def make_swapped():
     """The factory of swapped models with random position parameters: `make_swapped(family, scheme, backend, ...)`."""
     return _make_swapped
-
-
-@pytest.fixture
-def position_parameters():
-    """The function that returns the parameters which a swap has added, by name."""
-    return _position_parameters
 
 
 @pytest.fixture

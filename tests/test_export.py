@@ -172,19 +172,6 @@ def test_gpt2_variants(make_swapped, changes):
     _equal(model, posswap.export_native(model).model, _tokens(30))
 
 
-def test_gpt_neox_generates_as_gpt2_does(make_swapped, tmp_path):
-    """An exported GPT-NeoX writes what the GPT-2 writes, with left padding and past the trained length."""
-    model = make_swapped("gpt2", posswap.Rotary(mark_first=False), max_positions=128)
-    native = posswap.export_native(model)
-    native.save_pretrained(tmp_path / "native")
-    tokens = _tokens(20)
-    mask = torch.ones_like(tokens)
-    mask[1, :5] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = model.generate(tokens, **options)
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "native").generate(tokens, **options), expected)
-
-
 def test_the_folder(make_swapped, bert_tokenizer, tmp_path):
     """Weights, tokenizer and certificate; tied heads stay tied where that is right; nothing is written over."""
     model = make_swapped("bert", posswap.Rotary(), head=BertForMaskedLM, max_positions=64)

@@ -180,15 +180,6 @@ def test_every_family_is_named_on_import():
     assert set(posswap._CONFIGS) == set(architectures.ARCHITECTURES)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:flex_attention called without")  # transformers' flex masks
-@torch.no_grad()
-def test_a_bias_on_flex_attention(make_swapped, tokens):
-    """Flex attention, which adds a bias itself, gives what sdpa gives. (transformers has none for GPT-2.)"""
-    models = [make_swapped("bert-decoder", "alibi", backend) for backend in ("flex_attention", "sdpa")]
-    with torch.compiler.set_stance("force_eager"):
-        assert_close(*(model(tokens).logits for model in models), rtol=1e-4, atol=1e-4)
-
-
 def test_a_bias_needs_something_to_be_added_to():
     """An implementation that cannot add a bias is an error; flex attention's block mask is passed on as it is."""
     with pytest.raises(posswap.PosswapError, match="a bias on scores, which .* 'flash_attention_2' cannot add"):

@@ -163,18 +163,6 @@ def test_packed_texts_stay_apart(make, text, backend):
 
 
 @torch.no_grad()
-def test_generating(make, text):
-    """Generation with a cache writes what it writes without, greedily and with beams, for a padded batch."""
-    model = make("gpt2", "relative:clip=3", span=6, first=3)
-    mask = torch.ones_like(text[:, :12])
-    mask[1, :4] = 0
-    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    for beams in (1, 3):
-        options |= {"num_beams": beams, "attention_mask": mask}
-        assert torch.equal(*(model.generate(text[:, :12], use_cache=cached, **options) for cached in (True, False)))
-
-
-@torch.no_grad()
 def test_saved_described_restored(make, family, tmp_path, text):
     """The span is in config.json, in the weights' digest and in `describe`; `restore` takes it away."""
     model = make(family, "rotary", span=6, first=2)
