@@ -215,6 +215,12 @@ def write_run(
     return folder / "result.json"
 
 
+def refused(says: str, call, *arguments, error: type[Exception] = posswap.PosswapError, **options) -> None:
+    """A call with these arguments is an error of ours, or of this class, that says this, a regular expression."""
+    with pytest.raises(error, match=says):
+        call(*arguments, **options)
+
+
 def run_python(*arguments, **options) -> subprocess.CompletedProcess:
     """Run another Python with these arguments, and options of `subprocess.run`; it must end well."""
     options = {"capture_output": True, "text": True, "timeout": 600} | options

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from conftest import refused
 
 import hf_posswap as posswap
-from hf_posswap.errors import PosswapError
 from hf_posswap.schemes import parse_scheme
 
 
@@ -106,8 +106,7 @@ def test_memory_is_that_of_the_subject(benchmark, config):
 )
 def test_refusals(benchmark, config, options, says):
     """An unknown name or an impossible number ends with what is accepted."""
-    with pytest.raises(PosswapError, match=says):
-        replace(config, **options)
+    refused(says, replace, config, **options)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -137,5 +136,4 @@ def test_the_verbs_are_measured(recipe):
     found = verbs.verbs(config, "gpt2")
     assert list(found) == ["model", "swap", "fit", "save", "restore", "load"]
     assert all(found[verb]["seconds"] >= 0 and found[verb]["memory"] > 0 for verb in list(found)[1:])
-    with pytest.raises(PosswapError, match="known are bert, gpt2"):
-        verbs.Config(family=("t5",))
+    refused("known are bert, gpt2", verbs.Config, family=("t5",))

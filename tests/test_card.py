@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import write_run
+from conftest import refused, write_run
 from huggingface_hub import ModelCard
 from jsonschema import Draft202012Validator
 from transformers import GPT2DoubleHeadsModel
@@ -179,8 +179,7 @@ def test_a_file_in_the_way(fitted, results):
     folder, _ = fitted
     (folder / "posswap_results").write_text("mine")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(FileExistsError, match="posswap_results"):
-        posswap.write_card(folder, results=[results], base_model="org/tiny")
+    refused("posswap_results", posswap.write_card, folder, results=[results], base_model="org/tiny", error=FileExistsError)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
@@ -248,8 +247,7 @@ def test_a_base_on_the_hub_is_known(make_model, tmp_path, monkeypatch):
     assert read_config(tmp_path / "again")["base_model"]["id"] == "org/tiny"
     text = posswap.write_card(tmp_path / "again").read_text()
     assert "[org/tiny](https://huggingface.co/org/tiny)" in text and "revision `f00`" in text
-    with pytest.raises(posswap.PosswapError, match="was swapped from org/tiny, not from org/other"):
-        posswap.write_card(tmp_path / "again", base_model="org/other")
+    refused("was swapped from org/tiny, not from org/other", posswap.write_card, tmp_path / "again", base_model="org/other")
     for name in (str(tmp_path), str(tmp_path / "gone" / "since"), "models/tiny", "", "a//b"):
         local = make_model("bert")
         local.name_or_path = local.config._name_or_path = name
@@ -338,16 +336,12 @@ def test_folders_that_are_refused(swapped, fitted, results, make_model, tmp_path
     config = json.loads((swapped / "config.json").read_text())
     for name in ("os; __import__('os').system('id') #DoubleHeadsModel", "PosswapBertForNothing", "pipeline", ["BertModel"]):
         (swapped / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
-        with pytest.raises(posswap.CheckpointError, match="which does not exist"):
-            posswap.write_card(swapped, base_model=BASE)
+        refused("which does not exist", posswap.write_card, swapped, base_model=BASE, error=posswap.CheckpointError)
     folder, report = fitted
     posswap.swap(make_model("gpt2", seed=9), "rotary:theta=500").save_pretrained(folder)
-    with pytest.raises(posswap.CheckpointError, match="of other weights"):
-        posswap.write_card(folder, base_model=BASE)
-    with pytest.raises(posswap.CheckpointError, match="save the fitted model there first"):
-        report.save(tmp_path / "empty")
-    with pytest.raises(posswap.CheckpointError, match="holds other weights than those that this report is of"):
-        report.save(folder)
+    refused("of other weights", posswap.write_card, folder, base_model=BASE, error=posswap.CheckpointError)
+    refused("save the fitted model there first", report.save, tmp_path / "empty", error=posswap.CheckpointError)
+    refused("holds other weights than those that this report is of", report.save, folder, error=posswap.CheckpointError)
 
 
 def test_reports_of_another_scheme(fitted):
@@ -356,8 +350,7 @@ def test_reports_of_another_scheme(fitted):
     config = json.loads((folder / "config.json").read_text())
     config["position_scheme"]["theta"] = 12345
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(posswap.CheckpointError, match="of another scheme"):
-        posswap.write_card(folder, base_model=BASE)
+    refused("of another scheme", posswap.write_card, folder, base_model=BASE, error=posswap.CheckpointError)
 
 
 def test_no_paths_of_this_machine(swapped, tmp_path):
@@ -379,12 +372,10 @@ def test_markup_in_reports(make_model, tmp_path):
     found = json.loads(parity.read_text())
     for place, value in (("source", "<img src=x>"), ("random", {"<b>": 1.0})):
         parity.write_text(json.dumps(found | {"certificate": found["certificate"] | {place: value}}))
-        with pytest.raises(posswap.PosswapError, match="markup|does not match"):
-            posswap.write_card(tmp_path / "native", base_model=BASE)
+        refused("markup|does not match", posswap.write_card, tmp_path / "native", base_model=BASE)
     model.config.position_scheme["base_model"] = {"id": 'o/x"); __import__("os") #', "revision": None}
     model.save_pretrained(tmp_path / "swapped")
-    with pytest.raises(posswap.CheckpointError, match="no name on the Hub"):
-        posswap.write_card(tmp_path / "swapped")
+    refused("no name on the Hub", posswap.write_card, tmp_path / "swapped", error=posswap.CheckpointError)
 
 
 def test_another_model_in_the_folder(swapped, results, make_model):
@@ -409,8 +400,7 @@ def test_a_full_disk(swapped, results, monkeypatch):
             return full.write(text)
 
     monkeypatch.setattr(Path, "write_text", write_text)
-    with pytest.raises(OSError, match="No space left"):
-        posswap.write_card(swapped, results=[results], base_model=BASE)
+    refused("No space left", posswap.write_card, swapped, results=[results], base_model=BASE, error=OSError)
     assert sorted(os.listdir(swapped)) == before and (swapped / "README.md").read_text() == "Mine.\n"
     monkeypatch.undo()
     replaced, move = [], Path.replace
@@ -430,17 +420,14 @@ def test_leaderboard(swapped, fitted, results, program):
     assert "accuracy 512" not in table and "## passkey: data that comes with the recipe" in table
     code, out, _ = program("leaderboard", swapped, folder)
     assert code == 0 and "accuracy 512" in out
-    with pytest.raises(posswap.PosswapError, match="given twice"):
-        posswap.leaderboard([swapped, swapped])
-    with pytest.raises(posswap.PosswapError, match="no run has the figure 'f2'"):
-        posswap.leaderboard([swapped], figures=["f2"])
+    refused("given twice", posswap.leaderboard, [swapped, swapped])
+    refused("no run has the figure 'f2'", posswap.leaderboard, [swapped], figures=["f2"])
     file = folder / RESULTS_FILE
     content = json.loads(file.read_text())
     for run in content["comparisons"][0]["runs"]:
         run["config"]["max_steps"] += 1
     file.write_text(json.dumps(content))
-    with pytest.raises(posswap.PosswapError, match="unequal budgets: max_steps is"):
-        posswap.leaderboard([swapped, folder])
+    refused("unequal budgets: max_steps is", posswap.leaderboard, [swapped, folder])
     table = posswap.leaderboard([swapped, folder], vary=["max_steps"])
     assert "max_steps 101" in table
     for damage, says in (
@@ -449,8 +436,7 @@ def test_leaderboard(swapped, fitted, results, program):
         ([], "must hold an object"),
     ):
         file.write_text(json.dumps(damage))
-        with pytest.raises(posswap.PosswapError, match=says):
-            posswap.leaderboard([folder])
+        refused(says, posswap.leaderboard, [folder])
 
 
 def test_the_command(swapped, results, program):

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from conftest import refused
 
 import hf_posswap as posswap
 from hf_posswap.contract import report
@@ -129,5 +130,4 @@ def test_schemes_of_a_file_stay_known(folder):
     ):
         if text is not None:
             (folder / place).write_text(text)
-        with pytest.raises(posswap.PosswapError, match=says):
-            import_schemes(place)
+        refused(says, import_schemes, place)

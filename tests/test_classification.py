@@ -7,9 +7,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from conftest import refused
 
 from hf_posswap.data.tables import Rows
-from hf_posswap.errors import PosswapError
 from hf_posswap.experiments import classification, curve
 from hf_posswap.experiments.classification import encode
 
@@ -125,8 +125,7 @@ def test_long_documents(recipe, folder):
         assert sizes["truncated_share"] == sizes["truncated"] / 60
     assert results["rotary"]["accuracy_long"] > 0.95 and results["rotary"]["accuracy"] > 0.95
     assert results["original"]["accuracy_long"] < 0.75 < results["original"]["accuracy"] + 0.2
-    with pytest.raises(PosswapError, match="documents with labels"):
-        module.Config()
+    refused("documents with labels", module.Config)
 
 
 def test_pairs_and_cuts(bert_tokenizer, gpt2_tokenizer):
@@ -141,8 +140,7 @@ def test_pairs_and_cuts(bert_tokenizer, gpt2_tokenizer):
         cut = encode(rows, tokenizer, 8)
         assert len(cut.rows[0]["input_ids"]) == 8 and cut.truncated == 1 and cut.lengths[0] > 8
         assert tokenizer.decode(cut.rows[0]["input_ids"]).endswith(end)
-    with pytest.raises(PosswapError, match="row 2 of the train texts has no token"):
-        encode(Rows(["a dog", ""], None, [0, 1]), gpt2_tokenizer, 8)
+    refused("row 2 of the train texts has no token", encode, Rows(["a dog", ""], None, [0, 1]), gpt2_tokenizer, 8)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +167,7 @@ def test_bad_options(recipe, folder, options, says, monkeypatch):
     """What cannot be run is refused before anything is trained."""
     module = recipe("downstream_classification")
     monkeypatch.setattr(classification, "train", lambda *given, **options: pytest.fail("it has trained"))
-    with pytest.raises(PosswapError, match=says):
-        module.run(module.Config(**_files(folder, **{"max_steps": 1, **options})), folder / "out", False)
+    refused(says, module.run, module.Config(**_files(folder, **{"max_steps": 1, **options})), folder / "out", False)
 
 
 def test_foreign_tokenizer(recipe, folder, bert_tokenizer):
@@ -178,8 +175,7 @@ def test_foreign_tokenizer(recipe, folder, bert_tokenizer):
     bert_tokenizer.add_tokens([f"word{n}" for n in range(100)])
     bert_tokenizer.save_pretrained(folder / "bert")
     module = recipe("downstream_classification")
-    with pytest.raises(PosswapError, match="do not belong together"):
-        module.run(module.Config(**_files(folder)), folder / "out", False)
+    refused("do not belong together", module.run, module.Config(**_files(folder)), folder / "out", False)
 
 
 def test_measuring_does_not_change_training(recipe, folder):

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from conftest import refused
 from torch import nn
 from transformers.utils.logging import is_progress_bar_enabled
 
@@ -340,8 +341,7 @@ def test_one_backend():
     found = check_scheme(eager, models=[("bert", "eager"), ("bert", "sdpa")])
     assert_complete(found, ["bert"])
     assert "- backends agree: it runs with eager alone" in str(found)
-    with pytest.raises(posswap.PosswapError, match="sinking runs with eager: name models"):
-        check_scheme(eager, models=[("bert", "sdpa")])
+    refused("sinking runs with eager: name models", check_scheme, eager, models=[("bert", "sdpa")])
 
 
 def test_a_claim_that_is_not_made():
@@ -368,8 +368,7 @@ def test_the_table():
 def test_not_a_scheme():
     """Objects that are no schemes are refused, the base class too."""
     for other in (5, int, Scheme):
-        with pytest.raises(posswap.PosswapError, match="is no scheme: pass a subclass of posswap.Scheme"):
-            check_scheme(other)
+        refused("is no scheme: pass a subclass of posswap.Scheme", check_scheme, other)
 
 
 def test_inside_inference_mode():

@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from conftest import CASES, spread
+from conftest import CASES, refused, spread
 from torch.testing import assert_close
 
 import hf_posswap as posswap
@@ -45,8 +45,7 @@ def test_check(check, case, family, backend):
     }
     subject = Subject(scheme, family, backend, tiny_model(family, backend)(text()).logits.detach())
     if reason := reasons.get(check.__name__):
-        with pytest.raises(NotApplicable, match=reason):
-            check(subject)
+        refused(reason, check, subject, error=NotApplicable)
     else:
         check(subject)
 
@@ -172,18 +171,15 @@ def test_too_long_input(model, family, case):
         {"inputs_embeds": model.get_input_embeddings()(tokens)},
         {"input_ids": tokens[:, :4], "position_ids": torch.tensor([[0, 1, 2, limit]])},
     ):
-        with pytest.raises(posswap.PosswapError, match=too_long):
-            model(**inputs)
-    with pytest.raises(posswap.PosswapError, match="must not be negative, the smallest is -1"):
-        model(tokens[:, :4], position_ids=torch.tensor([[0, 1, 2, -1]]))
+        refused(too_long, model, **inputs)
+    refused("must not be negative, the smallest is -1", model, tokens[:, :4], position_ids=torch.tensor([[0, 1, 2, -1]]))
 
 
 def test_no_input_and_two_inputs(make_swapped, family):
     """No tokens, or tokens and embeddings at once, get the family's own error."""
     model = make_swapped(family, "rotary")
     for inputs in ({}, {"input_ids": torch.ones(1, 3).long(), "inputs_embeds": torch.ones(1, 3, 32)}):
-        with pytest.raises(ValueError, match="input_ids"):
-            model(**inputs)
+        refused("input_ids", model, error=ValueError, **inputs)
 
 
 TURNS = {

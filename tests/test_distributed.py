@@ -10,7 +10,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
-from conftest import run_python
+from conftest import refused, run_python
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
@@ -176,8 +176,7 @@ def test_a_lone_process_of_two_is_refused(make_model, monkeypatch, variables):
     rows = [{"input_ids": torch.arange(9), "labels": torch.arange(9)}] * 8
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(PosswapError, match="torchrun"):
-        train(make_model("gpt2"), rows, TrainingConfig(max_steps=1, batch_size=8), progress=False)
+    refused("torchrun", train, make_model("gpt2"), rows, TrainingConfig(max_steps=1, batch_size=8), progress=False)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

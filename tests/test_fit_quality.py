@@ -1,8 +1,7 @@
 """The recipe that measures fits: its figures, its texts, its refusals; on tiny models."""
 
 import pytest
-
-from hf_posswap.errors import PosswapError
+from conftest import refused
 
 
 @pytest.fixture
@@ -64,5 +63,4 @@ def test_refusals(fit_quality, tmp_path, change, says):
     """Options that make no sense are refused, such as one text to fit on and to measure on."""
     (tmp_path / "text.csv").write_text("text\nx\n")
     files = {name: str(tmp_path / value) for name, value in change.items() if name in ("pairs", "validation_file")}
-    with pytest.raises(PosswapError, match=says):
-        fit_quality(**{**change, **files})
+    refused(says, fit_quality, **{**change, **files})

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import run_python
+from conftest import refused, run_python
 from test_training import even_rows, trained
 
 from hf_posswap import PosswapError
@@ -35,8 +35,7 @@ def test_nan_keeps_the_last_good_checkpoint(make_model, tmp_path, bad):
             loss.register_hook(lambda gradient: gradient * float("inf"))
         return loss
 
-    with pytest.raises(PosswapError, match="at step 6.*learning_rate"):
-        trained(make_model("gpt2"), config, compute_loss=breaks, output=tmp_path)
+    refused("at step 6.*learning_rate", trained, make_model("gpt2"), config, compute_loss=breaks, output=tmp_path)
     assert checkpoint_names(tmp_path) == ["step-00000002", "step-00000004"]
     resumed, run = trained(make_model("gpt2"), config, output=tmp_path, resume=True)
     assert run.losses == trained(make_model("gpt2"), config)[1].losses
@@ -89,8 +88,7 @@ def test_a_folder_with_checkpoints_is_not_begun_again(make_model, tmp_path):
         (tmp_path / "checkpoints" / remnant).mkdir(parents=True)
     trained(make_model("gpt2"), config, output=tmp_path)
     assert checkpoint_names(tmp_path) == ["step-00000001", "step-00000002"]
-    with pytest.raises(PosswapError, match="earlier run"):
-        trained(make_model("gpt2"), config, output=tmp_path)
+    refused("earlier run", trained, make_model("gpt2"), config, output=tmp_path)
     assert len(trained(make_model("gpt2"), config, output=tmp_path, resume=True)[1].losses) == 2  # it was at its end
 
 
@@ -104,8 +102,7 @@ def test_resume_may_change_how_but_not_what(make_model, tmp_path):
 
     with pytest.raises(InterruptedError):
         trained(make_model("gpt2"), TrainingConfig(**config, checkpoint_every=1), output=tmp_path, after_step=stop)
-    with pytest.raises(PosswapError, match="seed 0 and 1"):
-        trained(make_model("gpt2"), TrainingConfig(**config, seed=1), output=tmp_path, resume=True)
+    refused("seed 0 and 1", trained, make_model("gpt2"), TrainingConfig(**config, seed=1), output=tmp_path, resume=True)
     with pytest.raises(PosswapError, match="examples 24 and 20"):
         train(make_model("gpt2"), even_rows(20), TrainingConfig(**config), output=tmp_path, resume=True, progress=False)
     again = TrainingConfig(**config, checkpoint_every=2, gradient_checkpointing=True)
@@ -121,8 +118,7 @@ def test_a_full_disk(make_model, tmp_path):
             resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
 
     try:
-        with pytest.raises(PosswapError, match="could not be written.*make room"):
-            trained(make_model("gpt2"), config, output=tmp_path, after_step=shrink)
+        refused("could not be written.*make room", trained, make_model("gpt2"), config, output=tmp_path, after_step=shrink)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert checkpoint_names(tmp_path) == ["step-00000001"]

@@ -5,8 +5,9 @@ import random
 import statistics
 
 import pytest
+from conftest import refused
 
-from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.errors import DataError
 from hf_posswap.measure.listops import OPERATORS, SYMBOLS, TOKEN_IDS, ListOpsExamples, depth, evaluate
 from hf_posswap.measure.listops import listops_expressions as draw
 from hf_posswap.training import pad
@@ -94,10 +95,8 @@ def test_chances_are_those_of_the_published_generator():
 
 def test_impossible_bounds():
     """What cannot be drawn is refused, not waited for."""
-    with pytest.raises(DataError, match="no length lies between"):
-        draw(1, min_length=10, max_length=11)
-    with pytest.raises(DataError, match="must be at least 2"):
-        draw(1, max_depth=1)
+    refused("no length lies between", draw, 1, min_length=10, max_length=11, error=DataError)
+    refused("must be at least 2", draw, 1, max_depth=1, error=DataError)
     with pytest.raises(DataError, match="too rare at max_depth=2, max_args=2"):
         draw(1, min_length=10, max_length=20, max_depth=2, max_args=2)
 
@@ -178,8 +177,6 @@ def test_bad_input(recipe, checkpoint, tmp_path):
         ({"examples": 0}, "examples=0 must be at least 1"),
         ({"hidden_size": 0}, "hidden_size=0 must be at least 1"),
     ):
-        with pytest.raises(PosswapError, match=says):
-            recipe.ListOpsConfig(**options)
+        refused(says, recipe.ListOpsConfig, **options)
     config = recipe.ListOpsConfig(model=checkpoint("bert"), scheme="rotary", max_positions=12, max_steps=1, **TINY)
-    with pytest.raises(PosswapError, match="max_positions=12 is less than the 13 tokens"):
-        recipe.run(config, tmp_path, False)
+    refused("max_positions=12 is less than the 13 tokens", recipe.run, config, tmp_path, False)

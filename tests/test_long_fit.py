@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from conftest import refused
 from transformers import BertModel
 
 import hf_posswap as posswap
@@ -190,8 +191,7 @@ def test_bad_windows(make_model, name):
     """A window that cannot be is refused with the remedy."""
     options, says = BAD[name]
     model = posswap.swap(make_model("gpt2"), "rotary", max_positions=128)
-    with pytest.raises(posswap.PosswapError, match=says):
-        quick(model, **{"batches": torch.ones(60, 96, dtype=torch.long), **options})
+    refused(says, quick, model, **{"batches": torch.ones(60, 96, dtype=torch.long), **options})
 
 
 def test_far_beyond_the_fit(make_model, tmp_path):
@@ -209,5 +209,4 @@ def test_far_beyond_the_fit(make_model, tmp_path):
     for wrong in ("long", True, 0):
         loaded.config.position_scheme["fitted_length"] = wrong
         loaded.config.save_pretrained(tmp_path)
-        with pytest.raises(posswap.CheckpointError, match=f"fitted_length={wrong!r}"):
-            type(model).from_pretrained(tmp_path)
+        refused(f"fitted_length={wrong!r}", type(model).from_pretrained, tmp_path, error=posswap.CheckpointError)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from conftest import refused
 from transformers import BertModel
 
-import hf_posswap as posswap
 from hf_posswap.experiments.text_tasks import mask_tokens, masked_lm_loss
 from hf_posswap.measure import kl_divergence, perplexity
 from hf_posswap.measure.losses import mean_loss, sliding_window_losses, token_losses
@@ -30,11 +30,9 @@ def test_refusals(make_model):
     """A stride that would leave tokens out, a model without a head, and a masked one without labels are refused."""
     tokens = torch.ones(1, 20, dtype=torch.long)
     for stride in (0, 8, 9):
-        with pytest.raises(posswap.PosswapError, match="from 1 to 7"):
-            sliding_window_losses(make_model("gpt2"), tokens, 8, stride=stride)
+        refused("from 1 to 7", sliding_window_losses, make_model("gpt2"), tokens, 8, stride=stride)
     for head, says in ((BertModel, "no language-modelling head"), (None, "labels")):
-        with pytest.raises(posswap.PosswapError, match=says):
-            token_losses(make_model("bert", head=head), tokens)
+        refused(says, token_losses, make_model("bert", head=head), tokens)
 
 
 def test_losses_in_slices(make_model, monkeypatch):

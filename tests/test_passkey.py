@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import refused
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertForQuestionAnswering, BertTokenizer, PreTrainedTokenizerFast
 
 from hf_posswap.data.text import split_of
-from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.errors import DataError
 from hf_posswap.measure.passkey import (
     CANDIDATES,
     FILLER,
@@ -297,19 +298,14 @@ def test_refused_before_training(recipe, config, make_model, bert_tokenizer, tmp
         make_model("bert").save_pretrained(options["model"])
         bert_tokenizer.save_pretrained(options["model"])
     monkeypatch.setattr(recipe, "train", lambda *given, **options: pytest.fail("it was trained"))
-    with pytest.raises(PosswapError, match=says):
-        recipe.run(replace(config, **options), tmp_path, False)
+    refused(says, recipe.run, replace(config, **options), tmp_path, False)
 
 
 def test_bad_texts(gpt2_tokenizer, bert_tokenizer):
     """Bad depths and lengths are refused in Python, too, and tokenizers that cannot write keys."""
     texts = PasskeyTexts(gpt2_tokenizer, "train", causal=True)
-    with pytest.raises(DataError, match="depth=1.5 must be"):
-        texts.draw(100, 1.5, random.Random(0))
-    with pytest.raises(DataError, match="is too short"):
-        texts.draw(texts.shortest - 1, 0.5, random.Random(0))
-    with pytest.raises(DataError, match=r"needs a \[CLS\]"):
-        PasskeyTexts(gpt2_tokenizer, "train", causal=False)
+    refused("depth=1.5 must be", texts.draw, 100, 1.5, random.Random(0), error=DataError)
+    refused("is too short", texts.draw, texts.shortest - 1, 0.5, random.Random(0), error=DataError)
+    refused(r"needs a \[CLS\]", PasskeyTexts, gpt2_tokenizer, "train", causal=False, error=DataError)
     wordy = BertTokenizer(vocab={"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "the": 5})
-    with pytest.raises(DataError, match="tells only .* numbers of four digits apart"):
-        PasskeyTexts(wordy, "train", causal=False)
+    refused("tells only .* numbers of four digits apart", PasskeyTexts, wordy, "train", causal=False, error=DataError)

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 import typer
-from conftest import write_run
+from conftest import refused, write_run
 from matplotlib.image import imread
 from torch.testing import assert_close
 from transformers import BertModel
@@ -158,8 +158,7 @@ def test_folders_of_runs_are_read(tmp_path):
         write_run(tmp_path / str(seed), {"loss_8": 2.0, "loss_16": 1.0}, scheme="rotary", start="fit", seed=seed)
     assert lines(drawn("loss", tmp_path).axes[0]) == {"rotary, fit": ([8, 16], [2, 1])}
     write_run(tmp_path / "none", {"loss_8": 2.0}, scheme="none", max_steps=7)
-    with pytest.raises(PosswapError, match="unequal budgets: max_steps"):
-        drawn("loss", tmp_path)
+    refused("unequal budgets: max_steps", drawn, "loss", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +198,7 @@ def test_folders_of_runs_are_read(tmp_path):
 def test_refusals(arguments, says, bert, relative, tmp_path):
     """What makes no sense is an error that says what is accepted, and no file is written."""
     given = [str(argument).format(bert=bert, relative=relative) for argument in arguments]
-    with pytest.raises(PosswapError, match=says):
-        call("--output", tmp_path / "a.png", *given)
+    refused(says, call, "--output", tmp_path / "a.png", *given)
     assert not (tmp_path / "a.png").exists()
 
 
@@ -214,5 +212,4 @@ def test_files_of_another_make(tmp_path):
         ("recovery", [1], "is not what compare or a recipe writes"),
     ):
         file.write_text(json.dumps({"runs": runs}))
-        with pytest.raises(PosswapError, match=message):
-            drawn(kind, file)
+        refused(message, drawn, kind, file)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import pytest
 import torch
+from conftest import refused
 from transformers import AutoModelForSequenceClassification
 
 import hf_posswap as posswap
@@ -156,8 +157,7 @@ def test_configurations(recipe):
 )
 def test_bad_files(tmp_path, text, says):
     """A key or a value that no option takes is an error that names it."""
-    with pytest.raises(posswap.PosswapError, match=says):
-        read_config(Config, _file(tmp_path, text), {})
+    refused(says, read_config, Config, _file(tmp_path, text), {})
 
 
 def test_a_run_from_the_command_line(start, tmp_path):
@@ -273,8 +273,7 @@ def test_models_by_start(checkpoint):
     assert torch.equal(build(seed=1).bert(ids).last_hidden_state, plain.bert(ids).last_hidden_state)
     assert not torch.equal(build(seed=1).classifier.weight, plain.classifier.weight)
     assert build(scheme="rotary", max_positions=99).config.max_position_embeddings == 99
-    with pytest.raises(posswap.PosswapError, match="learned:extend=tile"):
-        build(max_positions=999)
+    refused("learned:extend=tile", build, max_positions=999)
     for needed, longest in ((None, 32), (9, 32), (40, 40)):
         config = RecipeConfig(model=checkpoint, scheme="rotary")
         short = load_model(config, AutoModelForSequenceClassification, max_positions=needed)
@@ -284,8 +283,7 @@ def test_models_by_start(checkpoint):
 
 def test_wrong_checkpoints(checkpoint, tmp_path):
     """A folder without a tokenizer is refused, and so is a swapped one."""
-    with pytest.raises(posswap.PosswapError, match="do not belong together"):
-        load_tokenizer(checkpoint)
+    refused("do not belong together", load_tokenizer, checkpoint)
     swapped = load_model(RecipeConfig(model=checkpoint, scheme="rotary"), AutoModelForSequenceClassification)
     swapped.save_pretrained(tmp_path / "swapped")
     with pytest.raises(posswap.UnsupportedModelError, match="unswapped"):

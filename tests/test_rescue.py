@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
@@ -103,8 +104,7 @@ def test_a_stock_load_is_noticed(checkpoint, stock):
     with pytest.warns(UserWarning, match=says):
         model = stock.from_pretrained(folder)
     for verb in (posswap.describe, lambda model: posswap.swap(model, "rotary")):
-        with pytest.raises(posswap.UnsupportedModelError, match="load_relative_key"):
-            verb(model)
+        refused("load_relative_key", verb, model, error=posswap.UnsupportedModelError)
 
 
 @pytest.mark.usefixtures("reports")
@@ -125,17 +125,14 @@ def test_what_is_refused(checkpoint, make_model, tmp_path, kind):
     """Absolute checkpoints, missing tables, classes without BERT and unknown options are refused."""
     folder, _ = checkpoint
     make_model("bert").save_pretrained(tmp_path / "plain")
-    with pytest.raises(posswap.UnsupportedModelError, match="'absolute' positions"):
-        posswap.load_relative_key(tmp_path / "plain")
+    refused("'absolute' positions", posswap.load_relative_key, tmp_path / "plain", error=posswap.UnsupportedModelError)
     RobertaConfig(position_embedding_type="relative_key").save_pretrained(tmp_path / "roberta")
     with pytest.raises(posswap.UnsupportedModelError, match="roberta with 'relative_key' .* only bert's"):
         posswap.load_relative_key(tmp_path / "roberta")
     with pytest.raises(posswap.UnsupportedModelError, match="AutoModelForObjectDetection has no BERT"):
         posswap.load_relative_key(folder, AutoModelForObjectDetection)
-    with pytest.raises(posswap.PosswapError, match="unknown option 'revison'"):
-        posswap.load_relative_key(folder, revison="main")
-    with pytest.raises(posswap.PosswapError, match="max_positions=8"):
-        posswap.load_relative_key(folder, max_positions=8)
+    refused("unknown option 'revison'", posswap.load_relative_key, folder, revison="main")
+    refused("max_positions=8", posswap.load_relative_key, folder, max_positions=8)
     weights = {name: value.clone() for name, value in load_file(folder / "model.safetensors").items()}
     del weights["bert.encoder.layer.1.attention.self.distance_embedding.weight"]
     save_file(weights, folder / "model.safetensors", {"format": "pt"})

@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import WORDS
+from conftest import WORDS, refused
 
 import hf_posswap as posswap
 from hf_posswap.errors import DataError
@@ -29,10 +29,8 @@ def test_passkeys_and_needles(bert_tokenizer):
             know = {place for place, text in one.corpus.items() if f"{first} {last}" in text}
             assert know == one.relevant[number]
     assert passkeys(bert_tokenizer, 128) == passkeys(bert_tokenizer, 128) != passkeys(bert_tokenizer, 128, seed=1)
-    with pytest.raises(DataError, match="no room"):
-        passkeys(bert_tokenizer, 20)
-    with pytest.raises(DataError, match="no room"):
-        needles(bert_tokenizer, 128, [])
+    refused("no room", passkeys, bert_tokenizer, 20, error=DataError)
+    refused("no room", needles, bert_tokenizer, 128, [], error=DataError)
 
 
 @pytest.fixture
@@ -52,11 +50,9 @@ def test_beir(beir):
     one = read_beir(beir)
     assert one.relevant == {"q0": {"0"}, "q1": {"1"}} and one.queries.keys() == one.relevant.keys() and len(one.corpus) == 8
     (beir / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq0\t99\t1\n")
-    with pytest.raises(DataError, match="no query whose answer"):
-        read_beir(beir)
+    refused("no query whose answer", read_beir, beir, error=DataError)
     (beir / "queries.jsonl").write_text("no json")
-    with pytest.raises(DataError, match="queries.jsonl cannot be read"):
-        read_beir(beir)
+    refused("queries.jsonl cannot be read", read_beir, beir, error=DataError)
 
 
 def test_recipe(recipe, save, bert_tokenizer, beir, tmp_path):
@@ -95,10 +91,8 @@ def test_documents_and_passages(bert_tokenizer):
     for one in passages:
         words = documents[one.document].split()
         assert words[round(one.place * 30) :][:8] == one.text.split()
-    with pytest.raises(DataError, match="too few for 2 passages of 29"):
-        draw_passages(documents, bert_tokenizer, 29, 2, seed=0)
-    with pytest.raises(DataError, match="no text has 1,000 tokens"):
-        cut_documents(documents, bert_tokenizer, 1000)
+    refused("too few for 2 passages of 29", draw_passages, documents, bert_tokenizer, 29, 2, seed=0, error=DataError)
+    refused("no text has 1,000 tokens", cut_documents, documents, bert_tokenizer, 1000, error=DataError)
 
 
 @pytest.mark.parametrize("way", ["truncated", "ends", "chunks"])
@@ -221,5 +215,4 @@ def test_no_document_twice_in_a_batch(long_embedder, monkeypatch):
 )
 def test_refusals(long_embedder, change, says):
     """What cannot be run is said before anything is tuned."""
-    with pytest.raises(posswap.PosswapError, match=says):
-        long_embedder[0](**change)
+    refused(says, long_embedder[0], **change)

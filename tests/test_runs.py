@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import stdev
 
 import pytest
-from conftest import write_run
+from conftest import refused, write_run
 from scipy import stats
 
 import hf_posswap as posswap
@@ -110,21 +110,15 @@ def test_what_cannot_be_compared(tmp_path):
     """Runs of several recipes, of unequal seeds, given twice, or without the figure asked for cannot be compared."""
     _matrix(tmp_path / "a")
     write_run(tmp_path / "b", {"accuracy": 1}, recipe="listops")
-    with pytest.raises(posswap.PosswapError, match="one recipe at a time"):
-        check_budgets(load_runs([tmp_path / "a", tmp_path / "b"]))
+    refused("one recipe at a time", check_budgets, load_runs([tmp_path / "a", tmp_path / "b"]))
     write_run(tmp_path / "c", {"accuracy": 1}, scheme="none")
-    with pytest.raises(posswap.PosswapError, match=r"none, swap has seeds \[0\] and original \[0, 1\]"):
-        check_budgets(load_runs([tmp_path / "a", tmp_path / "c"]))
+    refused(r"none, swap has seeds \[0\] and original \[0, 1\]", check_budgets, load_runs([tmp_path / "a", tmp_path / "c"]))
     write_run(tmp_path / "d", {"accuracy": 1})
-    with pytest.raises(posswap.PosswapError, match="original has a seed twice"):
-        check_budgets(load_runs([tmp_path / "a", tmp_path / "d"]))
-    with pytest.raises(posswap.PosswapError, match="'speed'; there are accuracy"):
-        markdown(load_runs([tmp_path / "a"]), figures=["speed"])
-    with pytest.raises(posswap.PosswapError, match="'lenght' is no option"):
-        check_budgets(load_runs([tmp_path / "a"]), ["lenght"])
+    refused("original has a seed twice", check_budgets, load_runs([tmp_path / "a", tmp_path / "d"]))
+    refused("'speed'; there are accuracy", markdown, load_runs([tmp_path / "a"]), figures=["speed"])
+    refused("'lenght' is no option", check_budgets, load_runs([tmp_path / "a"]), ["lenght"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(posswap.PosswapError, match="no result.json"):
-        load_runs([tmp_path / "empty"])
+    refused("no result.json", load_runs, [tmp_path / "empty"])
 
 
 def test_a_comparison_is_runs_too(tmp_path):
@@ -139,8 +133,7 @@ def test_a_comparison_is_runs_too(tmp_path):
     assert len(load_runs([tmp_path / "a", tmp_path / "written"])) == 6  # a run that is given twice counts once
     (tmp_path / "strange.json").write_text('{"runs": [{}]}')
     for name, says in (("strange.json", "holds no runs"), ("nowhere", "no result.json in .*nowhere")):
-        with pytest.raises(posswap.PosswapError, match=says):
-            load_runs([tmp_path / name])
+        refused(says, load_runs, [tmp_path / name])
 
 
 def test_runs_of_one_name_are_not_one(tmp_path, monkeypatch):
@@ -152,8 +145,7 @@ def test_runs_of_one_name_are_not_one(tmp_path, monkeypatch):
         for scheme in ("original", "rotary"):
             write_run(Path(f"s{steps}") / scheme, {"accuracy": steps / 100}, scheme=scheme, max_steps=steps)
     runs = load_runs([Path("s10"), Path("s20")])
-    with pytest.raises(posswap.PosswapError, match="--vary max_steps"):
-        check_budgets(runs)
+    refused("--vary max_steps", check_budgets, runs)
     assert "| original, max_steps 20 | 0.200 |" in markdown(runs, vary=["max_steps"])
     write_comparison(runs, Path("both"), vary=["max_steps"])
     again = load_runs([Path("both")])
@@ -233,8 +225,7 @@ def test_ctrl_c_stops_the_run(monkeypatch, tmp_path):
 
     process.wait = interrupted
     monkeypatch.setattr(subprocess, "Popen", lambda *given, **options: process)
-    with pytest.raises(Interrupted, match="the same command does the rest"):
-        run_all(["any"], [("none", "swap", 0)], tmp_path)
+    refused("the same command does the rest", run_all, ["any"], [("none", "swap", 0)], tmp_path, error=Interrupted)
     assert process.returncode == -signal.SIGTERM
 
 
@@ -263,8 +254,7 @@ def test_schemes_of_others(compare, tmp_path):
         runs = json.loads((output / "comparison.json").read_text())["runs"]
         check_budgets([*runs, {**runs[0], "config": {**runs[0]["config"], "scheme": "rotary", "schemes_from": None}}])
         other = [{**run, "config": {**run["config"], "seed": 5, "schemes_from": "another.py"}} for run in runs]
-        with pytest.raises(posswap.PosswapError, match=r"have schemes_from .*another\.py"):
-            check_budgets([*runs, *other])  # the same name, and maybe another scheme
+        refused(r"have schemes_from .*another\.py", check_budgets, [*runs, *other])  # the same name, and maybe another scheme
         assert {run["config"]["scheme"] for run in runs} == {"theirs", "none"}
         assert {run["config"]["schemes_from"] for run in runs} == {
             without_home(file)
@@ -278,8 +268,7 @@ def test_a_folder_is_of_one_question(tmp_path):
     _begin(tmp_path, {"recipe": ["a.py"], "options": ["--max-steps", "5"]})
     _begin(tmp_path, {"recipe": ["a.py"], "options": ["--max-steps", "5"]})
     for recipe, steps in (("b.py", "5"), ("a.py", "6")):
-        with pytest.raises(posswap.PosswapError, match="choose another --output"):
-            _begin(tmp_path, {"recipe": [recipe], "options": ["--max-steps", steps]})
+        refused("choose another --output", _begin, tmp_path, {"recipe": [recipe], "options": ["--max-steps", steps]})
 
 
 def test_the_order_of_runs():

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from conftest import refused
 from torch.testing import assert_close
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 
@@ -131,12 +132,9 @@ def test_static_caches_and_moved_ones(make, text):
     cache.reorder_cache(torch.tensor([1, 0]))
     assert_close(model(text[[1, 0], 30:], past_key_values=cache).logits, whole[[1, 0], 30:], rtol=1e-4, atol=1e-4)
     rebuilt = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
-    with pytest.raises(posswap.PosswapError, match="does not know how many tokens were read: pass position_ids"):
-        model(text[:, :1], past_key_values=rebuilt)
-    with pytest.raises(posswap.PosswapError, match="has forgotten keys beyond the span"):
-        cache.crop(-1)
-    with pytest.raises(posswap.PosswapError, match="this cache was made for Span"):
-        make("gpt2", "rotary", span=7)(text[:, :1], past_key_values=cache)
+    refused("does not know how many tokens were read: pass position_ids", model, text[:, :1], past_key_values=rebuilt)
+    refused("has forgotten keys beyond the span", cache.crop, -1)
+    refused("this cache was made for Span", make("gpt2", "rotary", span=7), text[:, :1], past_key_values=cache)
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
@@ -155,8 +153,7 @@ def test_packed_texts_stay_apart(make, text, backend):
         one | {"past_key_values": packed.past_key_values},
         one | {"past_key_values": begun, "position_ids": positions[:, :1]},
     ):
-        with pytest.raises(posswap.PosswapError, match="position_ids go back"):
-            model(**given)
+        refused("position_ids go back", model, **given)
     assert begun.get_seq_length() == 25
     rest = model(text[:, 25:], past_key_values=begun, position_ids=torch.arange(25, 40)[None]).logits  # one row for all
     assert_close(rest, model(text, use_cache=False).logits[:, 25:], rtol=1e-4, atol=1e-4)
@@ -242,8 +239,7 @@ def test_no_tensor_is_quadratic():
 def test_refused(make_model, options, message):
     """A span that cannot be is refused before anything is changed."""
     model = make_model("gpt2")
-    with pytest.raises(posswap.PosswapError, match=message):
-        posswap.swap(model, "rotary", max_positions=64, **options)
+    refused(message, posswap.swap, model, "rotary", max_positions=64, **options)
     assert not posswap.describe(model).swapped
 
 
@@ -256,7 +252,6 @@ def test_shared(make_model, tmp_path, text):
     assert posswap.describe(again).span == Span(6, 2)
     with torch.no_grad():
         assert torch.equal(again(text).logits, model(text).logits)
-    with pytest.raises(posswap.UnsupportedModelError, match="no class of transformers has a span of 6"):
-        posswap.export_native(model)
+    refused("no class of transformers has a span of 6", posswap.export_native, model, error=posswap.UnsupportedModelError)
     model.save_pretrained(tmp_path / "model")
     assert "**rotary positions**" in posswap.write_card(tmp_path / "model", base_model="org/tiny").read_text()

@@ -6,6 +6,7 @@ import dataclasses
 import accelerate
 import pytest
 import torch
+from conftest import refused
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, DynamicCache, StaticCache
@@ -16,14 +17,12 @@ import hf_posswap as posswap
 def test_part_of_a_swapped_model(make_model, tmp_path):
     """The inner model of a swapped one is not swapped to something that the outer config does not name."""
     model = posswap.swap(make_model("bert"), "none")
-    with pytest.raises(posswap.PosswapError, match="swap the whole model"):
-        posswap.swap(model.bert, "rotary")
+    refused("swap the whole model", posswap.swap, model.bert, "rotary")
     posswap.restore(model)
     posswap.swap(model.bert, "rotary")  # nothing contradicts it now
     model = posswap.swap(make_model("bert"), "none")
     model.save_pretrained(tmp_path)
-    with pytest.raises(posswap.PosswapError, match="swap the whole model"):
-        posswap.swap(AutoModelForMaskedLM.from_pretrained(tmp_path).bert, "rotary")
+    refused("swap the whole model", posswap.swap, AutoModelForMaskedLM.from_pretrained(tmp_path).bert, "rotary")
 
 
 def test_relative_positions_with_gaps_in_a_cache(make_swapped, tokens):
@@ -73,8 +72,7 @@ def test_private_scheme_under_a_taken_name(make_model):
         def attention_module(self, geometry):
             return None
 
-    with pytest.raises(posswap.PosswapError, match="a name of its own"):
-        posswap.swap(make_model("gpt2"), Mine())
+    refused("a name of its own", posswap.swap, make_model("gpt2"), Mine())
 
 
 def test_restore_after_saving_gives_the_same_config(make_model, tmp_path):
@@ -106,8 +104,7 @@ def test_position_ids_that_do_not_fit(make_swapped, positions, tokens):
 def test_integer_masks_are_refused(make_swapped, tokens):
     """A 4D mask of integers is refused, since it would be added to the scores."""
     mask = torch.ones(20, 20).tril().long()[None, None]
-    with pytest.raises(posswap.PosswapError, match="boolean or floating point"):
-        make_swapped("gpt2", "relative:clip=4", "sdpa")(tokens, attention_mask=mask)
+    refused("boolean or floating point", make_swapped("gpt2", "relative:clip=4", "sdpa"), tokens, attention_mask=mask)
 
 
 def test_head_with_a_config_of_its_own(make_model):
@@ -137,8 +134,7 @@ def test_inference_tensors_and_meta_are_refused(make_model):
     with torch.inference_mode():
         frozen = make_model("bert")
     model = make_model("bert")
-    with pytest.raises(posswap.PosswapError, match="inference_mode"):
-        posswap.swap(frozen, "rotary")
+    refused("inference_mode", posswap.swap, frozen, "rotary")
     with torch.device("meta"), pytest.raises(posswap.PosswapError, match="meta"):
         posswap.swap(model, "rotary")
 
@@ -194,8 +190,7 @@ def test_restore_after_a_merged_adapter(make_model, tokens, fitted):
         posswap.fit(model, [tokens.repeat(4, 1)], reconstruct=1, progress=False)
     tuned = get_peft_model(model, LoraConfig(target_modules=["query", "dense"], init_lora_weights=False))
     merged = tuned.merge_and_unload()
-    with pytest.raises(posswap.PosswapError, match="would be a mixture"):
-        posswap.restore(merged)
+    refused("would be a mixture", posswap.restore, merged)
     assert posswap.describe(merged).swapped
     posswap.restore(merged, keep_training=True)
     assert not posswap.describe(merged).swapped
@@ -213,8 +208,7 @@ def test_an_adapter_of_a_swapped_model_on_a_plain_one(make_model, tokens, tmp_pa
     adapted.save_pretrained(tmp_path / "adapter")
     wrong = PeftModel.from_pretrained(make_model("gpt2"), tmp_path / "adapter")
     for use in (posswap.describe, lambda one: posswap.swap(one, "rotary")):
-        with pytest.raises(posswap.PosswapError, match="trained on a swapped model"):
-            use(wrong)
+        refused("trained on a swapped model", use, wrong)
     right = PeftModel.from_pretrained(posswap.swap(make_model("gpt2"), "rotary"), tmp_path / "adapter")
     assert posswap.describe(right).swapped
     assert torch.equal(right(tokens).logits, adapted(tokens).logits)
@@ -224,8 +218,7 @@ def test_an_adapter_of_a_swapped_model_on_a_plain_one(make_model, tokens, tmp_pa
 def test_continuous_batching(make_model, scheme, span):
     """A paged cache shows attention no distances: an error, where there were empty lists."""
     model = posswap.swap(make_model("gpt2", "sdpa"), scheme, span=span)
-    with pytest.raises(posswap.PosswapError, match=f"{scheme[:4]}.* cannot use the paged cache of generate_batch"):
-        model.generate_batch([[5, 6, 7], [8, 9]])
+    refused(f"{scheme[:4]}.* cannot use the paged cache of generate_batch", model.generate_batch, [[5, 6, 7], [8, 9]])
 
 
 @torch.no_grad()

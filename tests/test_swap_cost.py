@@ -3,8 +3,8 @@
 import json
 
 import pytest
+from conftest import refused
 
-import hf_posswap as posswap
 from hf_posswap.experiments.swap_cost import SwapCostConfig, run
 from hf_posswap.measure import word_order_examples
 
@@ -65,8 +65,7 @@ def test_seeds_matter(options, tmp_path):
 )
 def test_bad_options(changes, says):
     """Bad options are refused before anything is loaded."""
-    with pytest.raises(posswap.PosswapError, match=says):
-        SwapCostConfig(**changes)
+    refused(says, SwapCostConfig, **changes)
 
 
 def test_word_order_pairs_hold_the_same_words():
