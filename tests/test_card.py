@@ -10,14 +10,12 @@ import torch
 import transformers
 from conftest import refused, write_run
 from huggingface_hub import ModelCard
-from jsonschema import Draft202012Validator
 from transformers import GPT2DoubleHeadsModel
 
 import hf_posswap as posswap
-from hf_posswap.checkpoint import on_hub
 from hf_posswap.provenance import weight_hashes
 from hf_posswap.sharing.card import BEGIN, END, _body
-from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, read_results
+from hf_posswap.sharing.record import RESULTS_FILE, read_results
 
 ROOT = Path(__file__).parent.parent
 BASE = "local:tiny"
@@ -129,11 +127,6 @@ def test_figures_of_the_training_text(swapped, tmp_path):
     assert "| rotary:theta=500, swap |" in card.text and not card.data.eval_results
 
 
-def test_the_schema_is_one():
-    """The schema of the record is a valid JSON schema."""
-    Draft202012Validator.check_schema(json.loads(SCHEMA.read_text()))
-
-
 def test_the_example():
     """The card that is checked in as an example is what would be written today from the results next to it."""
     folder = ROOT / "recipes" / "results" / "card"
@@ -232,36 +225,6 @@ def test_other_kinds(make_model, tmp_path, kind):
     assert read_results(folder)["model"]["kind"] == {"relative": "swapped", "double": "swapped"}.get(kind, kind)
 
 
-def test_a_base_on_the_hub_is_known(make_model, tmp_path, monkeypatch):
-    """A swap of a checkpoint that is in the Hub's cache notes its id; a folder is none; another base is refused."""
-    monkeypatch.setattr("hf_posswap.checkpoint.HF_HUB_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "cache" / "models--org--tiny" / "snapshots" / "f00").mkdir(parents=True)
-    model = make_model("bert")
-    model.name_or_path = model.config._name_or_path = "org/tiny"
-    posswap.swap(model, "none")
-    posswap.swap(model, "sinusoidal")
-    model.save_pretrained(tmp_path / "swapped")
-    assert read_config(tmp_path / "swapped")["base_model"] == {"id": "org/tiny", "revision": "f00"}
-    again = type(model).from_pretrained(tmp_path / "swapped")
-    posswap.swap(again, "none").save_pretrained(tmp_path / "again")
-    assert read_config(tmp_path / "again")["base_model"]["id"] == "org/tiny"
-    text = posswap.write_card(tmp_path / "again").read_text()
-    assert "[org/tiny](https://huggingface.co/org/tiny)" in text and "revision `f00`" in text
-    refused("was swapped from org/tiny, not from org/other", posswap.write_card, tmp_path / "again", base_model="org/other")
-    for name in (str(tmp_path), str(tmp_path / "gone" / "since"), "models/tiny", "", "a//b"):
-        local = make_model("bert")
-        local.name_or_path = local.config._name_or_path = name
-        assert "base_model" not in posswap.swap(local, "none").config.position_scheme
-    (tmp_path / "cache" / "models--org--tiny" / "snapshots" / "f01").mkdir()
-    assert on_hub("org/tiny") == {"id": "org/tiny", "revision": None}  # which of the two, nobody knows
-    assert on_hub(posswap.embedded_model("minilm"))["id"] == "sentence-transformers/all-MiniLM-L6-v2"
-
-
-def read_config(folder):
-    """Return the entry of a saved config."""
-    return json.loads((folder / "config.json").read_text())["position_scheme"]
-
-
 def _damaged(folder, change):
     path = next(folder.rglob("result.json"))
     result = json.loads(path.read_text())
@@ -285,7 +248,6 @@ def _damaged(folder, change):
         (lambda r: r.pop("versions"), "'versions' is a required property"),
         (lambda r: r.update(format=2), "1 was expected"),
         (lambda r: r["figures"].update(accuracy=float("nan")), "NaN or infinite"),
-        (lambda r: r["figures"].update(accuracy=None), "is not of type 'number'"),
         (lambda r: r["figures"].update({"acc\n": 1.0}), "does not match"),
         (lambda r: r["config"].update(dataset="a\u202eb"), "would read as markup"),
         (lambda r: r["config"].update(start=["fit"]), "is not one of"),
@@ -295,9 +257,7 @@ def test_results_that_are_refused(swapped, results, change, says):
     """Results without seeds or budget, with unequal ones, or with markup in a name are refused, and nothing is written."""
     _damaged(results, change)
     before = sorted(os.listdir(swapped))
-    with pytest.raises(posswap.PosswapError) as error:
-        posswap.write_card(swapped, results=[results], base_model=BASE)
-    assert says in str(error.value)
+    refused(says, posswap.write_card, swapped, results=[results], base_model=BASE)
     assert sorted(os.listdir(swapped)) == before
 
 
@@ -319,16 +279,10 @@ def test_folders_that_are_refused(swapped, fitted, results, make_model, tmp_path
         (swapped, {"base_model": BASE, "results": [tmp_path / "empty"]}, "no result.json"),
         (swapped, {"base_model": BASE, "results": [tmp_path / "nothing"]}, "there are no results in"),
         (swapped, {"base_model": BASE, "results": [results], "eval_results": ["glue"]}, "must be DATASET:TASK:FIGURE"),
-        (
-            swapped,
-            {"base_model": BASE, "results": [results], "eval_results": ["a/b:t:accuracy"]},
-            "the results have 0 runs that measured",
-        ),
+        (swapped, {"base_model": BASE, "results": [results], "eval_results": ["a/b:t:accuracy"]}, "have 0 runs that measured"),
     ]
     for folder, options, says in cases:
-        with pytest.raises(posswap.PosswapError) as error:
-            posswap.write_card(folder, **options)
-        assert says in str(error.value), says
+        refused(says, posswap.write_card, folder, **options)
     model = posswap.swap(make_model("bert"), "none")
     model.save_pretrained(tmp_path / "none")
     with pytest.raises(posswap.PosswapError, match="no run with none, the scheme of .*; it has original, rotary:theta=500"):
@@ -338,19 +292,14 @@ def test_folders_that_are_refused(swapped, fitted, results, make_model, tmp_path
         (swapped / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
         refused("which does not exist", posswap.write_card, swapped, base_model=BASE, error=posswap.CheckpointError)
     folder, report = fitted
+    config = json.loads((folder / "config.json").read_text())
+    config["position_scheme"]["theta"] = 12345
+    (folder / "config.json").write_text(json.dumps(config))  # which is not what was measured
+    refused("of another scheme", posswap.write_card, folder, base_model=BASE, error=posswap.CheckpointError)
     posswap.swap(make_model("gpt2", seed=9), "rotary:theta=500").save_pretrained(folder)
     refused("of other weights", posswap.write_card, folder, base_model=BASE, error=posswap.CheckpointError)
     refused("save the fitted model there first", report.save, tmp_path / "empty", error=posswap.CheckpointError)
     refused("holds other weights than those that this report is of", report.save, folder, error=posswap.CheckpointError)
-
-
-def test_reports_of_another_scheme(fitted):
-    """A scheme that was changed by hand is not what was measured."""
-    folder, _ = fitted
-    config = json.loads((folder / "config.json").read_text())
-    config["position_scheme"]["theta"] = 12345
-    (folder / "config.json").write_text(json.dumps(config))
-    refused("of another scheme", posswap.write_card, folder, base_model=BASE, error=posswap.CheckpointError)
 
 
 def test_no_paths_of_this_machine(swapped, tmp_path):

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import hf_posswap as posswap
-from hf_posswap.checkpoint import STUB
+from hf_posswap.checkpoint import STUB, on_hub
 
 AUTO = {"bert": AutoModelForMaskedLM, "bert-decoder": AutoModelForCausalLM, "gpt2": AutoModelForCausalLM}
 STOCK = {"bert": BertForMaskedLM, "gpt2": GPT2LMHeadModel}
@@ -33,6 +33,11 @@ def load(family: str, folder, **options):
     loaded, info = AUTO[family].from_pretrained(folder, output_loading_info=True, **options)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
     return loaded.eval()
+
+
+def saved_scheme(folder) -> dict:
+    """The entry of a saved config.json."""
+    return json.loads((folder / "config.json").read_text())["position_scheme"]
 
 
 def edit_config(folder, entry: dict | None):
@@ -48,7 +53,7 @@ def edit_config(folder, entry: dict | None):
 def test_round_trip(model, family, backend, case, tokens, tmp_path):
     """What is loaded, once and again, has the class, the logits bit for bit, and a config with every field of the scheme."""
     model.save_pretrained(tmp_path)
-    entry = json.loads((tmp_path / "config.json").read_text())["position_scheme"]
+    entry = saved_scheme(tmp_path)
     scheme = {"name": case.scheme.name, **asdict(case.scheme)}
     if scheme["name"] == "mixed":  # an entry for each layer
         scheme = case.scheme.to_dict()
@@ -321,3 +326,28 @@ def test_broken_position_weights(make_swapped, auto_class, change, says, tmp_pat
     name = next(name for name in weights if name.endswith("key_table"))
     save_file(weights | {name: change(weights[name])}, path, {"format": "pt"})
     refused(says, auto_class.from_pretrained, tmp_path, error=posswap.CheckpointError)
+
+
+def test_a_base_on_the_hub_is_known(make_model, tmp_path, monkeypatch):
+    """A swap of a checkpoint that is in the Hub's cache notes its id; a folder is none; another base is refused."""
+    monkeypatch.setattr("hf_posswap.checkpoint.HF_HUB_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "models--org--tiny" / "snapshots" / "f00").mkdir(parents=True)
+    model = make_model("bert")
+    model.name_or_path = model.config._name_or_path = "org/tiny"
+    posswap.swap(model, "none")
+    posswap.swap(model, "sinusoidal")
+    model.save_pretrained(tmp_path / "swapped")
+    assert saved_scheme(tmp_path / "swapped")["base_model"] == {"id": "org/tiny", "revision": "f00"}
+    again = type(model).from_pretrained(tmp_path / "swapped")
+    posswap.swap(again, "none").save_pretrained(tmp_path / "again")
+    assert saved_scheme(tmp_path / "again")["base_model"]["id"] == "org/tiny"
+    text = posswap.write_card(tmp_path / "again").read_text()
+    assert "[org/tiny](https://huggingface.co/org/tiny)" in text and "revision `f00`" in text
+    refused("was swapped from org/tiny, not from org/other", posswap.write_card, tmp_path / "again", base_model="org/other")
+    for name in (str(tmp_path), str(tmp_path / "gone" / "since"), "models/tiny", "", "a//b"):
+        local = make_model("bert")
+        local.name_or_path = local.config._name_or_path = name
+        assert "base_model" not in posswap.swap(local, "none").config.position_scheme
+    (tmp_path / "cache" / "models--org--tiny" / "snapshots" / "f01").mkdir()
+    assert on_hub("org/tiny") == {"id": "org/tiny", "revision": None}  # which of the two, nobody knows
+    assert on_hub(posswap.embedded_model("minilm"))["id"] == "sentence-transformers/all-MiniLM-L6-v2"

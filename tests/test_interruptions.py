@@ -141,7 +141,7 @@ JOB = '''
 import gc, json, os, random, signal, sys, time
 from pathlib import Path
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from hf_posswap.contract.subject import tiny_model
 from hf_posswap.training import TrainingConfig, train
 
 gc.freeze()  # see conftest.py
@@ -149,12 +149,10 @@ torch.set_num_threads(1)
 folder, every, steps = Path(sys.argv[1]), 2, 20
 
 def job(output, resume, note):
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2, n_positions=32, initializer_range=0.3))
     tokens = torch.randint(2, 98, (26, 16), generator=torch.Generator().manual_seed(1))
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     config = TrainingConfig(max_steps=steps, batch_size=8, learning_rate=1e-2, checkpoint_every=every)
-    model, run = train(model, rows, config, output=output, resume=resume, after_step=note, progress=False)
+    model, run = train(tiny_model("gpt2"), rows, config, output=output, resume=resume, after_step=note, progress=False)
     weights = {name: tensor.double().sum().item() for name, tensor in model.state_dict().items()}
     (output / "end.json").write_text(json.dumps([run.losses, run.tokens, weights]))
 

@@ -141,9 +141,6 @@ def test_public_names():
             checked += 1
     assert checked > 30
     assert list(hf_posswap.__all__) == sorted(hf_posswap.__all__)
-    wanted = {"swap", "describe", "restore", "Learned", "Sinusoidal", "Relative", "Rotary", "NoPositions", "SCHEMES"}
-    wanted |= {"ARCHITECTURES", "register_scheme", "register_architecture", "PosswapError"}
-    assert wanted <= set(hf_posswap.__all__)
 
 
 def test_registering_twice():

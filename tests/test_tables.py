@@ -1,11 +1,9 @@
 """Rows of a task: columns and labels that are found, splits that do not change, and tables that are refused."""
 
-import csv
-import gzip
-import json
 import random
 
 import datasets
+import pandas
 import pytest
 from conftest import refused
 
@@ -16,22 +14,14 @@ ROWS = [{"text": f"text number {n}", "label": n % 3} for n in range(30)]
 
 
 def write_rows(path, rows):
-    """Write rows in the format that the name asks for."""
-    path = path.parent / path.name
-    name = path.name.lower().removesuffix(".gz")
+    """Write rows in the format that the name asks for, compressed if it says so."""
+    table, name = pandas.DataFrame(rows), path.name.lower().removesuffix(".gz")
     if name.endswith(".parquet"):
-        datasets.Dataset.from_list(rows).to_parquet(path)
-        return str(path)
-    open_file = gzip.open if path.suffix == ".gz" else open
-    with open_file(path, "wt", newline="", encoding="utf-8") as file:
-        if name.endswith((".csv", ".tsv")):
-            writer = csv.DictWriter(file, rows[0], delimiter="\t" if name.endswith(".tsv") else ",")
-            writer.writeheader()
-            writer.writerows(rows)
-        elif name.endswith(".jsonl"):
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
-        else:
-            json.dump(rows, file)
+        table.to_parquet(path)
+    elif name.endswith((".csv", ".tsv")):
+        table.to_csv(path, sep="\t" if name.endswith(".tsv") else ",", index=False)
+    else:
+        table.to_json(path, orient="records", lines=name.endswith(".jsonl"))
     return str(path)
 
 
