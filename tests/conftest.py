@@ -21,6 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: more threa
 import hf_posswap_cli
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertModel, BertTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -219,6 +220,16 @@ def refused(says: str, call, *arguments, error: type[Exception] = posswap.Posswa
     """A call with these arguments is an error of ours, or of this class, that says this, a regular expression."""
     with pytest.raises(error, match=says):
         call(*arguments, **options)
+
+
+def rewrite(path: Path, change) -> None:
+    """Let `change` edit what a JSON or safetensors file holds, in place."""
+    if path.suffix == ".json":
+        change(content := json.loads(path.read_text()))
+        path.write_text(json.dumps(content))
+    else:
+        change(content := {name: value.clone() for name, value in load_file(path).items()})  # not the file, mapped
+        save_file(content, path, {"format": "pt"})
 
 
 def run_python(*arguments, **options) -> subprocess.CompletedProcess:

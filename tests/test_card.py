@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import refused, write_run
+from conftest import refused, rewrite, write_run
 from huggingface_hub import ModelCard
 from transformers import GPT2DoubleHeadsModel
 
@@ -122,7 +122,8 @@ def test_figures_of_the_training_text(swapped, tmp_path):
     """A run that was measured on the file it was trained on is shown, and is no figure of the model's."""
     for place, scheme in (("a", "original"), ("b", "rotary:theta=500")):
         _run(tmp_path / "runs" / place, scheme=scheme, weights=weight_hashes(swapped))
-        _damaged(tmp_path / "runs" / place, lambda r: r["config"].update(train_file="text.csv", test_file="text.csv"))
+        file = tmp_path / "runs" / place / "result.json"
+        rewrite(file, lambda r: r["config"].update(train_file="text.csv", test_file="text.csv"))
     card = ModelCard.load(posswap.write_card(swapped, results=[tmp_path / "runs"], base_model=BASE))
     assert "| rotary:theta=500, swap |" in card.text and not card.data.eval_results
 
@@ -225,13 +226,6 @@ def test_other_kinds(make_model, tmp_path, kind):
     assert read_results(folder)["model"]["kind"] == {"relative": "swapped", "double": "swapped"}.get(kind, kind)
 
 
-def _damaged(folder, change):
-    path = next(folder.rglob("result.json"))
-    result = json.loads(path.read_text())
-    change(result)
-    path.write_text(json.dumps(result))
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -255,7 +249,7 @@ def _damaged(folder, change):
 )  # fmt: skip
 def test_results_that_are_refused(swapped, results, change, says):
     """Results without seeds or budget, with unequal ones, or with markup in a name are refused, and nothing is written."""
-    _damaged(results, change)
+    rewrite(next(results.rglob("result.json")), change)
     before = sorted(os.listdir(swapped))
     refused(says, posswap.write_card, swapped, results=[results], base_model=BASE)
     assert sorted(os.listdir(swapped)) == before
@@ -287,14 +281,11 @@ def test_folders_that_are_refused(swapped, fitted, results, make_model, tmp_path
     model.save_pretrained(tmp_path / "none")
     with pytest.raises(posswap.PosswapError, match="no run with none, the scheme of .*; it has original, rotary:theta=500"):
         posswap.write_card(tmp_path / "none", results=[results], base_model=BASE)
-    config = json.loads((swapped / "config.json").read_text())
     for name in ("os; __import__('os').system('id') #DoubleHeadsModel", "PosswapBertForNothing", "pipeline", ["BertModel"]):
-        (swapped / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+        rewrite(swapped / "config.json", lambda config, name=name: config.update(architectures=[name]))
         refused("which does not exist", posswap.write_card, swapped, base_model=BASE, error=posswap.CheckpointError)
     folder, report = fitted
-    config = json.loads((folder / "config.json").read_text())
-    config["position_scheme"]["theta"] = 12345
-    (folder / "config.json").write_text(json.dumps(config))  # which is not what was measured
+    rewrite(folder / "config.json", lambda config: config["position_scheme"].update(theta=12345))  # not what was measured
     refused("of another scheme", posswap.write_card, folder, base_model=BASE, error=posswap.CheckpointError)
     posswap.swap(make_model("gpt2", seed=9), "rotary:theta=500").save_pretrained(folder)
     refused("of other weights", posswap.write_card, folder, base_model=BASE, error=posswap.CheckpointError)
@@ -306,7 +297,8 @@ def test_no_paths_of_this_machine(swapped, tmp_path):
     """Absolute paths of the user's machine keep their last two parts only."""
     for scheme in ("original", "rotary:theta=500"):
         _run(tmp_path / "runs" / scheme[:3], scheme=scheme, model="/home/alice/secret/models/tiny")
-    _damaged(tmp_path / "runs", lambda r: r.update(command="python recipes/passkey.py --model=/home/alice/secret/models/tiny"))
+    command = "python recipes/passkey.py --model=/home/alice/secret/models/tiny"
+    rewrite(tmp_path / "runs" / "ori" / "result.json", lambda r: r.update(command=command))
     text = posswap.write_card(swapped, results=[tmp_path / "runs"], base_model=BASE).read_text()
     assert (
         "alice" not in text + (swapped / RESULTS_FILE).read_text() and "--model=models/tiny" in text and "`models/tiny`" in text

@@ -9,8 +9,8 @@ from operator import attrgetter
 
 import pytest
 import torch
-from conftest import KINDS, refused, run_python
-from safetensors.torch import load_file, save_file
+from conftest import KINDS, refused, rewrite, run_python
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -42,12 +42,13 @@ def saved_scheme(folder) -> dict:
 
 def edit_config(folder, entry: dict | None):
     """Change or (with None) drop entries of `position_scheme` in a saved config.json, or drop it as a whole."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    scheme = config.pop("position_scheme")
-    if entry is not None:
-        config["position_scheme"] = {key: value for key, value in (scheme | entry).items() if value is not None}
-    path.write_text(json.dumps(config))
+
+    def change(config: dict):
+        scheme = config.pop("position_scheme")
+        if entry is not None:
+            config["position_scheme"] = {key: value for key, value in (scheme | entry).items() if value is not None}
+
+    rewrite(folder / "config.json", change)
 
 
 def test_round_trip(model, family, backend, case, tokens, tmp_path):
@@ -259,14 +260,10 @@ def test_missing_position_weights(make_swapped, family, scheme, lost, tmp_path):
     """Position weights that a folder lacks are named, never made up."""
     model = make_swapped(family, scheme)
     model.save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    weights = load_file(path)
-    if lost == "positions":
-        dropped = [name for name in weights if "position_embeddings.weight" in name or "wpe.weight" in name]
-    else:
-        dropped = [name for name in weights if name.endswith(lost)]
+    ends = ("position_embeddings.weight", "wpe.weight") if lost == "positions" else lost
+    dropped = [name for name in load_file(tmp_path / "model.safetensors") if name.endswith(ends)]
     assert len(dropped) in (1, 2)
-    save_file({name: value for name, value in weights.items() if name not in dropped}, path, {"format": "pt"})
+    rewrite(tmp_path / "model.safetensors", lambda weights: [weights.pop(name) for name in dropped])
     with pytest.raises(posswap.PosswapError, match="lacks position weights") as raised:
         AUTO[family].from_pretrained(tmp_path)
     assert all(name in str(raised.value) for name in dropped)
@@ -322,9 +319,8 @@ def test_an_edited_config_that_is_meant(make_swapped, tmp_path):
 def test_broken_position_weights(make_swapped, auto_class, change, says, tmp_path):
     """NaN in a table, and integers, are refused."""
     make_swapped("gpt2", "relative:clip=4").save_pretrained(tmp_path)
-    weights = load_file(path := tmp_path / "model.safetensors")
-    name = next(name for name in weights if name.endswith("key_table"))
-    save_file(weights | {name: change(weights[name])}, path, {"format": "pt"})
+    table = "transformer.h.0.attn.positions.key_table"
+    rewrite(tmp_path / "model.safetensors", lambda weights: weights.update({table: change(weights[table])}))
     refused(says, auto_class.from_pretrained, tmp_path, error=posswap.CheckpointError)
 
 

@@ -1,14 +1,13 @@
 """Position deltas: kilobytes that go onto the weights they were made from, and onto no others."""
 
-import json
-
 import pytest
 import torch
-from conftest import KINDS, refused
+from conftest import KINDS, refused, rewrite
 from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 import hf_posswap as posswap
+from hf_posswap.contract.subject import move, position_parameters
 from hf_posswap.sharing.delta import ABOUT, WEIGHTS, weights_hash
 
 
@@ -20,10 +19,7 @@ def delta(make_model, tmp_path):
         base, model = make_model(family), make_model(family)
         # In an encoder a warm rotary rewrites queries and keys, and a delta has no place for those.
         posswap.swap(model, scheme, warm_start=family == "gpt2" or scheme.name != "rotary", **options)
-        with torch.no_grad():
-            for attention in model.architecture.self_attentions(model.base_model):
-                for parameter in getattr(attention, "positions", torch.nn.Module()).parameters():
-                    parameter.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
+        move(position_parameters(model), 0.3)
         posswap.save_delta(model, tmp_path / "delta")
         return base, model, tmp_path / "delta"
 
@@ -81,8 +77,7 @@ def test_other_weights_are_refused(delta, make_model):
 def test_broken_deltas(delta, change, says):
     """What the file says is checked, and the base stays as it is."""
     base, _, folder = delta("gpt2", posswap.Relative(clip=4))
-    about = json.loads((folder / ABOUT).read_text())
-    (folder / ABOUT).write_text(json.dumps(about | change))
+    rewrite(folder / ABOUT, lambda about: about.update(change))
     before = weights_hash(base)
     refused(says, posswap.load_delta, base, folder, error=posswap.CheckpointError)
     assert weights_hash(base) == before and not posswap.describe(base).swapped

@@ -10,6 +10,7 @@ import torch
 import typer
 from conftest import refused, write_run
 from matplotlib.image import imread
+from test_plots import lines
 from torch.testing import assert_close
 from transformers import BertModel
 from typer.testing import CliRunner
@@ -22,11 +23,6 @@ from hf_posswap.measure import attention_by_distance
 RESULTS = Path(__file__).parent.parent / "recipes" / "results"
 COMMAND = typer.Typer()
 COMMAND.command()(pictures.plot)
-
-
-def lines(axes) -> dict[str, tuple[list, list]]:
-    """The named lines of an axes, {name: (x, y)}."""
-    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
 
 
 def call(*arguments):

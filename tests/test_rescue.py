@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import refused
+from conftest import refused, rewrite
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.testing import assert_close
 from transformers import (
     AutoModel,
@@ -58,8 +58,7 @@ def test_outputs_of_transformers_4(checkpoint, backend):
     real = golden["mask"].bool()
     for auto_class, name in ((AutoModelForMaskedLM, "encoder"), (AutoModelForCausalLM, "decoder")):
         if name == "decoder":
-            config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(config | {"is_decoder": True}))
+            rewrite(folder / "config.json", lambda config: config.update(is_decoder=True))
         model = posswap.load_relative_key(folder, auto_class)
         model.set_attn_implementation(backend)
         model.save_pretrained(folder / name)
@@ -133,8 +132,7 @@ def test_what_is_refused(checkpoint, make_model, tmp_path, kind):
         posswap.load_relative_key(folder, AutoModelForObjectDetection)
     refused("unknown option 'revison'", posswap.load_relative_key, folder, revison="main")
     refused("max_positions=8", posswap.load_relative_key, folder, max_positions=8)
-    weights = {name: value.clone() for name, value in load_file(folder / "model.safetensors").items()}
-    del weights["bert.encoder.layer.1.attention.self.distance_embedding.weight"]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    table = "bert.encoder.layer.1.attention.self.distance_embedding.weight"
+    rewrite(folder / "model.safetensors", lambda weights: weights.pop(table))
     with pytest.raises(posswap.CheckpointError, match=f"says {kind}, and what that needs is missing.*layer.1"):
         posswap.load_relative_key(folder)
