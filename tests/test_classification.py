@@ -10,6 +10,7 @@ import torch
 from conftest import refused
 
 from hf_posswap.data.tables import Rows
+from hf_posswap.errors import PosswapError
 from hf_posswap.experiments import classification, curve
 from hf_posswap.experiments.classification import encode
 
@@ -167,7 +168,8 @@ def test_bad_options(recipe, folder, options, says, monkeypatch):
     """What cannot be run is refused before anything is trained."""
     module = recipe("downstream_classification")
     monkeypatch.setattr(classification, "train", lambda *given, **options: pytest.fail("it has trained"))
-    refused(says, module.run, module.Config(**_files(folder, **{"max_steps": 1, **options})), folder / "out", False)
+    with pytest.raises(PosswapError, match=says):
+        module.run(module.Config(**_files(folder, **{"max_steps": 1, **options})), folder / "out", False)
 
 
 def test_foreign_tokenizer(recipe, folder, bert_tokenizer):

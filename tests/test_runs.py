@@ -43,6 +43,18 @@ def _matrix(root):
     return load_runs([root])
 
 
+VALUES = {"original": [0.5, 0.7, 0.9], "rotary": [0.512, 0.714, 0.913], "none": [0.6, 0.5, 0.95]}
+
+
+def _rows(root, values, **figures):
+    """Runs of a row for each scheme, a seed for each accuracy; other figures are so many times that."""
+    for scheme, found in values.items():
+        for seed, value in enumerate(found):
+            others = {name: factor * value for name, factor in figures.items()}
+            write_run(root / f"{scheme}-{seed}", {"accuracy": value, **others}, scheme=scheme, seed=seed)
+    return load_runs([root])
+
+
 def test_table(tmp_path):
     """The table has a line for each row, with mean and deviation over seeds and the cost."""
     runs = _matrix(tmp_path)
@@ -55,12 +67,8 @@ def test_table(tmp_path):
 
 def test_differences_are_taken_seed_by_seed(tmp_path):
     """Differences are means over seeds of paired runs, bold where a paired t-test is sure; one seed has no spread."""
-    values = {"original": [0.5, 0.7, 0.9], "rotary": [0.512, 0.714, 0.913], "none": [0.6, 0.5, 0.95]}
-    values["learned"] = [0.25, 0.45, 0.65]
-    for scheme, found in values.items():
-        for seed, value in enumerate(found):
-            write_run(tmp_path / f"{scheme}-{seed}", {"accuracy": value, "loss": 100 * value}, scheme=scheme, seed=seed)
-    table, said = paired_table(load_runs([tmp_path])).split("\n\n")
+    values = VALUES | {"learned": [0.25, 0.45, 0.65]}
+    table, said = paired_table(_rows(tmp_path, values, loss=100)).split("\n\n")
     table = table.splitlines()
     assert table[0] == "| less the original | accuracy | loss |" and len(table) == 5
     assert said == "Differences are taken seed by seed; bold ones are unlike zero by a t-test (p < 0.05, each by itself)."
@@ -321,13 +329,7 @@ def test_the_default_recipe(program, tmp_path, monkeypatch):
 
 def test_verdict(tmp_path):
     """The best row by the sense of the figure's name, and the rows that surely differ; nothing sure of one seed."""
-    values = {"original": [0.5, 0.7, 0.9], "rotary": [0.512, 0.714, 0.913], "none": [0.6, 0.5, 0.95]}
-    for scheme, found in values.items():
-        for seed, value in enumerate(found):
-            write_run(
-                tmp_path / f"{scheme}-{seed}", {"accuracy": value, "loss": value, "spread": value}, scheme=scheme, seed=seed
-            )
-    runs = load_runs([tmp_path])
+    runs = _rows(tmp_path, VALUES, loss=1, spread=1)
     said = verdict(runs)
     assert said.startswith("**Best: the highest accuracy is 0.713, rotary, swap.** Surely different")
     assert said.endswith("rotary, swap (+0.013).")

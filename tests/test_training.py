@@ -92,7 +92,8 @@ def test_after_step_looks_and_changes_nothing(make_model):
 )
 def test_bad_budget(make_model, options, says):
     """A budget that cannot be spent is refused before training."""
-    refused(says, trained, make_model("gpt2"), TrainingConfig(**options))
+    with pytest.raises(PosswapError, match=says):
+        trained(make_model("gpt2"), TrainingConfig(**options))
 
 
 def test_budget_is_what_makes_runs_comparable():
