@@ -114,9 +114,8 @@ def pytest_generate_tests(metafunc):
     start = zlib.crc32(metafunc.function.__name__.encode())
     rows = spread(start, **only, cases=cases) if "case" in wanted else [(None, *pair) for pair in product(*only.values())]
     rows = list(dict.fromkeys(tuple(value for name, value in zip(axes, row, strict=True) if name) for row in rows))
-    metafunc.parametrize(
-        wanted, [[CASES.get(value, value) for value in row] for row in rows], ids=["-".join(row) for row in rows]
-    )
+    ids = ["-".join(row) for row in rows]
+    metafunc.parametrize(wanted, [[CASES.get(value, value) for value in row] for row in rows], ids=ids)
 
 
 def _make_swapped(family: str, scheme, backend: str = "eager", *, max_positions=None, span=None, first=4, seed=0, **options):

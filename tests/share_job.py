@@ -210,9 +210,8 @@ def wrong_token(hub, folder, model):
             push(folder, "tester/unknown")
     finally:
         os.environ["HF_TOKEN"] = right
-    assert "tester/unknown" not in hub.repos and b"hf_wrong" not in b"".join(
-        path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    )
+    written = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    assert "tester/unknown" not in hub.repos and b"hf_wrong" not in written
 
 
 @scenario

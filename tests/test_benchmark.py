@@ -66,9 +66,8 @@ def test_ratios_are_paired(benchmark, config, monkeypatch):
     called = []
     ticks = iter([0, 1, 1, 3] * 3 + [0, 1, 1, 3, 0, 2, 2, 3, 0, 1, 1, 4])  # 3 pairs of warm-up, then 1:2, 2:1, 1:3
     monkeypatch.setattr(benchmark.time, "process_time", lambda: next(ticks))
-    found = benchmark.paired_times(
-        replace(config, calls=3), [lambda: called.append("reference"), lambda: called.append("ours")]
-    )
+    steps = [lambda: called.append("reference"), lambda: called.append("ours")]
+    found = benchmark.paired_times(replace(config, calls=3), steps)
     assert called == ["reference", "ours"] * 6
     assert found["ratio"] == 2 and found["quartiles"] == [1.25, 2.5] and found["pairs"] == 3 and found["clock"] == "CPU time"
     assert (found["reference_ms"], found["ms"]) == (1000, 1000)
@@ -84,10 +83,8 @@ def test_end_to_end(benchmark, config, tmp_path):
 
 def test_memory_is_that_of_the_subject(benchmark, config):
     """Attention that holds all scores needs more at its peak than one that does not."""
-    peaks = [
-        benchmark.peak_memory(replace(config, scheme="original", attention=name), "forward", 2, 2048)
-        for name in ("sdpa", "eager")
-    ]
+    configs = [replace(config, scheme="original", attention=name) for name in ("sdpa", "eager")]
+    peaks = [benchmark.peak_memory(one, "forward", 2, 2048) for one in configs]
     if peaks[0] is not None:  # on Linux
         assert peaks[1] > 2 * 2 * 2048**2 * 4 / 2**20 * 0.9  # scores of two sequences of two heads
         assert peaks[0] < peaks[1] / 3

@@ -68,11 +68,8 @@ def test_a_card(fitted, results):
     assert card.data.base_model == "org/tiny" and card.data.license == "mit" and card.data.pipeline_tag == "text-generation"
     assert {"hf_posswap", "position-rotary"} <= set(card.data.tags)
     (found,) = card.data.eval_results  # the comparison is of other weights
-    assert (
-        found.metric_value == report.after.total
-        and found.metric_type == "kl"
-        and "tokens (report), given" in found.dataset_name
-    )
+    assert (found.metric_type, found.metric_value) == ("kl", report.after.total)
+    assert "tokens (report), given" in found.dataset_name
     assert f"transformers {transformers.__version__}, " in text
     assert f"| mean over all | {report.before.total:.4f} | {report.after.total:.4f} |" in text
     assert f"| sequences of 32 tokens (4 of them) | {report.before.by_length[32]:.4f} |" in text
@@ -300,9 +297,8 @@ def test_no_paths_of_this_machine(swapped, tmp_path):
     command = "python recipes/passkey.py --model=/home/alice/secret/models/tiny"
     rewrite(tmp_path / "runs" / "ori" / "result.json", lambda r: r.update(command=command))
     text = posswap.write_card(swapped, results=[tmp_path / "runs"], base_model=BASE).read_text()
-    assert (
-        "alice" not in text + (swapped / RESULTS_FILE).read_text() and "--model=models/tiny" in text and "`models/tiny`" in text
-    )
+    assert "--model=models/tiny" in text and "`models/tiny`" in text
+    assert "alice" not in text + (swapped / RESULTS_FILE).read_text()
 
 
 def test_markup_in_reports(make_model, tmp_path):

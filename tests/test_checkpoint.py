@@ -131,10 +131,8 @@ def test_fresh_processes(make_swapped, tokens, tmp_path):
         # What was loaded through the few lines saves the same lines again, and no copy of this package.
         stub, again = (folder / STUB).read_text(), folder / "trusted"
         assert (again / STUB).read_text() == stub and len(stub) < 1500
-        assert {path.name for path in again.iterdir()} == {path.name for path in folder.iterdir() if path.is_file()} - {
-            "plugin.pt",
-            "trusted.pt",
-        }
+        expected_names = {path.name for path in folder.iterdir() if path.is_file()} - {"plugin.pt", "trusted.pt"}
+        assert {path.name for path in again.iterdir()} == expected_names
         maps = [json.loads((place / "config.json").read_text())["auto_map"] for place in (folder, again)]
         assert maps[0] == maps[1] and maps[0]["AutoModel"].startswith("modeling_hf_posswap.Posswap")
 
@@ -284,9 +282,8 @@ def test_built_on_meta(make_swapped, family, scheme):
         tensor.data.fill_(77)
     built.init_weights()
     direct = kind(config)
-    held = [
-        (key, name) for key, part in direct.named_modules() if hasattr(part, "initial_values") for name in part.initial_values()
-    ]
+    parts = [(key, part) for key, part in direct.named_modules() if hasattr(part, "initial_values")]
+    held = [(key, name) for key, part in parts for name in part.initial_values()]
     values = [f"{key}.{name}" for key, name in held] + [name for name, _ in direct.named_buffers()]
     assert held and [name for name in values if not torch.equal(attrgetter(name)(direct), attrgetter(name)(built))] == []
 

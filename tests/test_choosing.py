@@ -34,9 +34,8 @@ def test_chooses_the_least_damage(make_model, monkeypatch, size):
         return SimpleNamespace(score=tried[scheme])
 
     monkeypatch.setattr(choosing, "fit", planted)
-    chosen = posswap.choose(
-        model, "rotary:theta=auto,fraction=auto,layout=half", list(_text(4_000).split(size)), progress=False
-    )
+    scheme, text = "rotary:theta=auto,fraction=auto,layout=half", list(_text(4_000).split(size))
+    chosen = posswap.choose(model, scheme, text, progress=False)
     assert chosen == posswap.Rotary(theta=1_000, fraction=0.25, layout="half")
     assert len(tried) == 4 + 2  # fractions are tried at the theta that was chosen
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
@@ -48,9 +47,8 @@ def test_text_to_report_on_is_not_looked_at(make_model, monkeypatch):
     seen = []
 
     def planted(trial, text, **options):
-        seen.append(
-            (options["window"], [[len(batch["input_ids"]) for batch in part] for part in (text, text.select, text.report)])
-        )
+        rows = [[len(batch["input_ids"]) for batch in part] for part in (text, text.select, text.report)]
+        seen.append((options["window"], rows))
         return SimpleNamespace(score=1.0)
 
     monkeypatch.setattr(choosing, "fit", planted)

@@ -49,9 +49,8 @@ def _files(folder, model="bert", **options):
 def test_what_can_be_learnt_is_learnt(recipe, folder, model, scheme):
     """Which of two animals comes first: every scheme learns it, and no positions at all do not, in an encoder."""
     module = recipe("downstream_classification")
-    options = _files(
-        folder, model, scheme=scheme, max_steps=150, batch_size=16, learning_rate=3e-3, eval_steps=75, dropout=False
-    )
+    steps = {"max_steps": 150, "batch_size": 16, "learning_rate": 3e-3, "eval_steps": 75}
+    options = _files(folder, model, scheme=scheme, dropout=False, **steps)
     result = module.run(module.Config(**options), folder / "out", False)
     if scheme == "none":  # guesses: the texts tell by their order alone
         assert result["figures"]["accuracy"] < 0.75

@@ -221,9 +221,8 @@ def patch_the_library(self, geometry):
 
 NOT_FROZEN = dataclass(type("NotFrozen", (Scheme,), {"__annotations__": {}, "name": "melting", "summary": "melts"}))
 INHERITED = type("Inherited", (Waves,), {"name": "heir"})
-LISTED = dataclass(frozen=True, kw_only=True)(
-    type("Listed", (Waves,), {"__annotations__": {"steps": tuple}, "steps": (1, 2), "name": "listed"})
-)
+LISTED = type("Listed", (Waves,), {"__annotations__": {"steps": tuple}, "steps": (1, 2), "name": "listed"})
+LISTED = dataclass(frozen=True, kw_only=True)(LISTED)
 
 WHERE = {"cache": DECODERS, "order matters": ("bert",)}  # the kinds of models that a check looks at, if not all
 BROKEN = {  # scheme, the checks that fail, what one of the reasons says
@@ -312,9 +311,8 @@ def test_every_check_can_fail():
 def assert_complete(found, families=FAMILIES):
     """Nothing failed, and what did not apply had a reason to."""
     assert found.passed, str(found)
-    assert [(result.check, result.family) for result in found.results] == [
-        (name_of(c), family) for family in families for c in CHECKS
-    ]
+    wanted = [(name_of(check), family) for family in families for check in CHECKS]
+    assert [(result.check, result.family) for result in found.results] == wanted
     assert all(bool(result.detail) == (result.passed is None) for result in found.results)
 
 

@@ -147,10 +147,8 @@ def test_kinds(make_model, name, scheme):
 )
 def test_what_stands_under_padding_does_not_matter(make_model, family, scheme, monkeypatch):
     """Neither as queries nor as keys do masked tokens leave a trace in a fit, nor in the closed form that it starts from."""
-    models, mask = (
-        [posswap.swap(make_model(family).double(), scheme) for _ in range(2)],
-        padded("right", rows=60)["attention_mask"],
-    )
+    models = [posswap.swap(make_model(family).double(), scheme) for _ in range(2)]
+    mask = padded("right", rows=60)["attention_mask"]
     before, evidence, inner = models[0](text()).logits, [], layerwise.Walk._evidence
 
     def watched(self, *args):

@@ -48,11 +48,8 @@ def batch(side: str | None = None, **options) -> dict[str, torch.Tensor]:
 
 def quick(model, batches=None, **options):
     """A fit with few steps, no bar."""
-    return fit(
-        model,
-        text() if batches is None else batches,
-        **{"reconstruct": 10, "learning_rate": 3e-3, "progress": False, **options},
-    )
+    options = {"reconstruct": 10, "learning_rate": 3e-3, "progress": False, **options}
+    return fit(model, text() if batches is None else batches, **options)
 
 
 def attention_names(model) -> set[str]:

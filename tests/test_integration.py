@@ -2,17 +2,9 @@
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.testing import assert_close
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    DataCollatorForLanguageModeling,
-    StaticCache,
-    Trainer,
-    TrainingArguments,
-    pipeline,
-)
 
 import hf_posswap as posswap
 from hf_posswap.contract.subject import position_parameters
@@ -57,7 +49,7 @@ def test_compile_with_positions_and_cache(make_swapped, scheme, tokens, fresh_co
     with torch.no_grad():
         actual = compiled(tokens, position_ids=position_ids, use_cache=False).logits
         assert_close(actual, model(tokens, position_ids=position_ids, use_cache=False).logits, **CLOSE)
-        cache = StaticCache(config=model.config, max_cache_len=24)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=24)
         model(tokens[:, :19], past_key_values=cache)
         last = compiled(tokens[:, 19:], past_key_values=cache, position_ids=torch.tensor([[19]])).logits
         assert_close(last[:, 0], model(tokens, use_cache=False).logits[:, -1], **CLOSE)
@@ -138,7 +130,7 @@ def test_lora(make_model, family, scheme, swap_first, tokens, tmp_path):
     merged = adapted.merge_and_unload()
     assert_close(merged(tokens).logits, expected, rtol=1e-3, atol=1e-3)
     merged.save_pretrained(tmp_path)
-    auto = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
+    auto = transformers.AutoModelForMaskedLM if family == "bert" else transformers.AutoModelForCausalLM
     loaded = auto.from_pretrained(tmp_path, attn_implementation="eager").eval()
     assert torch.equal(loaded(tokens).logits, merged(tokens).logits)
 
@@ -155,12 +147,12 @@ def train(model, tokenizer, folder, *, masked: bool):
     texts = ["the cat sat on the mat", "a dog ran under the log and it was happy", "then the cat was sad"] * 4
     data = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
     quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
-    trainer = Trainer(
+    trainer = transformers.Trainer(
         model,
-        TrainingArguments(folder, learning_rate=1e-3, max_steps=2, per_device_train_batch_size=4, **quiet),
+        transformers.TrainingArguments(folder, learning_rate=1e-3, max_steps=2, per_device_train_batch_size=4, **quiet),
         train_dataset=data,
         eval_dataset=data,
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=masked, mlm_probability=0.3),
+        data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=masked, mlm_probability=0.3),
         processing_class=tokenizer,
     )
     before = [(parameter, parameter.detach().clone()) for parameter in position_parameters(model)]
@@ -175,7 +167,7 @@ def test_trainer_and_fill_mask(make_swapped, bert_tokenizer, scheme, tmp_path):
     """The Trainer trains every position parameter of a BERT; a pipeline on the folder it saved fills a mask."""
     model = make_swapped("bert", scheme)
     train(model, bert_tokenizer, tmp_path, masked=True)
-    fill = pipeline("fill-mask", model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
+    fill = transformers.pipeline("fill-mask", model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
     assert fill.model.base_model.position_scheme == model.base_model.position_scheme
     expected = model.eval()(**bert_tokenizer("the cat [MASK] on the mat", return_tensors="pt")).logits[0, 3].softmax(-1)
     for answer in fill("the cat [MASK] on the mat"):
@@ -187,7 +179,7 @@ def test_trainer_and_text_generation(make_swapped, gpt2_tokenizer, scheme, tmp_p
     """The Trainer trains every position parameter of a GPT-2; a pipeline on the folder it saved continues a text."""
     model = make_swapped("gpt2", scheme)
     train(model, gpt2_tokenizer, tmp_path, masked=False)
-    write = pipeline("text-generation", model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
+    write = transformers.pipeline("text-generation", model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
     assert write.model.base_model.position_scheme == model.base_model.position_scheme
     assert write("the cat", max_new_tokens=5, do_sample=False)[0]["generated_text"].startswith("the cat")
 

@@ -133,9 +133,8 @@ def checkpoint(make_model, tmp_path):
 )
 def test_end_to_end(recipe, checkpoint, tmp_path, family, options):
     """Both families, from scratch and from a checkpoint: figures, groups that add up, and what it cost."""
-    config = recipe.ListOpsConfig(
-        model=checkpoint(family), max_steps=3, batch_size=8, train_examples=40, examples=50, **TINY, **options
-    )
+    options = {"max_steps": 3, "batch_size": 8, "train_examples": 40, "examples": 50, **TINY, **options}
+    config = recipe.ListOpsConfig(model=checkpoint(family), **options)
     answer = recipe.run(config, tmp_path, False)
     assert 0 <= answer["figures"]["accuracy"] <= 1 and 0.1 <= answer["figures"]["majority"] < 0.4
     assert len(answer["items"]["accuracy"]) == 50

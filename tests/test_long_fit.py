@@ -147,9 +147,8 @@ def test_memory_and_files(pair, monkeypatch, tmp_path):
     opened = 60 * WINDOW  # what the closed form looks at, in both models
     states = 4 * 32 * (2 * tokens + windows + 3 * opened)
     assert len(sizes) == 2 and all(states < size < 1.1 * states for size in sizes)
-    assert max(rows * length for rows, length in read if rows > 4) <= 60 * WINDOW and all(
-        length <= WINDOW for _, length in read
-    )
+    assert max(rows * length for rows, length in read if rows > 4) <= 60 * WINDOW
+    assert all(length <= WINDOW for _, length in read)
     assert list(tmp_path.iterdir()) == []
 
 

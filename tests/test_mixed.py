@@ -114,10 +114,8 @@ def test_saved_described_restored(make, make_model, tmp_path, tokens):
     model = make("gpt2", "mixed:layers=[none:span=false, rotary:{theta=100,layout=half}]", **SPAN)
     model.save_pretrained(tmp_path)
     entry = json.loads((tmp_path / "config.json").read_text())["position_scheme"]
-    assert [(one["name"], one.get("span", True), one.get("theta")) for one in entry["layers"]] == [
-        ("none", False, None),
-        ("rotary", True, 100),
-    ]
+    told = [(one["name"], one.get("span", True), one.get("theta")) for one in entry["layers"]]
+    assert told == [("none", False, None), ("rotary", True, 100)]
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(again(tokens).logits, model(tokens).logits) and again.position_scheme == model.position_scheme
     told = str(posswap.describe(again))
@@ -177,7 +175,6 @@ def test_claims_and_shared_layers(make_model):
     assert other.implementations is None
     refused("2 entries are too many for a model of 1 layers", posswap.swap, make_model("albert"), other)
     posswap.swap(make_model("albert", num_hidden_groups=2), other)
-    model = posswap.swap(
-        make_model("gpt2", n_layer=5), "mixed:layers=[none, rotary]"
-    )  # an odd number: the last repeat ends early
+    model = make_model("gpt2", n_layer=5)  # an odd number: the last repeat ends early
+    posswap.swap(model, "mixed:layers=[none, rotary]")
     assert [hasattr(block.attn.positions, "planes") for block in model.transformer.h] == [False, True] * 2 + [False]

@@ -199,11 +199,8 @@ before = set(sys.modules)
 import hf_posswap
 {_LOADED}
 """
-    assert run_python("-W", "error", "-c", code).stdout.split() == [
-        "hf_posswap",
-        "hf_posswap.sharing",
-        "hf_posswap.sharing.load_reports",
-    ]
+    loaded = run_python("-W", "error", "-c", code).stdout.split()
+    assert loaded == ["hf_posswap", "hf_posswap.sharing", "hf_posswap.sharing.load_reports"]
 
 
 def test_extras_are_not_needed(tmp_path):

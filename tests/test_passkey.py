@@ -127,9 +127,8 @@ def _digits(tokenizer, key) -> list[int]:
 
 def test_prose_as_filler(tokenizer, prose):
     """The standard library's prose, each split's own, without sentences that have a number; it goes around."""
-    train, test = (
-        PasskeyTexts(tokenizer.it, split, causal=tokenizer.causal, filler="text") for split in ("train", "validation")
-    )
+    options = {"causal": tokenizer.causal, "filler": "text"}
+    train, test = (PasskeyTexts(tokenizer.it, split, **options) for split in ("train", "validation"))
     assert (len(train._filler), len(test._filler)) == (3, 1)
     for texts, has in ((train, "garden"), (test, "school")):
         text = texts.draw(400, 0.5, random.Random(0))

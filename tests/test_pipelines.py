@@ -168,9 +168,8 @@ def test_refusals(make_pipeline, bert_tokenizer):
     """What cannot be swapped is an error with a remedy, and nothing is changed."""
     from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 
-    static = library.SentenceTransformer(
-        modules=[StaticEmbedding(bert_tokenizer.backend_tokenizer, embedding_dim=8)], device="cpu"
-    )
+    words = StaticEmbedding(bert_tokenizer.backend_tokenizer, embedding_dim=8)
+    static = library.SentenceTransformer(modules=[words], device="cpu")
     with pytest.raises(posswap.UnsupportedModelError, match="StaticEmbedding, which holds no PyTorch model"):
         posswap.swap(static, "rotary")
     pipeline = make_pipeline()

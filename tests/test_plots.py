@@ -136,9 +136,8 @@ def test_few_lines(label, best):
 
 def test_names_stand_where_lines_end():
     """Names stand in the order of their lines' ends, level with them where there is room, and never on each other."""
-    figure = plots.plot_loss_by_length(
-        {"far": {8: 3.0, 16: 9.0}, "b": {8: 3, 16: 2.01}, "a": {8: 3, 16: 2.0}}, 8, "", label="x"
-    )
+    ends = {"far": {8: 3.0, 16: 9.0}, "b": {8: 3, 16: 2.01}, "a": {8: 3, 16: 2.0}}
+    figure = plots.plot_loss_by_length(ends, 8, "", label="x")
     places = {text.get_text(): text.xyann[1] for text in figure.axes[0].texts}  # the names', in shares of the axes
     fraction = figure.axes[0].transData + figure.axes[0].transAxes.inverted()
     low, high = (fraction.transform((16, y))[1] for y in (2, 9))
@@ -170,9 +169,8 @@ def test_outlier_rows_leave_colours_to_the_others():
     figure = plots.plot_table(table)
     picture, bar = figure.axes[0].images[0], figure.axes[1]
     assert 2 < picture.get_clim()[1] < 5 and picture.get_cmap().colorbar_extend == "both"
-    end, share, most = re.search(
-        r"colours end at ([\d.]+); ([\d.]+)% of entries are beyond, up to (\d+)", bar.get_ylabel()
-    ).groups()
+    says = r"colours end at ([\d.]+); ([\d.]+)% of entries are beyond, up to (\d+)"
+    end, share, most = re.search(says, bar.get_ylabel()).groups()
     assert math.isclose(float(end), picture.get_clim()[1], rel_tol=0.02)
     assert 0.1 <= float(share) <= 0.5 and math.isclose(float(most), float(table.abs().max()), rel_tol=0.05)
     plain = plots.plot_table(table[1:])

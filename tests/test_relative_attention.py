@@ -168,9 +168,8 @@ def test_real_blocks_in_every_dtype(dtype, shape, causal):
         places = slow.prepare(slots + 0, slots, None, torch.arange(keys)[None], mask[:, None, None])
         seen = mask[:, None, None] & (torch.arange(keys)[None] <= slots.T) if causal else mask[:, None, None]
         distances = places.distances(keys).clamp(-clip, clip) + clip
-        return posswap.schemes.relative.attend_by_index(
-            query, key, value, key_table, value_table, distances, seen, 16**-0.5, 0.0
-        )[0]
+        given = (query, key, value, key_table, value_table, distances, seen, 16**-0.5, 0.0)
+        return posswap.schemes.relative.attend_by_index(*given)[0]
 
     grad = torch.randn(batch, heads, queries, 16, dtype=torch.float64)
     grad[:, :, : max(0, keys // 3 + 1 - (keys - queries))] = 0  # rows without keys are zeros here, and a mean there

@@ -103,9 +103,8 @@ def test_positions_are_worked_out_once_for_all_layers(make_swapped, tokens, sche
     """One call of `prepare` for a forward of two layers; angles are computed nowhere else."""
     model = make_swapped("bert", scheme, "sdpa")
     with ExitStack() as stack:
-        spies = [
-            stack.enter_context(patch.object(kind, name, autospec=True, side_effect=getattr(kind, name))) for name in names
-        ]
+        patches = [patch.object(kind, name, autospec=True, side_effect=getattr(kind, name)) for name in names]
+        spies = [stack.enter_context(one) for one in patches]
         model(tokens)
     assert [spy.call_count for spy in spies] == [1] * len(names)
 

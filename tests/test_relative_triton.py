@@ -236,6 +236,5 @@ def check_band_too_large(module):
     vectors = torch.zeros(1, 1, 1).expand(1, 1, 2**16, 1)
     table = torch.zeros(1).expand(2**16 + 1, 1)
     with pytest.raises(PosswapError, match="32 bits"):
-        module.fused_relative_attention(
-            vectors, vectors, vectors, table, None, clip=2**15, causal=True, key_mask=None, scale=1.0
-        )
+        options = {"clip": 2**15, "causal": True, "key_mask": None, "scale": 1.0}
+        module.fused_relative_attention(vectors, vectors, vectors, table, None, **options)

@@ -264,9 +264,8 @@ def test_schemes_of_others(compare, tmp_path):
         other = [{**run, "config": {**run["config"], "seed": 5, "schemes_from": "another.py"}} for run in runs]
         refused(r"have schemes_from .*another\.py", check_budgets, [*runs, *other])  # the same name, and maybe another scheme
         assert {run["config"]["scheme"] for run in runs} == {"theirs", "none"}
-        assert {run["config"]["schemes_from"] for run in runs} == {
-            without_home(file)
-        }  # the recipe is told, too; no path is published
+        # The recipe is told, too; no path is published.
+        assert {run["config"]["schemes_from"] for run in runs} == {without_home(file)}
     finally:
         posswap.SCHEMES.pop("theirs", None)
 

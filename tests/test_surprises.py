@@ -162,9 +162,8 @@ def test_a_trace_of_longrope_knows_both_lengths(make_model):
     traced = torch.jit.trace(model, tokens[20], check_trace=False)
     for ids in tokens.values():
         assert_close(traced(ids)[0], model(ids)[0], rtol=1e-4, atol=1e-4)
-    short = posswap.swap(
-        make_model("bert", "eager"), LONGROPE.replace("[4,4,4,4,4,4,4,4]", "[1,1,1,1,1,1,1,1]"), max_positions=96
-    )
+    scheme = LONGROPE.replace("[4,4,4,4,4,4,4,4]", "[1,1,1,1,1,1,1,1]")
+    short = posswap.swap(make_model("bert", "eager"), scheme, max_positions=96)
     assert (short.bert(tokens[70])[0] - model(tokens[70])[0]).abs().max() > 0.01
 
 

@@ -75,9 +75,8 @@ def test_labels_have_one_numbering(tmp_path):
     assert task.label_names == ("2", "9", "10")  # as numbers, not as text
     assert (task.train.labels, task.validation.labels, task.test.labels) == ([2, 1, 2, 0], [1, 0], [0, 0, 2])
     words = [{"text": "a", "label": label} for label in ("yes", "no", "maybe", "no")]
-    task = read_task(
-        TableConfig(train_file=write_rows(tmp_path / "w.csv", words), validation_file=write_rows(tmp_path / "v.csv", words))
-    )
+    train, validation = (write_rows(tmp_path / name, words) for name in ("w.csv", "v.csv"))
+    task = read_task(TableConfig(train_file=train, validation_file=validation))
     assert task.label_names == ("maybe", "no", "yes") and task.validation.labels == [2, 1, 0, 1]
 
 

@@ -52,9 +52,8 @@ def test_tables_learn_faster(make_model):
     for factor in (1.0, 50.0):
         model = posswap.swap(make_model("gpt2"), "relative:clip=4,values=false")
         before = model.transformer.h[0].attn.c_attn.weight.detach().clone()
-        budget = TrainingConfig(
-            max_steps=1, batch_size=8, learning_rate=1e-4, warmup_ratio=0, table_learning_rate_factor=factor
-        )
+        config = {"max_steps": 1, "batch_size": 8, "learning_rate": 1e-4, "warmup_ratio": 0}
+        budget = TrainingConfig(**config, table_learning_rate_factor=factor)
         trained(model, budget)
         attention = model.transformer.h[0].attn
         assert attention.positions.key_table.abs().max().item() == pytest.approx(1e-4 * factor, rel=1e-2)
@@ -254,9 +253,8 @@ def test_batch_size_search(make_model, tmp_path, caplog, from_call):
     config = dict(max_steps=5, batch_size=12, learning_rate=1e-2, checkpoint_every=1)
     budget = TrainingConfig(**config, auto_find_batch_size=True)
     with caplog.at_level(logging.WARNING, "hf_posswap"):
-        found, run = trained(
-            make_model("gpt2", resid_pdrop=0.2), budget, compute_loss=_Memory(3, from_call), output=tmp_path / "found"
-        )
+        model, memory = make_model("gpt2", resid_pdrop=0.2), _Memory(3, from_call)
+        found, run = trained(model, budget, compute_loss=memory, output=tmp_path / "found")
     told = TrainingConfig(**config, gradient_accumulation_steps=4)
     expected, wanted = trained(make_model("gpt2", resid_pdrop=0.2), told, compute_loss=_Memory(3), output=tmp_path / "told")
     assert run.gradient_accumulation_steps == 4 and "4 gradient_accumulation_steps of 3" in caplog.text
@@ -338,9 +336,8 @@ def test_positions_are_skipped(make_swapped):
     apart["input_ids"] = torch.cat([(apart["input_ids"][:, :1] + 1) % 64, apart["input_ids"][:, 1:]], dim=1)
     assert (model(**apart, use_cache=False).logits[:, -1] - far[:, -1]).abs().max() > 1e-4  # the second part reads the first
     twin = copy.deepcopy(model)
-    losses = [
-        trained(m, TrainingConfig(max_steps=2, batch_size=8, skip_to=to))[1].losses for m, to in ((twin, None), (model, 200))
-    ]
+    configs = [TrainingConfig(max_steps=2, batch_size=8, skip_to=to) for to in (None, 200)]
+    losses = [trained(m, config)[1].losses for m, config in zip((twin, model), configs, strict=True)]
     assert losses[0] != losses[1]
     for to, message in ((8, "has 16 tokens"), (300, "more than the 200 tokens")):
         refused(message, trained, model, TrainingConfig(max_steps=1, batch_size=8, skip_to=to))

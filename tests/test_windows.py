@@ -73,9 +73,8 @@ def test_what_a_teacher_says(make_model, family, tmp_path):
             states, said = {}, teacher.said(0, 0)
             for row, token in found:
                 places = found[row, token]
-                out = model.base_model(
-                    ids[row, places][None], attention_mask=mask[row, places][None], output_hidden_states=True
-                )
+                given = {"input_ids": ids[row, places][None], "attention_mask": mask[row, places][None]}
+                out = model.base_model(**given, output_hidden_states=True)
                 # GPT-2's last hidden state has gone through its last norm.
                 states[row, token] = out.hidden_states[index + 1][0], places
             whole = model.base_model(**short, output_hidden_states=True).hidden_states[index + 1]
@@ -83,9 +82,8 @@ def test_what_a_teacher_says(make_model, family, tmp_path):
                 said, whole_said = (model.transformer.ln_f(one) for one in (said, teacher.said(0, 1)))
             else:
                 whole_said = teacher.said(0, 1)
-            torch.testing.assert_close(
-                whole_said[short["attention_mask"]], whole[short["attention_mask"]], rtol=1e-4, atol=1e-5
-            )
+            real = short["attention_mask"]
+            torch.testing.assert_close(whole_said[real], whole[real], rtol=1e-4, atol=1e-5)
             wanted = {key: one[places.index(key[1])] for key, (one, places) in states.items()}
             edges = {(row, int(place)) for row, real in enumerate(mask) for place in real.nonzero()[[0, -1], 0]}
             if family == "bert":
