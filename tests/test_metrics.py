@@ -13,16 +13,12 @@ from hf_posswap.measure.metrics import OF_LABELS, OF_NUMBERS, Metric, compute_me
 from hf_posswap.training.evaluation import predict
 
 
-def _labels(count, classes, seed):
-    generator = numpy.random.default_rng(seed)
-    references = generator.integers(classes, size=count)
-    return numpy.where(generator.random(count) < 0.5, references, generator.integers(classes, size=count)), references
-
-
 @pytest.mark.parametrize("classes", [2, 5])
 def test_labels_against_scikit_learn(classes):
     """All metrics of labels are scikit-learn's on random predictions."""
-    predictions, references = _labels(203, classes, seed=classes)
+    generator = numpy.random.default_rng(classes)
+    references, others = generator.integers(classes, size=(2, 203))
+    predictions = numpy.where(generator.random(203) < 0.5, references, others)
     figures = compute_metrics(metric_names(classes), predictions, references)
     wanted = {
         "accuracy": theirs.accuracy_score(references, predictions),

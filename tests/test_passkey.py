@@ -115,14 +115,11 @@ def test_seeds_and_splits(tokenizer):
     drawn = [text for seed in (1, 2) for text in depth_texts(test, 90, 0.5, 8, seed=seed)]
     assert len({text.key for text in drawn}) >= 15
     assert not set(train.keys) & set(test.keys) and len(train.keys) > 4 * len(test.keys) > 2000
-    assert all(split_of("".join(map(str, _digits(tokenizer.it, key)))) == "validation" for key in test.keys)
+    said = [tokenizer.it.convert_ids_to_tokens(list(key)) for key in test.keys]
+    assert all(split_of("".join(digit.removeprefix("##") for digit in digits)) == "validation" for digits in said)
     examples = [PasskeyExamples(train, (60, 90), 40, seed=seed) for seed in (0, 0, 1)]
     ids = [[example["input_ids"].tolist() for example in one] for one in examples]
     assert ids[0] == ids[1] != ids[2] and {len(row) for row in ids[0]} == {60, 90} and len({str(row) for row in ids[0]}) == 40
-
-
-def _digits(tokenizer, key) -> list[int]:
-    return [int(token.removeprefix("##")) for token in tokenizer.convert_ids_to_tokens(list(key))]
 
 
 def test_prose_as_filler(tokenizer, prose):

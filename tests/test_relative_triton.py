@@ -88,9 +88,6 @@ def test_compiles(kernel, dtype, head_dim, flags, monkeypatch, tmp_path):
     assert 0 < compiled.metadata.shared <= 99 * 1024
 
 
-# -- checks, in the interpreter or on a GPU ----------------------------------------------------------------------------
-
-
 def attention(query, key, value, key_table, value_table, *, clip, causal, key_mask, scale):
     """The definition, with its (Q, K, D) tensors; a query without keys gives zeros."""
     length, key_length = query.shape[2], key.shape[2]

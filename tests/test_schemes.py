@@ -1,5 +1,5 @@
-"""Each scheme's arithmetic against its formula as a plain loop in float64, and the reading of scheme strings; relative
-positions are in test_relative_attention.
+"""Each scheme's arithmetic against its formula as a plain loop in float64, biases against BLOOM's and T5's, and the reading of
+scheme strings; relative positions are in test_relative_attention.
 """
 
 import cmath
@@ -8,10 +8,16 @@ import re
 
 import pytest
 import torch
+from conftest import refused
 from torch.testing import assert_close
+from transformers import T5Config
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.t5.modeling_t5 import T5Attention
 
 import hf_posswap as posswap
-from hf_posswap.schemes import Geometry, parse_scheme, scheme_from_dict
+from hf_posswap import Alibi, Buckets
+from hf_posswap.functional.closed_form import Evidence
+from hf_posswap.schemes import Geometry, Places, parse_scheme, scheme_from_dict
 from hf_posswap.schemes.sinusoidal import sinusoids
 
 
@@ -19,9 +25,6 @@ def geometry(head_dim: int = 8, num_heads: int = 2, max_positions: int = 32, tra
     """The sizes of a small model."""
     sizes = {"max_positions": max_positions, "trained_positions": trained_positions}
     return Geometry(hidden_size=num_heads * head_dim, num_heads=num_heads, head_dim=head_dim, **sizes)
-
-
-# -- sinusoidal ----------------------------------------------------------------------------------------------------
 
 
 def printed(position: int, size: int, base: float) -> list[float]:
@@ -88,9 +91,6 @@ def test_projection_continues_a_table():
         assert module(torch.arange(50, 200)).norm(dim=1).max() < 4 * table.norm(dim=1).mean()
 
 
-# -- learned -------------------------------------------------------------------------------------------------------
-
-
 def test_learned_tiles_and_interpolates():
     """Row p is row p mod P, or lies linearly between two rows; without `extend` the table is the table."""
     torch.manual_seed(0)
@@ -108,9 +108,6 @@ def test_learned_tiles_and_interpolates():
                 left = min(int(place), 3)
                 expected = table[left] + (place - left) * (table[left + 1] - table[left])
             assert_close(module(torch.tensor(position)), expected, rtol=0, atol=1e-12)
-
-
-# -- rotary --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
@@ -161,9 +158,6 @@ def test_suggested_fractions_work():
     assert followed > 1000
 
 
-# -- strings and dicts ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "scheme"),
     [
@@ -186,3 +180,78 @@ def test_scheme_strings(text, scheme):
     assert parse_scheme(text) == scheme
     assert scheme_from_dict(scheme.to_dict()) == scheme
     assert parse_scheme(str(scheme)) == scheme
+
+
+GEOMETRY = Geometry(hidden_size=48, num_heads=6, head_dim=8, max_positions=300, trained_positions=64)
+
+
+def places(length: int) -> Places:
+    """Where everything is in a text."""
+    steps = torch.arange(length)[None]
+    return Places(steps, steps, steps)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6, 12])
+def test_slopes_are_those_of_bloom(heads):
+    """ALiBi's bias is BLOOM's up to a constant for each row."""
+    module = Alibi().attention_module(Geometry(**{**vars(GEOMETRY), "num_heads": heads}))
+    ours = module.bias(places(9), 9).tril()  # (1, H, 9, 9)
+    theirs = build_alibi_tensor(torch.ones(1, 9), heads, torch.float32).view(1, heads, 1, 9)
+    assert_close(ours, (theirs - theirs.mT).tril(), check_dtype=False)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_buckets_are_those_of_t5(causal):
+    """The bias of buckets is T5's, in a decoder (one side) and in an encoder (half of the buckets for each side)."""
+    module = Buckets(buckets=16, reach=100).attention_module(GEOMETRY)
+    with torch.no_grad():
+        module.table.normal_()
+    config = T5Config(d_model=48, num_heads=6, d_kv=8, relative_attention_num_buckets=16 if causal else 32)
+    config.is_decoder, config.relative_attention_max_distance = causal, 100
+    theirs = T5Attention(config, has_relative_attention_bias=True)
+    with torch.no_grad():
+        theirs.relative_attention_bias.weight.copy_(module.table.T[: 16 if causal else 32])
+        ours, expected = module.bias(places(300), 300), theirs.compute_bias(300, 300, torch.device("cpu"))
+    assert_close(ours.tril() if causal else ours, expected.tril() if causal else expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scheme", [Alibi(), Buckets(buckets=6, reach=20)])
+@torch.no_grad()
+def test_closed_form(scheme, causal):
+    """Attention that such a bias has made is found again, whatever the constant of each row was."""
+    generator = torch.Generator().manual_seed(0)
+    truth, module = (scheme.attention_module(GEOMETRY) for _ in range(2))
+    for parameter in truth.parameters():
+        parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator))
+    query, key = torch.randn(2, 3, 6, 24, 8, generator=generator)
+    allowed = torch.ones(3, 1, 24, 24, dtype=torch.bool)
+    allowed = allowed.tril() if causal else allowed
+    allowed[2, :, 15:], allowed[2, ..., 15:] = False, False  # padding
+
+    def attention(positions):
+        scores = query @ key.mT * 0.3 + positions.bias(places(24), 24)
+        return scores.masked_fill(~allowed, float("-inf")).softmax(-1).nan_to_num()
+
+    evidence = Evidence(query, key, key, attention(truth), key, allowed)
+    before = (attention(module) - attention(truth)).abs().max()
+    module.solve(lambda: [evidence], None, 0.3)
+    assert before > 0.05
+    assert_close(attention(module), attention(truth), atol=2e-4, rtol=0)
+
+
+def test_fixed_slopes_stay():
+    """Fixed slopes are no parameters, and a fit leaves them alone."""
+    module = Alibi(slopes="fixed").attention_module(GEOMETRY)
+    assert not list(module.parameters()) and not module.state_dict()
+    module.solve(None, None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"buckets": 1}, "buckets=1 must be an integer of at least 2"), ({"buckets": 64, "reach": 32}, "reach=32 must be above")],
+)
+def test_bad_options(options, message):
+    """Bad options are refused when the scheme is made."""
+    refused(message, Buckets, **options)
+    refused("slopes='steep' is not one of", Alibi, slopes="steep")

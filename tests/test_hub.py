@@ -1,15 +1,20 @@
-"""Data sets of a Hub on loopback, read by the real client in processes of their own: like GLUE and wikitext, and faults."""
+"""A Hub on loopback and the real client, in processes of their own: data sets like GLUE and wikitext, with faults; and the
+scenarios of sharing, in share_job.py.
+"""
 
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import datasets
 import pytest
+from conftest import run_python
 from hub import File, Hub, Repo
+from share_job import SCENARIOS
 
 COLA = datasets.Features({"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["wrong", "right"])})
 SENTENCES = [f"The cat sat on {number} {'mats' if number % 2 else 'hats'}." for number in range(60)]
@@ -141,3 +146,23 @@ def test_faults(hub, read, status):
     hub.faults.clear()
     assert again[1:3] == [60, 20]
     assert status == 0 or first.startswith("cannot read the Hub data set")  # a cut connection may be asked again at once
+
+
+JOB = Path(__file__).parent / "share_job.py"
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """What all scenarios said."""
+    root = tmp_path_factory.mktemp("share")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        hub = Hub(None, f"http://127.0.0.1:{free.getsockname()[1]}")  # where the job is to run one
+    done = run_python(JOB, root, env=os.environ | hub.environment(root / "home") | {"TQDM_DISABLE": "1"})
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenario(outcome, name):
+    """The scenario went as it should."""
+    assert not outcome[name], outcome[name]
