@@ -24,15 +24,9 @@ from hf_posswap.schemes import scheme_from_dict
 from hf_posswap.schemes.relative import Relative, RelativePositions
 
 SCHEME_ERRORS = [
-    (
-        "rotery",
-        r"unknown scheme 'rotery' \(did you mean 'rotary'\?\); known are learned, sinusoidal, relative, rotary, alibi",
-    ),
+    ("rotery", r"unknown scheme 'rotery' \(did you mean 'rotary'\?\); known are learned, sinusoidal, relative, rotary, alibi"),
     ("xyzzy", r"unknown scheme 'xyzzy'; known are"),
-    (
-        "rotary:thetta=5",
-        r"rotary has no option 'thetta' \(did you mean 'theta'\?\); it has theta, fraction, layout, scaling",
-    ),
+    ("rotary:thetta=5", r"rotary has no option 'thetta' \(did you mean 'theta'\?\); it has theta, fraction, layout, scaling"),
     ("none:clip=5", r"none has no option 'clip'; it has none"),
     ("rotary:theta=[", r"cannot read the options of 'rotary:theta=\['; write name:option=value"),
     ("rotary:theta=big", r"theta='big' must be a number"),
@@ -41,10 +35,7 @@ SCHEME_ERRORS = [
     ("rotary:theta=.nan", r"theta=nan must be a number"),
     ("rotary:fraction=0", r"fraction=0 must be a number above 0"),
     ("rotary:fraction=1.5", r"fraction=1.5 must lie in \(0, 1\]"),
-    (
-        "rotary:fraction=0.2",
-        r"fraction=0.2 of head_dim 16 is 3 dimensions.*fraction=0.125 \(2 dimensions\) or fraction=0.25",
-    ),
+    ("rotary:fraction=0.2", r"fraction=0.2 of head_dim 16 is 3 dimensions.*fraction=0.125 \(2 dimensions\) or fraction=0.25"),
     ("rotary:fraction=0.01", r"is 0 dimensions.*fraction=0.125"),
     ("rotary:layout=halves", r"layout='halves' is not one of 'interleaved', 'half'"),
     ("rotary:scaling={rope_type=magic}", r"'rope_type' out of linear, dynamic, yarn, longrope, llama3"),
@@ -53,10 +44,7 @@ SCHEME_ERRORS = [
     ("rotary:scaling=linear", r"scaling='linear' must be a dict"),
     ("rotary:scaling={rope_type=linear,factor=big}", r"factor='big'"),
     ("rotary:scaling={rope_type=linear,factor=0}", r"factor=0"),
-    (
-        "rotary:scaling={rope_type=longrope,short_factor=[1,2],long_factor=[1,2]}",
-        r"short_factor must have 8 numbers.*has 2",
-    ),
+    ("rotary:scaling={rope_type=longrope,short_factor=[1,2],long_factor=[1,2]}", r"short_factor must have 8 numbers.*has 2"),
     ("rotary:scaling={rope_type=longrope,short_factor=2,long_factor=3}", r"short_factor"),
     ("relative:clip=0", r"clip=0 must be an integer of at least 1"),
     ("relative:clip=2.5", r"clip=2.5 must be an integer"),

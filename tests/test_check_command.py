@@ -81,10 +81,7 @@ def test_command_fails(program, folder, source):
         ("hf_posswap.no_such:Mine", "'hf_posswap.no_such' is neither a scheme"),
         ("rotary:thta=5", "did you mean 'theta'"),
         ("below/none.py:Mine", "there is no file below/none.py"),
-        (
-            "below/mine.py",
-            "below/mine.py does not say which scheme: write below/mine.py:NAME; schemes in it are Mine, Small",
-        ),
+        ("below/mine.py", "below/mine.py does not say which scheme: write below/mine.py:NAME; schemes in it are Mine, Small"),
         ("mine:None", "mine:None is not there: write mine:NAME; schemes in it are Mine, Small, Undecorated, small"),
         ("mine:number", "mine:number is 5, no scheme: write"),
         ("mine:Scheme", "no scheme: write"),

@@ -224,10 +224,7 @@ BAD_TEXT = {
     "lists": (lambda: {"attention_mask": text(), "input_ids": text().tolist()}, "tensors"),
     "mask of another shape": (lambda: {"input_ids": text(), "attention_mask": text()[:, 1:]}, "one shape"),
     "additive mask": (lambda: {"input_ids": text(), "attention_mask": -1e4 * (text() > 50)}, "0 where there is padding"),
-    "masked row": (
-        lambda: {"input_ids": text(), "attention_mask": text() * 0},
-        "leave that row",
-    ),
+    "masked row": (lambda: {"input_ids": text(), "attention_mask": text() * 0}, "leave that row"),
     "types": (lambda: {"input_ids": text(), "token_type_ids": text()}, "token_type_ids must be integers from 0 to 1"),
     "float types": (lambda: {"input_ids": text(), "token_type_ids": text() * 0.0}, "token_type_ids must be integers"),
     "too few": (lambda: text(3), "too few"),

@@ -5,14 +5,7 @@ import re
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import (
-    BertLMHeadModel,
-    BertModel,
-    EncoderDecoderModel,
-    EsmModel,
-    GPT2LMHeadModel,
-    GPT2Model,
-)
+from transformers import BertLMHeadModel, BertModel, EncoderDecoderModel, EsmModel, GPT2LMHeadModel, GPT2Model
 
 import hf_posswap as posswap
 from hf_posswap.checkpoint import SWAPPED_CLASSES

@@ -219,10 +219,7 @@ def test_ctrl_c(start, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [
-        (["--seed", "-1"], "seed=-1 must be from 0"),
-        (["--start", "fit"], "there is no text; known are cold, swap, scratch"),
-    ],
+    [(["--seed", "-1"], "seed=-1 must be from 0"), (["--start", "fit"], "there is no text; known are cold, swap, scratch")],
 )
 def test_one_line_errors(start, tmp_path, options, says):
     """What a user got wrong is one line and exit status 2, and nothing is written."""

@@ -94,10 +94,7 @@ def test_generation_takes_the_window(make_swapped, taken, tokens):
 
 @pytest.mark.parametrize(
     ("scheme", "kind", "names"),
-    [
-        ("rotary", rotary.RotaryPositions, ("prepare", "angles")),
-        ("relative:clip=4", relative.RelativePositions, ("prepare",)),
-    ],
+    [("rotary", rotary.RotaryPositions, ("prepare", "angles")), ("relative:clip=4", relative.RelativePositions, ("prepare",))],
 )
 def test_positions_are_worked_out_once_for_all_layers(make_swapped, tokens, scheme, kind, names):
     """One call of `prepare` for a forward of two layers; angles are computed nowhere else."""

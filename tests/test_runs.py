@@ -18,12 +18,7 @@ import hf_posswap as posswap
 from hf_posswap.commands import compare as commands_compare
 from hf_posswap.commands.compare import _begin, _jobs, run_all
 from hf_posswap.errors import Interrupted
-from hf_posswap.experiments.comparison import (
-    background,
-    check_budgets,
-    load_runs,
-    markdown,
-)
+from hf_posswap.experiments.comparison import background, check_budgets, load_runs, markdown
 from hf_posswap.experiments.differences import paired_table, verdict
 from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.experiments.page import plot, write_comparison

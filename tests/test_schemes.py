@@ -169,10 +169,7 @@ def test_suggested_fractions_work():
         ("rotary", posswap.Rotary()),
         ("rotary:theta=500000,fraction=0.5", posswap.Rotary(theta=500_000, fraction=0.5)),
         ("rotary:theta=5e5, layout=half", posswap.Rotary(theta=500_000, layout="half")),
-        (
-            "rotary:scaling={rope_type=linear,factor=2.0}",
-            posswap.Rotary(scaling={"rope_type": "linear", "factor": 2.0}),
-        ),
+        ("rotary:scaling={rope_type=linear,factor=2.0}", posswap.Rotary(scaling={"rope_type": "linear", "factor": 2.0})),
     ],
 )
 def test_scheme_strings(text, scheme):
