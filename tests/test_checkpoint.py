@@ -242,18 +242,14 @@ def test_truncated_weights(make_swapped, family, size, tmp_path):
     refused("truncated or corrupted", AUTO[family].from_pretrained, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("family", "scheme", "lost"),
-    [
-        ("bert", "relative:clip=4", "key_table"),
-        ("gpt2", "relative:clip=4", "value_table"),
-        ("bert-decoder", "sinusoidal", "projection"),
-        ("bert", "rotary", "mean"),
-        ("gpt2", "rotary", "mean"),
-        ("gpt2", "learned:extend=tile", "positions"),
-        ("bert", "learned:extend=tile", "positions"),
-    ],
-)
+LOST = [
+    ("bert", "relative:clip=4", "key_table"), ("gpt2", "relative:clip=4", "value_table"), ("bert", "rotary", "mean"),
+    ("gpt2", "rotary", "mean"), ("bert-decoder", "sinusoidal", "projection"), ("gpt2", "learned:extend=tile", "positions"),
+    ("bert", "learned:extend=tile", "positions"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "scheme", "lost"), LOST)
 def test_missing_position_weights(make_swapped, family, scheme, lost, tmp_path):
     """Position weights that a folder lacks are named, never made up."""
     model = make_swapped(family, scheme)

@@ -24,8 +24,6 @@ DECODERS = ("bert-decoder", "gpt2")
 EAGER = [(family, "eager") for family in FAMILIES]
 ONE = EAGER[-1:]  # for what does not depend on the model
 
-# -- two schemes that are right: one adds to the embeddings, one computes attention -------------------------------------
-
 
 class Sines(PositionEmbedding):
     """Sines of positions, each with a learned size."""
@@ -101,9 +99,6 @@ class Sinking(Scheme):
 
     def attention_module(self, geometry):
         return self.module(geometry)
-
-
-# -- one broken scheme for each check -------------------------------------------------------------------------------------
 
 
 def scheme(base: type[Scheme], **members) -> type[Scheme]:
@@ -303,9 +298,6 @@ def test_a_broken_scheme_fails_where_it_is_broken(name):
 def test_every_check_can_fail():
     """There is a broken scheme for each of the checks."""
     assert {name for _, checks, _ in BROKEN.values() for name in checks.split(", ")} == set(map(name_of, CHECKS))
-
-
-# -- what is right passes -------------------------------------------------------------------------------------------------
 
 
 def assert_complete(found, families=FAMILIES):

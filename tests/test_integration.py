@@ -7,7 +7,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.testing import assert_close
 
 import hf_posswap as posswap
-from hf_posswap.contract.subject import position_parameters
+from hf_posswap.contract.subject import padded, position_parameters
 from hf_posswap.measure.positions import position_table
 
 FAMILIES = ("bert", "gpt2")
@@ -32,8 +32,7 @@ def fresh_compiler():
 def test_compile_without_graph_breaks(make_swapped, family, scheme, tokens, fresh_compiler):
     """Every scheme traces as one graph, with padding, and gives the same logits."""
     model = make_swapped(family, scheme)
-    mask = torch.ones_like(tokens)
-    mask[1, 13:] = 0
+    mask = padded(after=7)["attention_mask"]
     inputs = {"attention_mask": mask} | ({} if family == "bert" else {"use_cache": False})
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -191,8 +190,7 @@ def test_flex_attention(make_swapped, scheme, tokens):
     Not compiled here.
     """
     model = make_swapped("bert-decoder", scheme, "sdpa")
-    mask = torch.ones_like(tokens)
-    mask[1, 13:] = 0
+    mask = padded(after=7)["attention_mask"]
     with torch.no_grad():
         expected = model(tokens, attention_mask=mask).logits
         model.set_attn_implementation("flex_attention")

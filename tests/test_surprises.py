@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, DynamicCache, StaticCache
 
 import hf_posswap as posswap
+from hf_posswap.contract.subject import padded
 
 
 def test_part_of_a_swapped_model(make_model, tmp_path):
@@ -172,8 +173,7 @@ def test_a_trace_of_longrope_knows_both_lengths(make_model):
 def test_boolean_masks_of_four_dimensions(make_swapped, family, backend, scheme, tokens):
     """True means attend, with eager attention as with sdpa."""
     model = make_swapped(family, scheme, backend)
-    mask = torch.ones_like(tokens)
-    mask[1, 14:] = 0
+    mask = padded(after=6)["attention_mask"]
     seen = mask[:, None, None].bool().expand(2, 1, 20, 20)
     seen = seen & torch.ones(20, 20, dtype=torch.bool).tril() if family != "bert" else seen
     given, expected = (model(tokens, attention_mask=one).logits[mask.bool()] for one in (seen, mask))
