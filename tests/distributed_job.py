@@ -10,6 +10,7 @@ import random
 import runpy
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from hf_posswap.training.evaluation import predict
 from hf_posswap.training.launching import save_trained, share_weights
 
 STEADY = TrainingConfig(max_steps=5, batch_size=8, learning_rate=1e-3)
+PARTS = replace(STEADY, gradient_accumulation_steps=2, checkpoint_every=2)
 
 
 def bert(head=BertForMaskedLM, **changes):
@@ -68,14 +70,25 @@ def mean_loss_after(model, folder: Path) -> float:
 
 def finished(folder: Path) -> list[float]:
     """Resume a run that has no step left, as if it was stopped while it measured; measure it by parts and as a whole."""
-    config, options = (
-        TrainingConfig(max_steps=2, batch_size=8, checkpoint_every=2),
-        {"output": folder / "run", "progress": False},
-    )
+    config = TrainingConfig(max_steps=2, batch_size=8, checkpoint_every=2)
+    options = {"output": folder / "run", "progress": False}
     train(gpt2(), even_rows(), config, **options)
     model, _ = train(gpt2(), even_rows(), config, resume=True, **options)
     tokens = torch.stack([row["input_ids"] for row in even_rows()])
     return [mean_loss_after(model, folder / "model"), model(input_ids=tokens, labels=tokens).loss.item()]
+
+
+def losses(folder: Path, **options) -> dict:
+    """Train on even rows, and on ragged ones in parts, which is resumed where it has checkpoints; and a run at its end."""
+    model, run = train(gpt2(), even_rows(), STEADY, progress=False)
+    seen = {"processes": run.processes, "even": run.losses, "even_after": mean_loss_after(model, folder / "even")}
+    options = {"collate": pad, "progress": False, **options}
+    model, run = train(bert(), ragged_rows(), PARTS, **options)
+    seen |= {"ragged": run.losses, "tokens": run.tokens, "ragged_after": mean_loss_after(model, folder / "model")}
+    if "output" in options:
+        assert (options["output"] / "checkpoints" / "step-00000004").exists()
+        seen["resumed"] = train(bert(), ragged_rows(), PARTS, resume=True, **options)[1].losses
+    return seen | {"finished": finished(folder / "finished")}
 
 
 def heat_map(folder: Path) -> dict:
@@ -124,17 +137,7 @@ def recipe(folder: Path) -> dict:
 
 
 def ddp(folder: Path) -> dict:
-    seen = {}
-    model, run = train(gpt2(), even_rows(), STEADY, progress=False)
-    seen["even"], seen["even_after"] = run.losses, mean_loss_after(model, folder / "even")
-    seen["processes"] = run.processes
-    seen["heat_map"] = heat_map(folder)
-    seen["finished"] = finished(folder / "finished")
-
-    parts = TrainingConfig(max_steps=5, batch_size=8, learning_rate=1e-3, gradient_accumulation_steps=2)
-    model, run = train(bert(), ragged_rows(), parts, collate=pad, progress=False)
-    seen["ragged"], seen["tokens"] = run.losses, run.tokens
-    seen["ragged_after"] = mean_loss_after(model, folder / "model")
+    seen = losses(folder) | {"heat_map": heat_map(folder)}
 
     def breaks(model, batch):
         breaks.calls += 1
@@ -195,39 +198,20 @@ def fsdp(folder: Path) -> dict:
         state._shared_state["distributed_type"] = DistributedType.FSDP
     AcceleratorState._shared_state["fsdp_plugin"] = plugin
     seen = {}
-    parts = TrainingConfig(max_steps=5, batch_size=8, learning_rate=1e-3, gradient_accumulation_steps=2, checkpoint_every=2)
 
     def halves(model, run):
         seen["wrapped"] = plugin.transformer_cls_names_to_wrap
         seen["share"] = sum(p.to_local().numel() for p in model.parameters()) / sum(p.numel() for p in model.parameters())
 
-    options = {"collate": pad, "progress": False, "output": folder / "fsdp"}
-    model, run = train(bert(), ragged_rows(), parts, after_step=halves, **options)
-    seen["ragged"], seen["ragged_after"] = run.losses, mean_loss_after(model, folder / "model")
-    last = folder / "fsdp" / "checkpoints" / "step-00000004"
-    assert last.exists()
-    seen["resumed"] = train(bert(), ragged_rows(), parts, resume=True, **options)[1].losses
-    model, run = train(gpt2(), even_rows(), STEADY, progress=False)
-    seen["even"], seen["even_after"] = run.losses, mean_loss_after(model, folder / "even")
-    seen["finished"] = finished(folder / "finished")
-    return seen
+    return losses(folder, output=folder / "fsdp", after_step=halves) | seen
 
 
 def deepspeed(folder: Path) -> dict:
     """DeepSpeed as it is, its stage from the environment; accelerate would connect the processes on GPUs only."""
     PartialState(cpu=False, backend="gloo")
-    seen = {}
-    model, run = train(gpt2(), even_rows(), STEADY, progress=False)
-    seen["type"], seen["processes"] = str(AcceleratorState().distributed_type), run.processes
-    seen["stage"] = AcceleratorState().deepspeed_plugin.zero_stage
-    seen["even"], seen["even_after"] = run.losses, mean_loss_after(model, folder / "even")
-    parts = TrainingConfig(max_steps=5, batch_size=8, learning_rate=1e-3, gradient_accumulation_steps=2, checkpoint_every=2)
-    options = {"collate": pad, "progress": False, "output": folder / "run"}
-    model, run = train(bert(), ragged_rows(), parts, **options)
-    seen["ragged"], seen["ragged_after"] = run.losses, mean_loss_after(model, folder / "model")
-    seen["resumed"] = train(bert(), ragged_rows(), parts, resume=True, **options)[1].losses
-    seen["finished"] = finished(folder / "finished")
-    return seen
+    seen = losses(folder, output=folder / "run")
+    state = AcceleratorState()
+    return seen | {"type": str(state.distributed_type), "stage": state.deepspeed_plugin.zero_stage}
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class Hub:
     """Repositories, users, stored files, and the faults that tests ask for."""
 
     def __init__(self, xet_folder: Path | None, endpoint: str = ""):
-        self.users = {"hf_tester": "tester", "hf_other": "other"}  # token -> name
+        self.users = {"hf_tester": "tester"}  # token -> name
         self.repos: dict[str, Repo] = {}
         self.xet_folder = xet_folder
         self.xet_files: dict[str, tuple[str, int]] = {}  # SHA-256 -> Xet's hash, size
@@ -125,9 +125,9 @@ class Hub:
             server.server_close()
             thread.join()
 
-    def environment(self, home: Path, token: str = "hf_tester") -> dict[str, str]:
+    def environment(self, home: Path) -> dict[str, str]:
         """Return the variables of a client process of its own: this Hub, no cache but its own."""
-        settings = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_TOKEN": token, "HF_HUB_OFFLINE": "0"}
+        settings = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_TOKEN": "hf_tester", "HF_HUB_OFFLINE": "0"}
         return {**settings, "HF_HUB_DISABLE_TELEMETRY": "1"}
 
     def fail_next(self, method: str, pattern: str, status: int, *, times: int = 1, **headers: str) -> None:
@@ -156,8 +156,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         """Keep the tests' output clean; `Hub.log` has it."""
-
-    # -- plumbing --------------------------------------------------------------------------------------------------
 
     def answer(self, status: int, body=b"", headers: dict | None = None, kind: str = "application/json") -> None:
         """Send a body: bytes as they are, all else as JSON."""
@@ -218,16 +216,12 @@ class Handler(BaseHTTPRequestHandler):
                 return
         self.refuse(404, f"the test's Hub has no {self.command} {path}")
 
-    # -- access ----------------------------------------------------------------------------------------------------
-
     def repo(self, name: str, *, write: bool = False) -> Repo | None:
         """Return a repository, or answer why not."""
         found = self.hub.repos.get(name)
         owner = name.split("/")[-2]
         if found is None or (found.private and self.user != owner):
             self.refuse(404 if self.user else 401, "Repository not found", "RepoNotFound")
-        elif write and self.user is None:
-            self.refuse(401, "Invalid username or password.")
         elif write and self.user != owner and "create_pr" not in self.query:
             self.refuse(403, "You don't have the rights to create a commit. Pass `create_pr=1` to create a Pull Request.")
         else:
@@ -257,8 +251,6 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.hub.repos[name] = Repo(name, bool(asked.get("private")) or asked.get("visibility") == "private")
             self.answer(200, {"url": url, "name": name, "id": name})
-
-    # -- reading ---------------------------------------------------------------------------------------------------
 
     def info(self, name: str, revision: str | None) -> None:
         if (repo := self.repo(name)) is None or (commit := self.commit_of(repo, revision)) is None:
@@ -299,8 +291,6 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(200, b"", headers | {"Content-Length": str(file.size)}, "application/octet-stream")
                 return
         self.answer(200, file.data, headers, "application/octet-stream")
-
-    # -- writing ---------------------------------------------------------------------------------------------------
 
     def preupload(self, name: str, revision: str) -> None:
         """Say which files are large, and which are here already."""

@@ -47,8 +47,8 @@ def refused(words):
         raise AssertionError(f"not refused: {words}")
 
 
-def new_model(folder, seed=0):
-    """Write a swapped model whose layers are too small for anything but a test."""
+def new_model(folder, seed):
+    """Write a swapped model whose layers are too small for anything but a test; each scenario has one."""
     torch.manual_seed(seed)
     model = BertForMaskedLM(BertConfig(**SIZES, initializer_range=0.3)).eval()
     posswap.swap(model, "rotary:theta=500").save_pretrained(folder)
@@ -61,9 +61,8 @@ def push(folder, repo_id, **options):
 
 
 @scenario
-def push_and_pull(hub, folder):
+def push_and_pull(hub, folder, model):
     """All files arrive, the model loads as it was; a second push of the same sends nothing; a changed card alone is sent."""
-    model = new_model(folder)
     assert push(folder, "tester/first") == f"{hub.endpoint}/tester/first"
     expected = {"README.md", "posswap_results.json", "config.json", "model.safetensors", "modeling_hf_posswap.py"}
     assert files(hub, "tester/first") == expected, files(hub, "tester/first")
@@ -84,7 +83,7 @@ def push_and_pull(hub, folder):
 
 
 @scenario
-def the_base_is_recorded(hub, folder):
+def the_base_is_recorded(hub, folder, model):
     """A checkpoint that was loaded from the Hub is named in the swapped one's config, with its commit."""
     BertModel(BertConfig(**SIZES)).push_to_hub("tester/base")
     model = posswap.swap(BertModel.from_pretrained("tester/base"), "none")
@@ -100,11 +99,10 @@ def the_base_is_recorded(hub, folder):
 
 
 @scenario
-def another_model(hub, folder):
+def another_model(hub, folder, model):
     """Weights, card and results of what was there before go: they are not read in the place of the new, sharded ones."""
-    new_model(folder)
     push(folder, "tester/changing")
-    model = new_model(folder / "second", seed=1)
+    model = new_model(folder / "second", seed=99)
     for path in (folder / "second").glob("*"):
         path.unlink()
     model.save_pretrained(folder / "second", max_shard_size="10KB")
@@ -116,9 +114,8 @@ def another_model(hub, folder):
 
 
 @scenario
-def private(hub, folder):
+def private(hub, folder, model):
     """A new repository is as private as asked; one that is there is not changed, nor pushed to by mistake."""
-    new_model(folder)
     push(folder, "tester/hidden", private=True)
     assert hub.repos["tester/hidden"].private
     push(folder, "tester/hidden")
@@ -128,9 +125,8 @@ def private(hub, folder):
 
 
 @scenario
-def pull_request(hub, folder):
+def pull_request(hub, folder, model):
     """Into somebody else's repository: refused with the way out, and that way works, and leaves main alone."""
-    new_model(folder)
     hub.repos["other/theirs"] = Repo("other/theirs", False)
     with refused("open a pull request with create_pr=True"):
         push(folder, "other/theirs")
@@ -146,9 +142,8 @@ def pull_request(hub, folder):
 
 
 @scenario
-def busy(hub, folder):
+def busy(hub, folder, model):
     """The commit is tried again where the Hub is busy, and where the connection is cut; in the end there is one."""
-    new_model(folder)
     for number, status in enumerate((429, 503, 500, 0)):
         hub.fail_next("POST", "/commit/", status, times=2 if status else 1, **{"Retry-After": "0"})
         push(folder, f"tester/busy-{number}")
@@ -159,9 +154,8 @@ def busy(hub, folder):
 
 
 @scenario
-def giving_up(hub, folder):
+def giving_up(hub, folder, model):
     """After some tries it says so; nothing is lost, nothing half there, and the same call goes on without sending twice."""
-    new_model(folder, seed=4)
     hub.fail_next("POST", "/commit/", 503, times=6, **{"Retry-After": "0"})
     with refused("the Hub answered 503"):
         push(folder, "tester/later")
@@ -180,9 +174,8 @@ def giving_up(hub, folder):
 
 
 @scenario
-def out_of_reach(hub, folder):
+def out_of_reach(hub, folder, model):
     """Cut before anything is there: what is written here stays, and says where."""
-    new_model(folder)
     hub.fail_next("POST", "/api/repos/create", 0, times=9)
     try:
         with refused(f"All files are in {folder}"):
@@ -193,9 +186,8 @@ def out_of_reach(hub, folder):
 
 
 @scenario
-def somebody_else(hub, folder):
+def somebody_else(hub, folder, model):
     """A commit in between is not written over."""
-    new_model(folder)
     push(folder, "tester/shared")
     repo = hub.repos["tester/shared"]
 
@@ -209,9 +201,8 @@ def somebody_else(hub, folder):
 
 
 @scenario
-def wrong_token(hub, folder):
+def wrong_token(hub, folder, model):
     """A token that the Hub does not know: told to log in, and the token is nowhere."""
-    new_model(folder)
     right = os.environ["HF_TOKEN"]
     os.environ["HF_TOKEN"] = "hf_wrong_and_secret"
     try:
@@ -219,15 +210,13 @@ def wrong_token(hub, folder):
             push(folder, "tester/unknown")
     finally:
         os.environ["HF_TOKEN"] = right
-    assert "tester/unknown" not in hub.repos and b"hf_wrong" not in b"".join(
-        path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    )
+    written = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    assert "tester/unknown" not in hub.repos and b"hf_wrong" not in written
 
 
 @scenario
-def a_card_that_is_there(hub, folder):
+def a_card_that_is_there(hub, folder, model):
     """What somebody has written into the card on the Hub stays around ours when the folder has no card yet."""
-    new_model(folder)
     hub.repos["tester/written"] = repo = Repo("tester/written", False)
     repo.add("README.md", b"---\nlanguage: de\n---\n\nRead me first.\n")
     push(folder, "tester/written")
@@ -242,9 +231,8 @@ def a_card_that_is_there(hub, folder):
 
 
 @scenario
-def what_is_not_sent(hub, folder):
+def what_is_not_sent(hub, folder, model):
     """Pickles, leftovers of training, links out of the folder, broken weights, strange indices, names: before any request."""
-    new_model(folder)
     requests = len(hub.log)
     with refused("is no name for a repository"):
         push(folder, "tester/a/b")
@@ -295,11 +283,11 @@ def what_is_not_sent(hub, folder):
 
 
 @scenario
-def delta_and_leaderboard(hub, folder):
+def delta_and_leaderboard(hub, folder, model):
     """A delta is shared and loaded by its id; leaderboards read repositories, by revision too, and say what is missing."""
     base = BertModel(BertConfig(**SIZES))
-    posswap.save_delta(posswap.swap(copy.deepcopy(base), "relative:clip=4"), folder, base_model=base)
-    push(folder, "tester/delta")
+    posswap.save_delta(posswap.swap(copy.deepcopy(base), "relative:clip=4"), folder / "delta", base_model=base)
+    push(folder / "delta", "tester/delta")
     assert str(posswap.describe(posswap.load_delta(base, "tester/delta")).new) == "relative:clip=4"
     hub.repos["tester/bare"] = Repo("tester/bare", False)
     for place, words in (
@@ -326,9 +314,9 @@ print(json.dumps([model(torch.arange(5, 25)[None]).logits.tolist() for model in 
 
 
 @scenario
-def pushed_by_transformers(hub, folder):
+def pushed_by_transformers(hub, folder, model):
     """push_to_hub and upload_folder do as well: the model loads by trust_remote_code alone, the delta onto its base."""
-    posswap.restore(new_model(folder / "swapped")).save_pretrained(folder / "base")
+    posswap.restore(model).save_pretrained(folder / "base")
     base, model = (AutoModelForMaskedLM.from_pretrained(folder / "base") for _ in range(2))
     posswap.swap(model, "relative:clip=4")
     with torch.no_grad():
@@ -353,9 +341,9 @@ def main(root: Path) -> None:
     chunks.mkdir(parents=True)
     with Hub.serve(chunks, port=int(os.environ["HF_ENDPOINT"].rpartition(":")[2])) as hub:
         found = {}
-        for name, function in SCENARIOS.items():
+        for seed, (name, function) in enumerate(SCENARIOS.items()):
             try:
-                function(hub, root / name)
+                function(hub, root / name, new_model(root / name, seed))
                 found[name] = ""
             except BaseException:
                 found[name] = traceback.format_exc()

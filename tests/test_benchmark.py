@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from conftest import refused
 
 import hf_posswap as posswap
-from hf_posswap.errors import PosswapError
 from hf_posswap.schemes import parse_scheme
 
 
@@ -66,9 +66,8 @@ def test_ratios_are_paired(benchmark, config, monkeypatch):
     called = []
     ticks = iter([0, 1, 1, 3] * 3 + [0, 1, 1, 3, 0, 2, 2, 3, 0, 1, 1, 4])  # 3 pairs of warm-up, then 1:2, 2:1, 1:3
     monkeypatch.setattr(benchmark.time, "process_time", lambda: next(ticks))
-    found = benchmark.paired_times(
-        replace(config, calls=3), [lambda: called.append("reference"), lambda: called.append("ours")]
-    )
+    steps = [lambda: called.append("reference"), lambda: called.append("ours")]
+    found = benchmark.paired_times(replace(config, calls=3), steps)
     assert called == ["reference", "ours"] * 6
     assert found["ratio"] == 2 and found["quartiles"] == [1.25, 2.5] and found["pairs"] == 3 and found["clock"] == "CPU time"
     assert (found["reference_ms"], found["ms"]) == (1000, 1000)
@@ -84,10 +83,8 @@ def test_end_to_end(benchmark, config, tmp_path):
 
 def test_memory_is_that_of_the_subject(benchmark, config):
     """Attention that holds all scores needs more at its peak than one that does not."""
-    peaks = [
-        benchmark.peak_memory(replace(config, scheme="original", attention=name), "forward", 2, 2048)
-        for name in ("sdpa", "eager")
-    ]
+    configs = [replace(config, scheme="original", attention=name) for name in ("sdpa", "eager")]
+    peaks = [benchmark.peak_memory(one, "forward", 2, 2048) for one in configs]
     if peaks[0] is not None:  # on Linux
         assert peaks[1] > 2 * 2 * 2048**2 * 4 / 2**20 * 0.9  # scores of two sequences of two heads
         assert peaks[0] < peaks[1] / 3
@@ -106,8 +103,7 @@ def test_memory_is_that_of_the_subject(benchmark, config):
 )
 def test_refusals(benchmark, config, options, says):
     """An unknown name or an impossible number ends with what is accepted."""
-    with pytest.raises(PosswapError, match=says):
-        replace(config, **options)
+    refused(says, replace, config, **options)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -137,5 +133,4 @@ def test_the_verbs_are_measured(recipe):
     found = verbs.verbs(config, "gpt2")
     assert list(found) == ["model", "swap", "fit", "save", "restore", "load"]
     assert all(found[verb]["seconds"] >= 0 and found[verb]["memory"] > 0 for verb in list(found)[1:])
-    with pytest.raises(PosswapError, match="known are bert, gpt2"):
-        verbs.Config(family=("t5",))
+    refused("known are bert, gpt2", verbs.Config, family=("t5",))

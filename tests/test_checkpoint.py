@@ -9,8 +9,8 @@ from operator import attrgetter
 
 import pytest
 import torch
-from conftest import KINDS, run_python
-from safetensors.torch import load_file, save_file
+from conftest import KINDS, refused, rewrite, run_python
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -22,7 +22,7 @@ from transformers import (
 )
 
 import hf_posswap as posswap
-from hf_posswap.checkpoint import STUB
+from hf_posswap.checkpoint import STUB, on_hub
 
 AUTO = {"bert": AutoModelForMaskedLM, "bert-decoder": AutoModelForCausalLM, "gpt2": AutoModelForCausalLM}
 STOCK = {"bert": BertForMaskedLM, "gpt2": GPT2LMHeadModel}
@@ -35,20 +35,26 @@ def load(family: str, folder, **options):
     return loaded.eval()
 
 
+def saved_scheme(folder) -> dict:
+    """The entry of a saved config.json."""
+    return json.loads((folder / "config.json").read_text())["position_scheme"]
+
+
 def edit_config(folder, entry: dict | None):
     """Change or (with None) drop entries of `position_scheme` in a saved config.json, or drop it as a whole."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    scheme = config.pop("position_scheme")
-    if entry is not None:
-        config["position_scheme"] = {key: value for key, value in (scheme | entry).items() if value is not None}
-    path.write_text(json.dumps(config))
+
+    def change(config: dict):
+        scheme = config.pop("position_scheme")
+        if entry is not None:
+            config["position_scheme"] = {key: value for key, value in (scheme | entry).items() if value is not None}
+
+    rewrite(folder / "config.json", change)
 
 
 def test_round_trip(model, family, backend, case, tokens, tmp_path):
     """What is loaded, once and again, has the class, the logits bit for bit, and a config with every field of the scheme."""
     model.save_pretrained(tmp_path)
-    entry = json.loads((tmp_path / "config.json").read_text())["position_scheme"]
+    entry = saved_scheme(tmp_path)
     scheme = {"name": case.scheme.name, **asdict(case.scheme)}
     if scheme["name"] == "mixed":  # an entry for each layer
         scheme = case.scheme.to_dict()
@@ -62,8 +68,7 @@ def test_round_trip(model, family, backend, case, tokens, tmp_path):
     assert [name for name, _ in loaded.named_parameters()] == [name for name, _ in model.named_parameters()]
     told = posswap.describe(loaded)
     assert (told.new, told.trained_positions, told.can_restore) == (case.scheme, 32, False)
-    with pytest.raises(posswap.PosswapError, match="loaded from a swapped checkpoint"):
-        posswap.restore(loaded)
+    refused("loaded from a swapped checkpoint", posswap.restore, loaded)
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(load(family, tmp_path / "again", attn_implementation=backend)(tokens).logits, model(tokens).logits)
 
@@ -126,10 +131,8 @@ def test_fresh_processes(make_swapped, tokens, tmp_path):
         # What was loaded through the few lines saves the same lines again, and no copy of this package.
         stub, again = (folder / STUB).read_text(), folder / "trusted"
         assert (again / STUB).read_text() == stub and len(stub) < 1500
-        assert {path.name for path in again.iterdir()} == {path.name for path in folder.iterdir() if path.is_file()} - {
-            "plugin.pt",
-            "trusted.pt",
-        }
+        expected_names = {path.name for path in folder.iterdir() if path.is_file()} - {"plugin.pt", "trusted.pt"}
+        assert {path.name for path in again.iterdir()} == expected_names
         maps = [json.loads((place / "config.json").read_text())["auto_map"] for place in (folder, again)]
         assert maps[0] == maps[1] and maps[0]["AutoModel"].startswith("modeling_hf_posswap.Posswap")
 
@@ -142,8 +145,7 @@ def test_stock_class_refuses_or_agrees(model, family, case, tokens, tmp_path):
         stock = STOCK[family].from_pretrained(tmp_path, attn_implementation="eager").eval()
         assert torch.equal(stock(tokens).logits, model(tokens).logits)
     else:
-        with pytest.raises(RuntimeError, match=r"(?s)mismatch"):
-            STOCK[family].from_pretrained(tmp_path)
+        refused(r"(?s)mismatch", STOCK[family].from_pretrained, tmp_path, error=RuntimeError)
 
 
 @pytest.mark.only(backends=("eager",), cases=KINDS)
@@ -181,8 +183,7 @@ def test_swap_again_from_a_folder(make_swapped, family, case, tokens, tmp_path):
     model = load(family, tmp_path / "first", attn_implementation="eager")
     expected = model(tokens).logits
     if case.scheme == posswap.Learned():  # the folder holds 40 positions, a table of 32 rows was trained
-        with pytest.raises(posswap.PosswapError, match="32 rows"):
-            posswap.swap(model, case.scheme)
+        refused("32 rows", posswap.swap, model, case.scheme)
         return
     posswap.swap(model, case.scheme, max_positions=80)
     told = posswap.describe(model)
@@ -207,9 +208,6 @@ def test_config_and_from_config(make_swapped, family, tmp_path, tokens):
         assert all(p.isfinite().all() and p.grad is not None for p in model.parameters())
 
 
-# -- broken folders ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
@@ -232,8 +230,7 @@ def test_broken_config(make_swapped, entry, message, tmp_path):
     family = "gpt2" if entry and "clip" in entry else "bert"
     make_swapped(family, "relative:clip=4").save_pretrained(tmp_path)
     edit_config(tmp_path, entry)
-    with pytest.raises(posswap.PosswapError, match=message):
-        AUTO[family].from_pretrained(tmp_path)
+    refused(message, AUTO[family].from_pretrained, tmp_path)
 
 
 @pytest.mark.parametrize(("family", "size"), [("bert", 0), ("bert-decoder", 4), ("gpt2", 100), ("bert", 20_000)])
@@ -242,40 +239,34 @@ def test_truncated_weights(make_swapped, family, size, tmp_path):
     make_swapped(family, "rotary").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(posswap.PosswapError, match="truncated or corrupted"):
-        AUTO[family].from_pretrained(tmp_path)
+    refused("truncated or corrupted", AUTO[family].from_pretrained, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("family", "scheme", "lost"),
-    [
-        ("bert", "relative:clip=4", "key_table"),
-        ("gpt2", "relative:clip=4", "value_table"),
-        ("bert-decoder", "sinusoidal", "projection"),
-        ("bert", "rotary", "mean"),
-        ("gpt2", "rotary", "mean"),
-        ("gpt2", "learned:extend=tile", "positions"),
-        ("bert", "learned:extend=tile", "positions"),
-    ],
-)
+LOST = [
+    ("bert", "relative:clip=4", "key_table"), ("gpt2", "relative:clip=4", "value_table"), ("bert", "rotary", "mean"),
+    ("gpt2", "rotary", "mean"), ("bert-decoder", "sinusoidal", "projection"), ("gpt2", "learned:extend=tile", "positions"),
+    ("bert", "learned:extend=tile", "positions"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "scheme", "lost"), LOST)
 def test_missing_position_weights(make_swapped, family, scheme, lost, tmp_path):
     """Position weights that a folder lacks are named, never made up."""
     model = make_swapped(family, scheme)
     model.save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    weights = load_file(path)
-    if lost == "positions":
-        dropped = [name for name in weights if "position_embeddings.weight" in name or "wpe.weight" in name]
-    else:
-        dropped = [name for name in weights if name.endswith(lost)]
+    ends = ("position_embeddings.weight", "wpe.weight") if lost == "positions" else lost
+    dropped = [name for name in load_file(tmp_path / "model.safetensors") if name.endswith(ends)]
     assert len(dropped) in (1, 2)
-    save_file({name: value for name, value in weights.items() if name not in dropped}, path, {"format": "pt"})
+    rewrite(tmp_path / "model.safetensors", lambda weights: [weights.pop(name) for name in dropped])
     with pytest.raises(posswap.PosswapError, match="lacks position weights") as raised:
         AUTO[family].from_pretrained(tmp_path)
     assert all(name in str(raised.value) for name in dropped)
 
 
-@pytest.mark.parametrize(("family", "scheme"), [("bert", "rotary"), ("gpt2", "alibi"), ("opt", "rotary"), ("opt", "alibi")])
+META = [("bert", "rotary"), ("gpt2", "alibi"), ("opt", "alibi"), ("gpt2", "relative"), ("bert", "buckets")]
+
+
+@pytest.mark.parametrize(("family", "scheme"), META)
 def test_built_on_meta(make_swapped, family, scheme):
     """A model that is built empty and then initialised, as transformers loads, has the values of one built directly."""
     model = make_swapped(family, scheme, max_positions=40)
@@ -287,9 +278,8 @@ def test_built_on_meta(make_swapped, family, scheme):
         tensor.data.fill_(77)
     built.init_weights()
     direct = kind(config)
-    held = [
-        (key, name) for key, part in direct.named_modules() if hasattr(part, "initial_values") for name in part.initial_values()
-    ]
+    parts = [(key, part) for key, part in direct.named_modules() if hasattr(part, "initial_values")]
+    held = [(key, name) for key, part in parts for name in part.initial_values()]
     values = [f"{key}.{name}" for key, name in held] + [name for name, _ in direct.named_buffers()]
     assert held and [name for name in values if not torch.equal(attrgetter(name)(direct), attrgetter(name)(built))] == []
 
@@ -300,8 +290,7 @@ def test_position_weights_of_another_shape(make_swapped, family, tmp_path):
     edit_config(tmp_path, {"clip": 5})
     with pytest.raises((RuntimeError, posswap.PosswapError), match="mismatch"):
         AUTO[family].from_pretrained(tmp_path)
-    with pytest.raises(posswap.PosswapError, match="key_table"):
-        AUTO[family].from_pretrained(tmp_path, ignore_mismatched_sizes=True)
+    refused("key_table", AUTO[family].from_pretrained, tmp_path, ignore_mismatched_sizes=True)
 
 
 def test_an_edited_config_that_is_meant(make_swapped, tmp_path):
@@ -323,8 +312,31 @@ def test_an_edited_config_that_is_meant(make_swapped, tmp_path):
 def test_broken_position_weights(make_swapped, auto_class, change, says, tmp_path):
     """NaN in a table, and integers, are refused."""
     make_swapped("gpt2", "relative:clip=4").save_pretrained(tmp_path)
-    weights = load_file(path := tmp_path / "model.safetensors")
-    name = next(name for name in weights if name.endswith("key_table"))
-    save_file(weights | {name: change(weights[name])}, path, {"format": "pt"})
-    with pytest.raises(posswap.CheckpointError, match=says):
-        auto_class.from_pretrained(tmp_path)
+    table = "transformer.h.0.attn.positions.key_table"
+    rewrite(tmp_path / "model.safetensors", lambda weights: weights.update({table: change(weights[table])}))
+    refused(says, auto_class.from_pretrained, tmp_path, error=posswap.CheckpointError)
+
+
+def test_a_base_on_the_hub_is_known(make_model, tmp_path, monkeypatch):
+    """A swap of a checkpoint that is in the Hub's cache notes its id; a folder is none; another base is refused."""
+    monkeypatch.setattr("hf_posswap.checkpoint.HF_HUB_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache" / "models--org--tiny" / "snapshots" / "f00").mkdir(parents=True)
+    model = make_model("bert")
+    model.name_or_path = model.config._name_or_path = "org/tiny"
+    posswap.swap(model, "none")
+    posswap.swap(model, "sinusoidal")
+    model.save_pretrained(tmp_path / "swapped")
+    assert saved_scheme(tmp_path / "swapped")["base_model"] == {"id": "org/tiny", "revision": "f00"}
+    again = type(model).from_pretrained(tmp_path / "swapped")
+    posswap.swap(again, "none").save_pretrained(tmp_path / "again")
+    assert saved_scheme(tmp_path / "again")["base_model"]["id"] == "org/tiny"
+    text = posswap.write_card(tmp_path / "again").read_text()
+    assert "[org/tiny](https://huggingface.co/org/tiny)" in text and "revision `f00`" in text
+    refused("was swapped from org/tiny, not from org/other", posswap.write_card, tmp_path / "again", base_model="org/other")
+    for name in (str(tmp_path), str(tmp_path / "gone" / "since"), "models/tiny", "", "a//b"):
+        local = make_model("bert")
+        local.name_or_path = local.config._name_or_path = name
+        assert "base_model" not in posswap.swap(local, "none").config.position_scheme
+    (tmp_path / "cache" / "models--org--tiny" / "snapshots" / "f01").mkdir()
+    assert on_hub("org/tiny") == {"id": "org/tiny", "revision": None}  # which of the two, nobody knows
+    assert on_hub(posswap.embedded_model("minilm"))["id"] == "sentence-transformers/all-MiniLM-L6-v2"

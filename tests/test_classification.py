@@ -3,22 +3,17 @@
 import csv
 import itertools
 import random
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
+from conftest import refused
 
 from hf_posswap.data.tables import Rows
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments import classification, curve
-from hf_posswap.experiments.classification import encode, predict
-from hf_posswap.experiments.models import load_model, load_tokenizer
-from hf_posswap.experiments.options import read_config
-from hf_posswap.training.batching import pad
+from hf_posswap.experiments.classification import encode
 
-ROOT = Path(__file__).parents[1]
 WORDS = "the a sat ran on under mat log and then it was happy sad".split()
 FAST = {"max_steps": 2, "batch_size": 8, "eval_batch_size": 8, "fit_steps": 2, "fit_tokens": 256}
 
@@ -54,9 +49,8 @@ def _files(folder, model="bert", **options):
 def test_what_can_be_learnt_is_learnt(recipe, folder, model, scheme):
     """Which of two animals comes first: every scheme learns it, and no positions at all do not, in an encoder."""
     module = recipe("downstream_classification")
-    options = _files(
-        folder, model, scheme=scheme, max_steps=150, batch_size=16, learning_rate=3e-3, eval_steps=75, dropout=False
-    )
+    steps = {"max_steps": 150, "batch_size": 16, "learning_rate": 3e-3, "eval_steps": 75}
+    options = _files(folder, model, scheme=scheme, dropout=False, **steps)
     result = module.run(module.Config(**options), folder / "out", False)
     if scheme == "none":  # guesses: the texts tell by their order alone
         assert result["figures"]["accuracy"] < 0.75
@@ -88,17 +82,13 @@ def test_regression_of_pairs(recipe, folder, model):
     assert result["data"]["labels"] == [] and result["data"]["splits"]["test"]["rows"] == 33
 
 
-@pytest.mark.parametrize("start", ["cold", "swap", "fit", "scratch"])
-def test_starts(recipe, folder, start, monkeypatch):
-    """Every start runs; what a fit reads is said: the training texts, or the embedded text where they are too few."""
+def test_what_a_fit_reads(recipe, folder, monkeypatch):
+    """It is said: the training texts, or the embedded text where they are too few; nothing without a fit."""
     module = recipe("downstream_classification")
-    config = module.Config(**_files(folder, scheme="rotary", start=start))
-    result = module.run(config, folder / "out", False)
-    assert result["fitted_on"] == ("the training texts" if start == "fit" else None)
-    if start == "fit":
-        monkeypatch.setattr(classification, "embedded_documents", lambda *given, causal: ["the cat sat on the mat " * 200])
-        config = module.Config(**_files(folder, scheme="rotary", start=start, fit_tokens=99_999))
-        assert module.run(config, folder / "out2", False)["fitted_on"] == "the embedded text"
+    monkeypatch.setattr(classification, "embedded_documents", lambda *given, causal: ["the cat sat on the mat " * 200])
+    for start, tokens, said in (("swap", 256, None), ("fit", 256, "the training texts"), ("fit", 99_999, "the embedded text")):
+        config = module.Config(**_files(folder, scheme="rotary", start=start, fit_tokens=tokens))
+        assert module.run(config, folder / f"{start}-{tokens}", False)["fitted_on"] == said
 
 
 def test_the_embedded_task(recipe, folder, monkeypatch):
@@ -135,27 +125,7 @@ def test_long_documents(recipe, folder):
         assert sizes["truncated_share"] == sizes["truncated"] / 60
     assert results["rotary"]["accuracy_long"] > 0.95 and results["rotary"]["accuracy"] > 0.95
     assert results["original"]["accuracy_long"] < 0.75 < results["original"]["accuracy"] + 0.2
-    with pytest.raises(PosswapError, match="documents with labels"):
-        module.Config()
-
-
-def test_shapes_and_order(folder, gpt2_tokenizer, bert_tokenizer):
-    """Predictions come in the order of the rows and do not depend on how they are batched or padded, in both families."""
-    rows = Rows(["the cat sat on the mat", "a dog", "the dog ran under a log and then it sat"] * 3, None, [0, 1, 1] * 3)
-    for name in ("bert", "gpt2"):
-        config, tokenizer = read_config(classification.ClassificationConfig, None, {"model": str(folder / name)}), None
-        tokenizer = load_tokenizer(config.model)
-        model = load_model(config, AutoModelForSequenceClassification, tokenizer=tokenizer, num_labels=3)
-        encoded = encode(rows, tokenizer, 32).rows
-        together, alone = (predict(model, encoded, model.config.pad_token_id, size) for size in (9, 1))
-        assert together.shape == (9, 3) and torch.allclose(together, alone, atol=1e-5)
-        assert torch.allclose(together[:3], together[3:6], atol=1e-5) and not torch.allclose(
-            together[0], together[1], atol=1e-2
-        )
-        batch = pad(encoded[:3], model.config.pad_token_id)
-        assert batch["labels"].tolist() == [0, 1, 1] and batch["attention_mask"].sum(1).tolist() == [
-            len(row["input_ids"]) for row in encoded[:3]
-        ]
+    refused("documents with labels", module.Config)
 
 
 def test_pairs_and_cuts(bert_tokenizer, gpt2_tokenizer):
@@ -170,8 +140,7 @@ def test_pairs_and_cuts(bert_tokenizer, gpt2_tokenizer):
         cut = encode(rows, tokenizer, 8)
         assert len(cut.rows[0]["input_ids"]) == 8 and cut.truncated == 1 and cut.lengths[0] > 8
         assert tokenizer.decode(cut.rows[0]["input_ids"]).endswith(end)
-    with pytest.raises(PosswapError, match="row 2 of the train texts has no token"):
-        encode(Rows(["a dog", ""], None, [0, 1]), gpt2_tokenizer, 8)
+    refused("row 2 of the train texts has no token", encode, Rows(["a dog", ""], None, [0, 1]), gpt2_tokenizer, 8)
 
 
 @pytest.mark.parametrize(
@@ -207,8 +176,7 @@ def test_foreign_tokenizer(recipe, folder, bert_tokenizer):
     bert_tokenizer.add_tokens([f"word{n}" for n in range(100)])
     bert_tokenizer.save_pretrained(folder / "bert")
     module = recipe("downstream_classification")
-    with pytest.raises(PosswapError, match="do not belong together"):
-        module.run(module.Config(**_files(folder)), folder / "out", False)
+    refused("do not belong together", module.run, module.Config(**_files(folder)), folder / "out", False)
 
 
 def test_measuring_does_not_change_training(recipe, folder):

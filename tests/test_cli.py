@@ -12,9 +12,9 @@ from unittest.mock import patch
 import hf_posswap_cli
 import pytest
 import torch
-from conftest import WORDS, run_python
+from conftest import WORDS, rewrite, run_python
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer, BertForTokenClassification, PreTrainedModel
 from typer.testing import CliRunner
 
@@ -119,8 +119,7 @@ BROKEN = {  # what is done to config.json, and what the one line says
 def test_broken_config(folder, program, change):
     """A config that no command can use is one line; what the config alone tells is told before weights are read."""
     options, says = BROKEN[change]
-    config = folder / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | options))
+    rewrite(folder / "config.json", lambda config: config.update(options))
     if change in ("llama", "unknown", "nameless", "string"):
         (folder / "model.safetensors").unlink()
     code, out, err = program("describe", folder)
@@ -230,14 +229,10 @@ def test_too_much_memory_is_one_line(program, monkeypatch):
 def test_a_head_that_is_not_known(make_model, tmp_path, program):
     """Weights of a class that is not known here would be lost: that is refused."""
     make_model("bert", head=BertForTokenClassification).save_pretrained(tmp_path / "plain")
-    config = json.loads((tmp_path / "plain/config.json").read_text()) | {"architectures": ["BertForSpelling"]}
-    (tmp_path / "plain/config.json").write_text(json.dumps(config))
+    rewrite(tmp_path / "plain" / "config.json", lambda config: config.update(architectures=["BertForSpelling"]))
     code, out, err = program("swap", tmp_path / "plain", "--scheme", "rotary", "--output", tmp_path / "out")
-    assert (
-        code == 2
-        and "a BertForSpelling, which is not known here, so classifier.bias" in err
-        and not (tmp_path / "out").exists()
-    )
+    assert code == 2 and "a BertForSpelling, which is not known here, so classifier.bias" in err
+    assert not (tmp_path / "out").exists()
 
 
 def test_options_reach_the_swap(folder, tmp_path, program):
@@ -258,9 +253,8 @@ def test_checkpoint_without_its_table(make_model, program, tmp_path, family):
     make_model(family).save_pretrained(place := tmp_path / "plain")
     owner, name = ARCHITECTURES[family].table_owner(model := AutoModel.from_pretrained(place))
     table = next(key for key, value in model.named_modules() if value is getattr(owner, name))
-    weights = load_file(place / "model.safetensors")
-    lost = [key for key in weights if key.endswith(f"{table}.weight")]
-    save_file({key: value for key, value in weights.items() if key not in lost}, place / "model.safetensors", {"format": "pt"})
+    lost = [key for key in load_file(place / "model.safetensors") if key.endswith(f"{table}.weight")]
+    rewrite(place / "model.safetensors", lambda weights: [weights.pop(key) for key in lost])
     code, out, err = program("swap", place, "--scheme", "rotary", "--output", tmp_path / "swapped")
     assert code == 2 and f"{table}.weight, which would be random" in err and not (tmp_path / "swapped").exists()
 

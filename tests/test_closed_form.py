@@ -68,9 +68,6 @@ def project(query_key: QueryKey, states: torch.Tensor) -> list[torch.Tensor]:
     return [(states @ w.T + b).unflatten(-1, (HEADS, DIM)).transpose(1, 2) for w, b in pairs]
 
 
-# -- pieces ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_missing_scores(random, causal):
     """Centred under the weights, zero where masked, blind to row constants, and the missing score where nothing else is."""
@@ -105,23 +102,17 @@ def test_balance(random, scheme):
     assert bool((diagonal[:, order].diff() < 0).all())
 
 
-# -- kernels of rotary ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_fit_kernel_finds_the_planted_one(random, causal):
-    """At no ridge the planted Z comes back, whatever the weights and row constants; for distances to the left alone too."""
+    """At no ridge the planted Z comes back, whatever weights and row constants are; for distances to the left alone too."""
     frequencies = torch.tensor([1.0, 0.4, 0.1], dtype=torch.float64)
     planted = torch.complex(random(HEADS, 3), random(HEADS, 3))
     steps = torch.arange(20, dtype=torch.float64)
     waves = torch.exp(1j * (steps[None, :] - steps[:, None])[..., None] * frequencies)
-    kernel = torch.einsum("hm,ijm->hij", planted, waves).real.expand(2, -1, -1, -1)
+    kernel = torch.einsum("hm,ijm->hij", planted, waves).real + random(2, HEADS, 20, 1)
     weights = (random(2, HEADS, 20, 20).abs() + 0.1) * allow(2, 20, causal, padding=5)
     found = fit_kernel(*kernel_moments(weights, kernel, frequencies), ridge=1e-14)
     torch.testing.assert_close(found, planted, rtol=0, atol=1e-7)
-    again = fit_kernel(*kernel_moments(weights, kernel + random(2, HEADS, 20, 1), frequencies), ridge=1e-14)
-    torch.testing.assert_close(again, found, rtol=0, atol=1e-7)
-    assert (fit_kernel(*kernel_moments(weights, kernel, frequencies), ridge=1.0).abs().sum() < planted.abs().sum()).item()
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
@@ -158,7 +149,7 @@ def test_write_kernel(random, layout, fraction):
 
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("ridge", [1e-13, None])
+@pytest.mark.parametrize("ridge", [1e-13, None, 10.0])
 def test_rotary_solves_a_planted_kernel(random, layout, causal, ridge, monkeypatch):
     """Content where nothing turns, and a sum of cosines at the scheme's frequencies: all of the missing score is found."""
     positions = Rotary(layout=layout, fraction=0.5, theta=30).attention_module(GEOMETRY)
@@ -193,10 +184,10 @@ def test_rotary_solves_a_planted_kernel(random, layout, causal, ridge, monkeypat
     before = error()
     with torch.no_grad():
         positions.solve(observe, query_key, SCALING)
-    assert before > 1 and error() < (0.05 if ridge is None else 1e-5) * before  # angles are float32
-
-
-# -- tables of relative ---------------------------------------------------------------------------------------------------
+    left = error() / before
+    assert before > 1 and (
+        left < 1e-5 if ridge == 1e-13 else left < 0.05 if ridge is None else left > 0.1
+    )  # angles are float32
 
 
 def dense_keys(queries, masses, targets):

@@ -6,28 +6,23 @@ Broken schemes are named after what is wrong with them, and stand next to the ch
 import re
 import sys
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
+from conftest import refused
 from torch import nn
 from transformers.utils.logging import is_progress_bar_enabled
 
 import hf_posswap as posswap
-from hf_posswap.contract import report
 from hf_posswap.contract.checks import CHECKS
 from hf_posswap.contract.report import check_scheme, name_of
 from hf_posswap.contract.subject import FAMILIES
 from hf_posswap.schemes.base import AttentionPositions, PositionEmbedding, Scheme
-from hf_posswap.schemes.importing import import_schemes, load_scheme
 
 DECODERS = ("bert-decoder", "gpt2")
 EAGER = [(family, "eager") for family in FAMILIES]
 ONE = EAGER[-1:]  # for what does not depend on the model
-
-# -- two schemes that are right: one adds to the embeddings, one computes attention -------------------------------------
 
 
 class Sines(PositionEmbedding):
@@ -104,9 +99,6 @@ class Sinking(Scheme):
 
     def attention_module(self, geometry):
         return self.module(geometry)
-
-
-# -- one broken scheme for each check -------------------------------------------------------------------------------------
 
 
 def scheme(base: type[Scheme], **members) -> type[Scheme]:
@@ -224,9 +216,8 @@ def patch_the_library(self, geometry):
 
 NOT_FROZEN = dataclass(type("NotFrozen", (Scheme,), {"__annotations__": {}, "name": "melting", "summary": "melts"}))
 INHERITED = type("Inherited", (Waves,), {"name": "heir"})
-LISTED = dataclass(frozen=True, kw_only=True)(
-    type("Listed", (Waves,), {"__annotations__": {"steps": tuple}, "steps": (1, 2), "name": "listed"})
-)
+LISTED = type("Listed", (Waves,), {"__annotations__": {"steps": tuple}, "steps": (1, 2), "name": "listed"})
+LISTED = dataclass(frozen=True, kw_only=True)(LISTED)
 
 WHERE = {"cache": DECODERS, "order matters": ("bert",)}  # the kinds of models that a check looks at, if not all
 BROKEN = {  # scheme, the checks that fail, what one of the reasons says
@@ -309,15 +300,11 @@ def test_every_check_can_fail():
     assert {name for _, checks, _ in BROKEN.values() for name in checks.split(", ")} == set(map(name_of, CHECKS))
 
 
-# -- what is right passes -------------------------------------------------------------------------------------------------
-
-
 def assert_complete(found, families=FAMILIES):
     """Nothing failed, and what did not apply had a reason to."""
     assert found.passed, str(found)
-    assert [(result.check, result.family) for result in found.results] == [
-        (name_of(c), family) for family in families for c in CHECKS
-    ]
+    wanted = [(name_of(check), family) for family in families for check in CHECKS]
+    assert [(result.check, result.family) for result in found.results] == wanted
     assert all(bool(result.detail) == (result.passed is None) for result in found.results)
 
 
@@ -344,8 +331,7 @@ def test_one_backend():
     found = check_scheme(eager, models=[("bert", "eager"), ("bert", "sdpa")])
     assert_complete(found, ["bert"])
     assert "- backends agree: it runs with eager alone" in str(found)
-    with pytest.raises(posswap.PosswapError, match="sinking runs with eager: name models"):
-        check_scheme(eager, models=[("bert", "sdpa")])
+    refused("sinking runs with eager: name models", check_scheme, eager, models=[("bert", "sdpa")])
 
 
 def test_a_claim_that_is_not_made():
@@ -369,135 +355,10 @@ def test_the_table():
     assert all(len(line) <= 120 for line in lines)
 
 
-# -- the command ----------------------------------------------------------------------------------------------------------
-
-MINE = """
-from dataclasses import dataclass
-from typing import ClassVar
-import beside
-from hf_posswap import PosswapError
-from hf_posswap.schemes import Scheme, register_scheme
-
-@register_scheme
-@dataclass(frozen=True, kw_only=True)
-class Mine(Scheme):
-    name: ClassVar[str] = "mine"
-    summary: ClassVar[str] = beside.WHO
-
-@dataclass(frozen=True, kw_only=True)
-class Small(Mine):
-    size: int
-    name: ClassVar[str] = "small"
-
-    def check(self, geometry):
-        raise PosswapError("too small a model")
-
-class Undecorated(Scheme):
-    name = "undecorated"
-
-small, number = Small(size=3), 5
-"""
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """The current folder, with a module `mine`, and the same in a folder below, each with a neighbour that it imports."""
-    for place, who in ((tmp_path, "one"), (tmp_path / "below", "two")):
-        place.mkdir(exist_ok=True)
-        (place / "mine.py").write_text(MINE)
-        (place / "beside.py").write_text(f"WHO = {who!r}")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    known = dict(posswap.SCHEMES)
-    yield tmp_path
-    posswap.SCHEMES.clear()
-    posswap.SCHEMES.update(known)
-    for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
-            del sys.modules[name]
-
-
-def test_command_passes(program, monkeypatch):
-    """A built-in scheme, as a string with options, passes: the table, and exit status 0."""
-    monkeypatch.setattr(report, "check_scheme", partial(check_scheme, models=ONE))
-    code, out, err = program("check", "learned:extend=tile")
-    assert code == 0 and out.startswith("Learned(extend='tile') passes") and "Traceback" not in err
-
-
-@pytest.mark.parametrize("source", ["mine:small", "below/mine.py:small"])
-def test_command_fails(program, folder, source):
-    """An instance in a module or a file that fails: the reason in one line, and exit status 1."""
-    code, out, _ = program("check", source)
-    assert code == 1 and out.startswith("Small(size=3) FAILS")
-    assert "builds, gpt2: with eager, too small a model\n" in out and out.count("not run, as it does not build") == 1
-
-
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ("rotray", "'rotray' is neither a scheme (did you mean 'rotary'?) nor a module"),
-        ("no_such_module:Mine", "'no_such_module' is neither a scheme"),
-        ("hf_posswap.no_such:Mine", "'hf_posswap.no_such' is neither a scheme"),
-        ("rotary:thta=5", "did you mean 'theta'"),
-        ("below/none.py:Mine", "there is no file below/none.py"),
-        (
-            "below/mine.py",
-            "below/mine.py does not say which scheme: write below/mine.py:NAME; schemes in it are Mine, Small",
-        ),
-        ("mine:None", "mine:None is not there: write mine:NAME; schemes in it are Mine, Small, Undecorated, small"),
-        ("mine:number", "mine:number is 5, no scheme: write"),
-        ("mine:Scheme", "no scheme: write"),
-        ("mine:Undecorated", "Undecorated is no dataclass: decorate it with @dataclass(frozen=True, kw_only=True)"),
-        ("mine:Small", "'size'; give each option a default that fits, or check an instance"),
-        ("import no_such_library", "file.py cannot be imported, ModuleNotFoundError: No module named 'no_such_library'"),
-        ("1 / 0", "file.py cannot be imported, ZeroDivisionError: division by zero"),
-        ("import sys; sys.exit(0)", "file.py cannot be imported, SystemExit: 0"),
-    ],
-)
-def test_command_refuses(program, folder, source, says):
-    """What is not there, or is no scheme, is said in one paragraph, with exit status 2 and nothing left on the path."""
-    if " " in source:
-        Path("file.py").write_text(source)
-        source = "file.py:Mine"
-    path = list(sys.path)
-    code, out, err = program("check", source)
-    assert code == 2 and says in err and "Traceback" not in err and out == ""
-    assert sys.path == path
-
-
 def test_not_a_scheme():
     """Objects that are no schemes are refused, the base class too."""
     for other in (5, int, Scheme):
-        with pytest.raises(posswap.PosswapError, match="is no scheme: pass a subclass of posswap.Scheme"):
-            check_scheme(other)
-
-
-def test_files_are_read_anew(folder):
-    """A file that registers its scheme can be read twice, and helpers next to it are its own; nothing stays behind."""
-    known, path = dict(posswap.SCHEMES), list(sys.path)
-    for place, who in (("mine.py", "one"), ("mine.py", "one"), ("below/mine.py", "two")):
-        assert load_scheme(f"{place}:Mine").summary == who
-    assert posswap.SCHEMES == known and "beside" not in sys.modules and sys.path == path
-
-
-def test_schemes_of_a_file_stay_known(folder):
-    """Schemes of an imported file can be named; files of a taken name, and files without a scheme, are refused."""
-    for _ in range(2):
-        assert import_schemes("below/mine.py") == ["mine"]
-    assert posswap.SCHEMES["mine"].summary == "two" and sys.path.count(str(folder / "below")) == 1
-    assert "rotary" in import_schemes("hf_posswap")
-    for place, text, says in (
-        ("mine.py", MINE, "has the name of another module"),
-        ("empty_schemes.py", "", "registers no scheme: decorate"),
-        ("broken_schemes.py", "1 / 0", "cannot be imported, ZeroDivisionError"),
-        ("my.schemes.py", "", "give the file another one"),
-        ("no_such_module", None, "nor a module"),
-        ("no_such_file.py", None, "there is no file"),
-    ):
-        if text is not None:
-            (folder / place).write_text(text)
-        with pytest.raises(posswap.PosswapError, match=says):
-            import_schemes(place)
+        refused("is no scheme: pass a subclass of posswap.Scheme", check_scheme, other)
 
 
 def test_inside_inference_mode():

@@ -7,7 +7,7 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from conftest import CASES, spread
+from conftest import CASES, refused, spread
 from torch.testing import assert_close
 
 import hf_posswap as posswap
@@ -45,8 +45,7 @@ def test_check(check, case, family, backend):
     }
     subject = Subject(scheme, family, backend, tiny_model(family, backend)(text()).logits.detach())
     if reason := reasons.get(check.__name__):
-        with pytest.raises(NotApplicable, match=reason):
-            check(subject)
+        refused(reason, check, subject, error=NotApplicable)
     else:
         check(subject)
 
@@ -151,15 +150,6 @@ def test_outputs_recorded_before_the_swap(make_model, family, case, tokens):
     assert len(after.attentions) == 2 and torch.equal(after.attentions[1], before.attentions[1])
 
 
-def test_position_parameters_learn(model, position_parameters, case):
-    """Every position parameter gets a gradient that is more than rounding; schemes of formulas alone have none."""
-    ours, found = position_parameters(model), gradients_of(model)
-    parameter_free = getattr(case.scheme, "combine", None) == "add" or getattr(case.scheme, "project", True) is False
-    assert bool(ours) != parameter_free
-    for name in ours:
-        assert found[name].abs().max() > 1e-6, name
-
-
 def test_dropout_is_active_in_training_only(make_swapped, family, backend, case, tokens):
     """The swapped attention drops as the family's own does: while training, at the family's rate."""
     rates = {"attn_pdrop": 0.5} if family == "gpt2" else {"attention_probs_dropout_prob": 0.5}
@@ -167,6 +157,29 @@ def test_dropout_is_active_in_training_only(make_swapped, family, backend, case,
     assert torch.equal(model(tokens).logits, model(tokens).logits)
     model.train()
     assert (model(tokens).logits - model(tokens).logits).abs().max() > 0.1
+
+
+@pytest.mark.only(backends=("eager",))
+def test_too_long_input(model, family, case):
+    """An input beyond the last position says its length, the maximum and the remedy; one that just fits runs."""
+    limit = case.max_positions or 32
+    model(torch.full((1, limit), 5))
+    too_long = f"reaches {limit + 1} positions.*set up for {limit}.*posswap.swap.*max_positions={limit + 1}.*truncate"
+    tokens = torch.full((1, limit + 1), 5)
+    for inputs in (
+        {"input_ids": tokens},
+        {"inputs_embeds": model.get_input_embeddings()(tokens)},
+        {"input_ids": tokens[:, :4], "position_ids": torch.tensor([[0, 1, 2, limit]])},
+    ):
+        refused(too_long, model, **inputs)
+    refused("must not be negative, the smallest is -1", model, tokens[:, :4], position_ids=torch.tensor([[0, 1, 2, -1]]))
+
+
+def test_no_input_and_two_inputs(make_swapped, family):
+    """No tokens, or tokens and embeddings at once, get the family's own error."""
+    model = make_swapped(family, "rotary")
+    for inputs in ({}, {"input_ids": torch.ones(1, 3).long(), "inputs_embeds": torch.ones(1, 3, 32)}):
+        refused("input_ids", model, error=ValueError, **inputs)
 
 
 TURNS = {

@@ -1,38 +1,57 @@
-"""What was saved before the redesign goes on loading: checkpoints and deltas of format 1, result files, the card's record.
+"""What older versions saved: format 1 of this project goes on loading, and transformers 4's relative positions are no
+silent absolute model.
 
-golden/make_format_1.py wrote the folders, each with the logits that its model had.
+Each folder of golden/format-1 holds the logits that its model had; they were written at commit 186f5fa, with transformers
+5.23.0, by golden/make_format_1.py of commit f776502. golden/make_relative_key.py kept those of transformers 4.57.6.
 """
 
+import json
+import logging as std_logging
 import os
+import re
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_python
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from conftest import refused, rewrite, run_python
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForObjectDetection,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertModel,
+    RobertaConfig,
+)
+from transformers.utils import logging
 
 import hf_posswap as posswap
 from hf_posswap.experiments.comparison import load_runs, markdown
+from hf_posswap.sharing.load_reports import LoadReports
 from hf_posswap.sharing.record import read_results
 
-GOLDEN = Path(__file__).parent / "golden" / "format-1"
-RESULTS = GOLDEN.with_name("format-1-results")
+GOLDEN = Path(__file__).parent / "golden"
+FORMAT_1, RESULTS = GOLDEN / "format-1", GOLDEN / "format-1-results"
 AUTO = {"bert": AutoModelForMaskedLM, "gpt2": AutoModelForCausalLM}
-FOLDERS = sorted(path.name for path in GOLDEN.iterdir() if path.name.partition("-")[2] not in ("base", "delta"))
+FOLDERS = sorted(path.name for path in FORMAT_1.iterdir() if path.name.partition("-")[2] not in ("base", "delta"))
 EXACT = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def load(name: str, **options):
     """Load a folder as a user would."""
-    return AUTO[name.partition("-")[0]].from_pretrained(GOLDEN / name, **options).eval()
+    return AUTO[name.partition("-")[0]].from_pretrained(FORMAT_1 / name, **options).eval()
 
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_checkpoint(name):
     """The Auto classes load it, and it computes what it computed."""
     assert len(FOLDERS) == 12
-    expected, model = load_file(GOLDEN / name / "expected.safetensors"), load(name)
+    expected, model = load_file(FORMAT_1 / name / "expected.safetensors"), load(name)
     told = posswap.describe(model)
     assert told.new.name == name.partition("-")[2] and told.trained_positions == 24 and not told.can_restore
     torch.testing.assert_close(model(expected["tokens"]).logits, expected["logits"], **EXACT)
@@ -41,8 +60,8 @@ def test_checkpoint(name):
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_delta(family):
     """It loads onto the base it was made from, which then computes what the swapped model computed."""
-    expected, model = load_file(GOLDEN / f"{family}-delta" / "expected.safetensors"), load(f"{family}-base")
-    posswap.load_delta(model, GOLDEN / f"{family}-delta")
+    expected, model = load_file(FORMAT_1 / f"{family}-delta" / "expected.safetensors"), load(f"{family}-base")
+    posswap.load_delta(model, FORMAT_1 / f"{family}-delta")
     assert posswap.describe(model).new == posswap.Relative(clip=4)
     torch.testing.assert_close(model(expected["tokens"]).logits, expected["logits"], **EXACT)
 
@@ -55,7 +74,7 @@ def test_by_the_code_in_the_folder(tmp_path):
         "tokens = load_file(sys.argv[1] + '/expected.safetensors')['tokens']\n"
         "save_file({'logits': model(tokens).logits.detach()}, sys.argv[2])"
     )
-    folder, found = GOLDEN / "bert-relative", tmp_path / "found.safetensors"
+    folder, found = FORMAT_1 / "bert-relative", tmp_path / "found.safetensors"
     cache = {"HF_MODULES_CACHE": str(tmp_path / "modules")}  # where transformers copies code to
     run_python("-c", program, folder, found, env=os.environ | cache)
     torch.testing.assert_close(load_file(found)["logits"], load_file(folder / "expected.safetensors")["logits"], **EXACT)
@@ -69,3 +88,113 @@ def test_results():
     record = read_results(RESULTS)
     assert record["model"]["position_scheme"]["name"] == "rotary" and record["fit"]["after"]["total"] < 0.08
     assert "| rotary" in posswap.leaderboard([RESULTS])
+
+
+KINDS = ("relative_key", "relative_key_query")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request) -> str:
+    """Both types that transformers 4 had."""
+    return request.param
+
+
+@pytest.fixture
+def checkpoint(kind, tmp_path):
+    """A folder as transformers 4.57.6 wrote it, and what that version computed."""
+    with safe_open(GOLDEN / f"{kind}.safetensors", "pt") as file:
+        assert file.metadata()["transformers"] == "4.57.6"
+        golden = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    weights = {name.removeprefix("weights."): value for name, value in golden.items() if name.startswith("weights.")}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 64}
+    config = BertConfig(**sizes, max_position_embeddings=16, pad_token_id=0).to_dict()
+    config |= {"position_embedding_type": kind, "architectures": ["BertForMaskedLM"], "transformers_version": "4.57.6"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path, golden
+
+
+def test_outputs_of_transformers_4(checkpoint, backend):
+    """Outputs are those of transformers 4, for encoder and decoder, with padding, also after saving and loading."""
+    folder, golden = checkpoint
+    real = golden["mask"].bool()
+    for auto_class, name in ((AutoModelForMaskedLM, "encoder"), (AutoModelForCausalLM, "decoder")):
+        if name == "decoder":
+            rewrite(folder / "config.json", lambda config: config.update(is_decoder=True))
+        model = posswap.load_relative_key(folder, auto_class)
+        model.set_attn_implementation(backend)
+        model.save_pretrained(folder / name)
+        for one in (model, auto_class.from_pretrained(folder / name)):
+            logits = one(golden["tokens"], attention_mask=golden["mask"]).logits
+            assert_close(logits[real], golden[f"{name}_logits"][real], rtol=1e-5, atol=1e-5)
+
+
+def test_it_names_no_base(checkpoint):
+    """An adapter must not name the checkpoint as its base, which loads as an absolute model."""
+    folder, _ = checkpoint
+    model = posswap.load_relative_key(str(folder), AutoModelForMaskedLM, max_positions=40)
+    assert model.config.max_position_embeddings == 40
+    assert model.name_or_path == model.config.name_or_path == "" and "base_model" not in model.config.position_scheme
+
+
+def test_new_heads_are_named(checkpoint):
+    """A head that the checkpoint lacks is new, and is said to be; nothing else is."""
+    folder, _ = checkpoint
+    with pytest.warns(
+        UserWarning, match=r"lacks: bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias, classifier.w"
+    ):
+        posswap.load_relative_key(folder, AutoModelForSequenceClassification)
+
+
+@pytest.fixture
+def reports():
+    """transformers reports as it does by default, whatever another test has asked for."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_warning()
+    yield
+    logging.set_verbosity(before)
+
+
+@pytest.mark.usefixtures("reports")
+@pytest.mark.parametrize("stock", [AutoModel, AutoModelForMaskedLM, BertModel], ids=lambda stock: stock.__name__)
+def test_a_stock_load_is_noticed(checkpoint, stock):
+    """A load by transformers 5, which makes an absolute model of it, warns; such a model cannot be swapped."""
+    folder, _ = checkpoint
+    place = re.escape(str(folder))
+    says = rf"{place} has relative positions .*hf_posswap\.load_relative_key\('{place}', ...\)"
+    with pytest.warns(UserWarning, match=says):
+        model = stock.from_pretrained(folder)
+    for verb in (posswap.describe, lambda model: posswap.swap(model, "rotary")):
+        refused("load_relative_key", verb, model, error=posswap.UnsupportedModelError)
+
+
+@pytest.mark.usefixtures("reports")
+def test_other_reports_do_not_warn(make_model, tmp_path, caplog):
+    """What is left out or missing of any other checkpoint is transformers' to tell."""
+    model = make_model("bert")
+    weights = {name: tensor.contiguous() for name, tensor in model.base_model.state_dict().items()}
+    save_file(weights | {"encoder.layer.0.attention.self.other.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    model.config.save_pretrained(tmp_path)
+    with warnings.catch_warnings(record=True) as seen:
+        AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert "UNEXPECTED" in caplog.text and "MISSING" in caplog.text and not seen
+    record = std_logging.LogRecord("transformers", std_logging.WARNING, __file__, 1, "one %s", ("two", "values"), None)
+    LoadReports().handle(record)  # transformers has such calls: Python's own handlers tell, and go on
+
+
+def test_what_is_refused(checkpoint, make_model, tmp_path, kind):
+    """Absolute checkpoints, missing tables, classes without BERT and unknown options are refused."""
+    folder, _ = checkpoint
+    make_model("bert").save_pretrained(tmp_path / "plain")
+    refused("'absolute' positions", posswap.load_relative_key, tmp_path / "plain", error=posswap.UnsupportedModelError)
+    RobertaConfig(position_embedding_type="relative_key").save_pretrained(tmp_path / "roberta")
+    with pytest.raises(posswap.UnsupportedModelError, match="roberta with 'relative_key' .* only bert's"):
+        posswap.load_relative_key(tmp_path / "roberta")
+    with pytest.raises(posswap.UnsupportedModelError, match="AutoModelForObjectDetection has no BERT"):
+        posswap.load_relative_key(folder, AutoModelForObjectDetection)
+    refused("unknown option 'revison'", posswap.load_relative_key, folder, revison="main")
+    refused("max_positions=8", posswap.load_relative_key, folder, max_positions=8)
+    table = "bert.encoder.layer.1.attention.self.distance_embedding.weight"
+    rewrite(folder / "model.safetensors", lambda weights: weights.pop(table))
+    with pytest.raises(posswap.CheckpointError, match=f"says {kind}, and what that needs is missing.*layer.1"):
+        posswap.load_relative_key(folder)

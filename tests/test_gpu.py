@@ -8,8 +8,8 @@ import pytest
 import typer
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
+from conftest import refused
 
-from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.recipe import main
 
 ROOT = Path(__file__).parents[1]
@@ -95,7 +95,5 @@ def test_it_goes_on(gpu, take, monkeypatch):
 def test_refusals(gpu, tmp_path, monkeypatch):
     """No GPU, and a step that there is not: an error in one line."""
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(PosswapError, match="no CUDA device here: .* --miniature"):
-        gpu.gpu(output=tmp_path)
-    with pytest.raises(PosswapError, match="no step 'kernels'; there are kernel, triton-bert"):
-        gpu.gpu(output=tmp_path, only=["kernels"], miniature=True)
+    refused("no CUDA device here: .* --miniature", gpu.gpu, output=tmp_path)
+    refused("no step 'kernels'; there are kernel, triton-bert", gpu.gpu, output=tmp_path, only=["kernels"], miniature=True)

@@ -5,14 +5,7 @@ import re
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import (
-    BertLMHeadModel,
-    BertModel,
-    EncoderDecoderModel,
-    EsmModel,
-    GPT2LMHeadModel,
-    GPT2Model,
-)
+from transformers import BertLMHeadModel, BertModel, EncoderDecoderModel, EsmModel, GPT2LMHeadModel, GPT2Model
 
 import hf_posswap as posswap
 from hf_posswap.checkpoint import SWAPPED_CLASSES
@@ -49,11 +42,8 @@ def inputs_for(head: type) -> dict:
     if not head.__name__.startswith("OPT"):  # its padding has a row of the table, which a swapped model has not
         mask[1, ..., 9:] = 0
     labels = next(shapes for suffix, shapes in LABELS.items() if head.__name__.endswith(suffix))
-    return {
-        "input_ids": tokens,
-        "attention_mask": mask,
-        **{name: torch.randint(2, shape, generator=generator) for name, shape in labels.items()},
-    }
+    drawn = {name: torch.randint(2, shape, generator=generator) for name, shape in labels.items()}
+    return {"input_ids": tokens, "attention_mask": mask, **drawn}
 
 
 def tensors_of(output) -> dict[str, torch.Tensor]:
@@ -78,9 +68,8 @@ def test_head(make_model, make_swapped, head, scheme, tmp_path):
     assert all(same) if scheme == "learned" else not any(same)
     if "loss" in actual:
         (actual["loss"] + actual.get("mc_loss", 0)).backward()
-        assert [
-            name for name, p in model.named_parameters() if p.grad is None and not re.search("pooler|contact_head", name)
-        ] == []
+        without = [name for name, p in model.named_parameters() if p.grad is None]
+        assert [name for name in without if not re.search("pooler|contact_head", name)] == []
     model.save_pretrained(tmp_path)
     loaded, info = type(model).from_pretrained(tmp_path, attn_implementation="eager", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]

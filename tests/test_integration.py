@@ -2,19 +2,12 @@
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.testing import assert_close
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    DataCollatorForLanguageModeling,
-    StaticCache,
-    Trainer,
-    TrainingArguments,
-    pipeline,
-)
 
 import hf_posswap as posswap
+from hf_posswap.contract.subject import padded, position_parameters
 from hf_posswap.measure.positions import position_table
 
 FAMILIES = ("bert", "gpt2")
@@ -25,9 +18,6 @@ TARGETS = {"bert": ["query", "key", "value"], "gpt2": ["c_attn"]}
 # PEFT asks for `is_gradient_checkpointing`, which transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing:FutureWarning")
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
-
-
-# -- torch.compile -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -42,8 +32,7 @@ def fresh_compiler():
 def test_compile_without_graph_breaks(make_swapped, family, scheme, tokens, fresh_compiler):
     """Every scheme traces as one graph, with padding, and gives the same logits."""
     model = make_swapped(family, scheme)
-    mask = torch.ones_like(tokens)
-    mask[1, 13:] = 0
+    mask = padded(after=7)["attention_mask"]
     inputs = {"attention_mask": mask} | ({} if family == "bert" else {"use_cache": False})
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -59,7 +48,7 @@ def test_compile_with_positions_and_cache(make_swapped, scheme, tokens, fresh_co
     with torch.no_grad():
         actual = compiled(tokens, position_ids=position_ids, use_cache=False).logits
         assert_close(actual, model(tokens, position_ids=position_ids, use_cache=False).logits, **CLOSE)
-        cache = StaticCache(config=model.config, max_cache_len=24)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=24)
         model(tokens[:, :19], past_key_values=cache)
         last = compiled(tokens[:, 19:], past_key_values=cache, position_ids=torch.tensor([[19]])).logits
         assert_close(last[:, 0], model(tokens, use_cache=False).logits[:, -1], **CLOSE)
@@ -87,9 +76,6 @@ def test_compiled_gradients(make_swapped, tokens, fresh_compiler):
         assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-4)
 
 
-# -- numbers -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("family", "scheme", "backend"), [(*pair, ("eager", "sdpa")[i // 3]) for i, pair in enumerate(PAIRS[5:])]
 )
@@ -110,9 +96,6 @@ def test_autocast_rounds_no_sinusoids(make_swapped):
     table = position_table(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(position_table(model), table)
-
-
-# -- PEFT ----------------------------------------------------------------------------------------------------------
 
 
 def add_lora(model, family: str) -> PeftModel:
@@ -146,7 +129,7 @@ def test_lora(make_model, family, scheme, swap_first, tokens, tmp_path):
     merged = adapted.merge_and_unload()
     assert_close(merged(tokens).logits, expected, rtol=1e-3, atol=1e-3)
     merged.save_pretrained(tmp_path)
-    auto = AutoModelForMaskedLM if family == "bert" else AutoModelForCausalLM
+    auto = transformers.AutoModelForMaskedLM if family == "bert" else transformers.AutoModelForCausalLM
     loaded = auto.from_pretrained(tmp_path, attn_implementation="eager").eval()
     assert torch.equal(loaded(tokens).logits, merged(tokens).logits)
 
@@ -158,65 +141,56 @@ def test_lora_warns_that_no_basis_is_balanced(make_model):
         posswap.swap(adapted, "rotary")
 
 
-# -- Trainer and pipelines -----------------------------------------------------------------------------------------
-
-
 def train(model, tokenizer, folder, *, masked: bool):
-    """Two steps of the Trainer, with evaluation, and the folder saved by it."""
+    """Two steps of the Trainer, which move every position parameter, with evaluation, and the folder saved by it."""
     texts = ["the cat sat on the mat", "a dog ran under the log and it was happy", "then the cat was sad"] * 4
     data = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
     quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
-    trainer = Trainer(
+    trainer = transformers.Trainer(
         model,
-        TrainingArguments(folder, learning_rate=1e-3, max_steps=2, per_device_train_batch_size=4, **quiet),
+        transformers.TrainingArguments(folder, learning_rate=1e-3, max_steps=2, per_device_train_batch_size=4, **quiet),
         train_dataset=data,
         eval_dataset=data,
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=masked, mlm_probability=0.3),
+        data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=masked, mlm_probability=0.3),
         processing_class=tokenizer,
     )
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    before = [(parameter, parameter.detach().clone()) for parameter in position_parameters(model)]
     trainer.train()
+    assert not any(torch.equal(*pair) for pair in before)
     assert torch.tensor(trainer.evaluate()["eval_loss"]).isfinite()
     trainer.save_model(folder)
-    return [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[::2])
-def test_trainer_and_fill_mask(make_swapped, position_parameters, bert_tokenizer, scheme, tokens, tmp_path):
+def test_trainer_and_fill_mask(make_swapped, bert_tokenizer, scheme, tmp_path):
     """The Trainer trains every position parameter of a BERT; a pipeline on the folder it saved fills a mask."""
     model = make_swapped("bert", scheme)
-    unmoved = train(model, bert_tokenizer, tmp_path, masked=True)
-    assert not set(unmoved) & set(position_parameters(model))
-    fill = pipeline("fill-mask", model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
+    train(model, bert_tokenizer, tmp_path, masked=True)
+    fill = transformers.pipeline("fill-mask", model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
     assert fill.model.base_model.position_scheme == model.base_model.position_scheme
-    model.eval()
-    inputs = bert_tokenizer("the cat [MASK] on the mat", return_tensors="pt")
-    expected = model(**inputs).logits[0, 3].softmax(-1)
+    expected = model.eval()(**bert_tokenizer("the cat [MASK] on the mat", return_tensors="pt")).logits[0, 3].softmax(-1)
     for answer in fill("the cat [MASK] on the mat"):
         assert answer["score"] == pytest.approx(expected[answer["token"]].item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[1::2])
-def test_trainer_and_text_generation(make_swapped, position_parameters, gpt2_tokenizer, scheme, tmp_path):
+def test_trainer_and_text_generation(make_swapped, gpt2_tokenizer, scheme, tmp_path):
     """The Trainer trains every position parameter of a GPT-2; a pipeline on the folder it saved continues a text."""
     model = make_swapped("gpt2", scheme)
-    unmoved = train(model, gpt2_tokenizer, tmp_path, masked=False)
-    assert not set(unmoved) & set(position_parameters(model))
-    write = pipeline("text-generation", model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
+    train(model, gpt2_tokenizer, tmp_path, masked=False)
+    write = transformers.pipeline("text-generation", model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
     assert write.model.base_model.position_scheme == model.base_model.position_scheme
-    text = write("the cat", max_new_tokens=5, do_sample=False)[0]["generated_text"]
-    assert text.startswith("the cat")
-
-
-# -- flex attention ------------------------------------------------------------------------------------------------
+    assert write("the cat", max_new_tokens=5, do_sample=False)[0]["generated_text"].startswith("the cat")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch|transformers", "ignore:flex_attention called without")
-def test_flex_attention(make_swapped, tokens):
-    """Schemes that leave attention to the backend agree under flex attention and sdpa; GPT-2 has no flex. Not compiled here."""
-    model = make_swapped("bert-decoder", "rotary:fraction=0.5", "sdpa")
-    mask = torch.ones_like(tokens)
-    mask[1, 13:] = 0
+@pytest.mark.parametrize("scheme", ["rotary:fraction=0.5", "alibi"])
+def test_flex_attention(make_swapped, scheme, tokens):
+    """Schemes that leave attention to the backend, or add a bias to it, agree under flex attention and sdpa; GPT-2 has no flex.
+    Not compiled here.
+    """
+    model = make_swapped("bert-decoder", scheme, "sdpa")
+    mask = padded(after=7)["attention_mask"]
     with torch.no_grad():
         expected = model(tokens, attention_mask=mask).logits
         model.set_attn_implementation("flex_attention")

@@ -15,13 +15,8 @@ from hf_posswap.schemes.sinusoidal import sinusoids
 
 def geometry(max_positions: int = 64, trained_positions: int = 64, hidden_size: int = 8) -> Geometry:
     """The sizes of a small model with two heads."""
-    return Geometry(
-        hidden_size=hidden_size,
-        num_heads=2,
-        head_dim=hidden_size // 2,
-        max_positions=max_positions,
-        trained_positions=trained_positions,
-    )
+    sizes = {"max_positions": max_positions, "trained_positions": trained_positions}
+    return Geometry(hidden_size=hidden_size, num_heads=2, head_dim=hidden_size // 2, **sizes)
 
 
 def written_out(rung: str, p: int, max_positions: int, size: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Losses token by token against naive loops, masks that resume, a head for a model without one, and two recipes end to end."""
+"""Recipes that read text, end to end: masks that resume, a head for a model without one, losses by length."""
 
 import hashlib
 import json
@@ -9,14 +9,13 @@ import pytest
 import torch
 from conftest import WORDS
 from safetensors.torch import load_file
-from transformers import AutoModelForMaskedLM, BertForMaskedLM, BertModel
+from transformers import AutoModelForMaskedLM, BertForMaskedLM
 
 import hf_posswap as posswap
 from hf_posswap.data.text import read_documents, shorter_blocks, spread, token_blocks
 from hf_posswap.experiments.recipe import main
-from hf_posswap.experiments.text_tasks import MaskedBlocks, TextConfig, documents, mask_tokens, masked_lm_loss, train_head
-from hf_posswap.measure.damage import perplexity
-from hf_posswap.measure.losses import loss_by_position, mean_loss, sliding_window_losses, token_losses
+from hf_posswap.experiments.text_tasks import MaskedBlocks, TextConfig, documents, mask_tokens, train_head
+from hf_posswap.measure.losses import mean_loss, token_losses
 from hf_posswap.provenance import weight_hashes
 from hf_posswap.training import TrainingConfig, run_state, train
 
@@ -77,96 +76,6 @@ def result(start, tmp_path):
 
 
 TINY = {"max_steps": 4, "batch_size": 4, "evaluation_tokens": 256, "fit_tokens": 2048, "fit_steps": 2}
-
-
-# -- measures ----------------------------------------------------------------------------------------------------------
-
-
-def test_losses_against_one_context_at_a_time(make_swapped):
-    """Losses equal those of one forward for each token, in float64; their mean is that of the reported perplexity."""
-    model = make_swapped("gpt2", posswap.Rotary()).double()
-    tokens = torch.randint(2, 98, (3, 12), generator=torch.Generator().manual_seed(0))
-    losses = token_losses(model, tokens)
-    assert losses.dtype == torch.float64 and losses[:, 0].isnan().all() and losses.isnan().sum() == 3
-    for row in range(3):
-        for place in range(1, 12):
-            logits = model(tokens[row : row + 1, :place]).logits[0, -1]
-            assert losses[row, place].item() == pytest.approx(-logits.log_softmax(-1)[tokens[row, place]].item(), abs=1e-12)
-    assert mean_loss(losses) == pytest.approx(math.log(perplexity(model, tokens)), abs=1e-5)
-
-
-@pytest.mark.parametrize(("length", "window", "stride"), [(30, 8, 1), (30, 8, 3), (32, 8, 4), (20, 32, 5), (9, 8, 7)])
-def test_sliding_window_against_one_context_at_a_time(make_model, length, window, stride):
-    """Every token is predicted once, from what its window holds; positions start at 0 in each window."""
-    model = make_model("gpt2", n_positions=max(window, 8)).double()
-    tokens = torch.randint(2, 98, (2, length), generator=torch.Generator().manual_seed(0))
-    losses = sliding_window_losses(model, tokens, window, stride=stride)
-    for row in range(2):
-        for place in range(1, length):
-            start = 0
-            while start + window <= place:  # the first window that reaches this token
-                start = min(start + stride, length - window)
-            logits = model(tokens[row : row + 1, start:place]).logits[0, -1]
-            assert losses[row, place].item() == pytest.approx(-logits.log_softmax(-1)[tokens[row, place]].item(), abs=1e-12)
-    assert losses[:, 0].isnan().all() and losses.isnan().sum() == 2
-
-
-def test_sliding_window_of_one_stride(make_model):
-    """A stride beyond the window is refused: it would leave tokens out."""
-    for stride in (0, 8, 9):
-        with pytest.raises(posswap.PosswapError, match="from 1 to 7"):
-            sliding_window_losses(make_model("gpt2"), torch.ones(1, 20, dtype=torch.long), 8, stride=stride)
-
-
-def test_losses_in_slices(make_model, monkeypatch):
-    """Losses do not depend on the size of slices and batches."""
-    model, tokens = make_model("gpt2").double(), torch.randint(2, 98, (5, 14), generator=torch.Generator().manual_seed(0))
-    whole = token_losses(model, tokens)
-    monkeypatch.setattr("hf_posswap.measure.losses._LOGITS_A_SLICE", 99 * 4)
-    monkeypatch.setattr("hf_posswap.measure.losses._TOKENS_A_BATCH", 28)
-    assert torch.allclose(token_losses(model, tokens), whole, equal_nan=True, atol=1e-12)
-
-
-def test_masked_losses(make_model, bert_tokenizer):
-    """The mean over masked tokens is transformers' own loss; so is the loss for training, gradients and all."""
-    model = make_model("bert").double()
-    tokens = torch.randint(5, len(bert_tokenizer), (6, 20), generator=torch.Generator().manual_seed(0))
-    inputs, labels = mask_tokens(tokens, bert_tokenizer, 0.3, seed=3)
-    losses = token_losses(model, inputs, labels)
-    expected = model(input_ids=inputs, labels=labels).loss
-    assert torch.equal(losses.isfinite(), labels != -100)
-    assert mean_loss(losses) == pytest.approx(expected.item(), abs=1e-12)
-    expected.backward()
-    wanted = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    masked_lm_loss(model, {"input_ids": inputs, "labels": labels}).backward()
-    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
-        assert torch.allclose(parameter.grad, gradient, atol=1e-6)  # logits go through float32
-    assert not model.cls._forward_pre_hooks
-
-
-def test_losses_by_position():
-    """Losses by position are what loops find; tokens that are not predicted do not count."""
-    losses = torch.rand(7, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    losses[:, 0] = torch.nan
-    losses[3, 5:9] = torch.nan
-    found = loss_by_position(losses, (0, 1, 8, 32, 64))
-    assert list(found) == ["1-7", "8-31", "32-39"]
-    for name, value in found.items():
-        low, high = map(int, name.split("-"))
-        seen = [losses[row, p].item() for row in range(7) for p in range(low, high + 1) if losses[row, p] == losses[row, p]]
-        assert value == pytest.approx(sum(seen) / len(seen), abs=1e-12)
-
-
-def test_wrong_models(make_model):
-    """A model without a head is refused, and so is a masked one without labels."""
-    with pytest.raises(posswap.PosswapError, match="no language-modelling head"):
-        token_losses(make_model("bert", head=BertModel), torch.ones(1, 4, dtype=torch.long))
-    with pytest.raises(posswap.PosswapError, match="labels"):
-        token_losses(make_model("bert"), torch.ones(1, 4, dtype=torch.long))
-
-
-# -- text and masks ----------------------------------------------------------------------------------------------------
 
 
 def test_the_same_tokens_at_every_length(gpt2_tokenizer, bert_tokenizer):
@@ -245,18 +154,14 @@ def test_a_new_head(bert, bert_tokenizer):
     assert all(torch.equal(value, heads[1][name]) for name, value in heads[0].items())
 
 
-# -- recipes -----------------------------------------------------------------------------------------------------------
-
-
 def test_causal_language_modeling(gpt2, text, result, tmp_path):
     """Training lowers the loss, figures agree with each other, and another seed ends elsewhere."""
     options = {"model": gpt2, "train_file": text, "scheme": "rotary", **TINY, "learning_rate": 1e-2, "max_steps": 12}
     found = result("language_modeling", **options)
     figures, details = found["figures"], found["details"]
     assert figures["loss"] < figures["start_loss"] - 0.3
-    assert (
-        figures["perplexity"] == figures["perplexity_32"] == pytest.approx(torch.tensor(figures["loss"]).exp().item(), rel=1e-5)
-    )
+    assert figures["perplexity"] == figures["perplexity_32"]
+    assert figures["perplexity"] == pytest.approx(math.exp(figures["loss"]), rel=1e-5)
     assert {"perplexity_8", "perplexity_16"} < set(figures) and details["objective"] == "causal"
     assert list(details["loss_by_position"]) == ["0-7", "8-31"] and details["new_head"] is None
     assert len(details["curve"]) == 12 and found["cost"]["tokens"] == 12 * 4 * 32

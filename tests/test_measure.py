@@ -1,14 +1,16 @@
-"""Pooled cosine, word order and modes: against formulas written out, and models that are as they were afterwards."""
+"""Pooled cosine, word order, attention by distance and modes: against formulas written out, and models left as they were."""
 
 import numpy
 import pytest
 import sklearn.linear_model
 import torch
+from conftest import KINDS
 from sklearn.linear_model import RidgeClassifier, RidgeClassifierCV
 from transformers import BertModel
 
 from hf_posswap.evaluating import evaluating, watching
 from hf_posswap.measure import (
+    attention_by_distance,
     kl_divergence,
     perplexity,
     pooled_cosine,
@@ -20,29 +22,15 @@ from hf_posswap.measure import (
 from hf_posswap.measure import word_order as module
 
 
-def sentence_vector(model, row: torch.Tensor) -> torch.Tensor:
-    """Mean pooling of sentence-transformers, then its Normalize, token by token.
-
-    sum_t mask_t h_t / max(sum_t mask_t, 1e-9), as in `sentence_transformers.models.Pooling` with `pooling_mode="mean"`.
-    """
-    mask = torch.ones_like(row)
-    states = model(input_ids=row[None], attention_mask=mask[None]).last_hidden_state[0]
-    total = torch.zeros(states.shape[-1])
-    for token in range(len(row)):
-        total += mask[token] * states[token]
-    pooled = total / max(mask.sum().item(), 1e-9)
-    return pooled / pooled.square().sum().sqrt()
-
-
 @torch.no_grad()
 def test_pooled_cosine_is_that_of_sentence_transformers(make_model, make_swapped, tokens):
     """The cosine is of means over all tokens, as in sentence-transformers; other poolings would be far off."""
     original, model = make_model("bert", head=BertModel), make_swapped("bert", "none", head=BertModel)
-    wanted = [torch.stack([sentence_vector(one, row) for row in tokens]) for one in (original, model)]
+    states = [one(input_ids=tokens).last_hidden_state for one in (original, model)]
+    wanted = [torch.nn.functional.normalize(one.mean(1), dim=-1) for one in states]  # `pooling_mode="mean"`, then `Normalize`
     torch.testing.assert_close(pooled_states(original, tokens), wanted[0], atol=1e-5, rtol=0)
     found = pooled_cosine(model, tokens, pooled_states(original, tokens))
     assert found == pytest.approx((wanted[0] * wanted[1]).sum(-1).mean().item(), abs=1e-5) and found < 0.99
-    states = [one(input_ids=tokens).last_hidden_state for one in (original, model)]
     for pool in (lambda one: one[:, 0], lambda one: one.max(1).values):
         other = torch.nn.functional.cosine_similarity(*map(pool, states), dim=-1).mean().item()
         assert abs(other - found) > 1e-3
@@ -105,3 +93,39 @@ def test_nothing_stays_when_looking_fails(make_model, tokens):
     with pytest.raises(KeyError, match="0"), evaluating(model), watching(layers, see):
         model(input_ids=tokens)
     assert len(layers) > 1 and all(module.training and not module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+@pytest.mark.only(cases=KINDS)
+def test_against_eager_probabilities(model, family, backend, tokens, side):
+    """Attention by distance is what a loop over eager probabilities finds, without padding, for every scheme and family."""
+    mask = torch.ones_like(tokens)
+    if side is not None:
+        mask[1, :6] = 0
+        mask[1] = mask[1] if side == "left" else mask[1].flip(0)
+    model.train()
+    found = attention_by_distance(model, [{"input_ids": tokens, "attention_mask": mask}], reach=5)
+    assert model.training and found.shape == (2, 2, 11)
+    assert torch.allclose(found.sum(-1), torch.ones(2, 2), atol=1e-5)
+    model.eval().set_attn_implementation("eager")
+    with torch.no_grad():
+        layers = model.base_model(input_ids=tokens, attention_mask=mask, output_attentions=True).attentions
+    naive = torch.zeros(2, 2, 11)
+    for layer, probabilities in enumerate(layers):
+        for row in range(2):
+            for i in mask[row].nonzero().flatten().tolist():
+                for j in range(tokens.shape[1]):
+                    naive[layer, :, min(max(j - i, -5), 5) + 5] += probabilities[row, :, i, j]
+    assert torch.allclose(found, naive / mask.sum(), atol=1e-5)
+    if family != "bert":
+        assert found[..., 6:].abs().max() < 1e-7
+
+
+def test_batches_of_several_lengths(make_model, tokens):
+    """Queries count alike wherever they stand: two batches give the mean weighted by tokens."""
+    model = make_model("bert")
+    parts = [{"input_ids": tokens}, {"input_ids": tokens[:, :7]}]
+    each = [attention_by_distance(model, [part], reach=4) for part in parts]
+    together = attention_by_distance(model, parts, reach=4)
+    assert torch.allclose(together, (each[0] * 40 + each[1] * 14) / 54, atol=1e-6)
+    assert not any(module._forward_pre_hooks for module in model.modules())

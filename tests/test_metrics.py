@@ -1,25 +1,24 @@
-"""Metrics: against scikit-learn and SciPy, against values by hand, at the edges, and side by side."""
+"""Metrics against scikit-learn and SciPy, by hand, at the edges and side by side; and the logits that they are of."""
 
 import numpy
 import pytest
 import torch
+from conftest import refused
 from scipy import stats
 from sklearn import metrics as theirs
+from transformers import BertForSequenceClassification
 
 from hf_posswap import PosswapError
 from hf_posswap.measure.metrics import OF_LABELS, OF_NUMBERS, Metric, compute_metrics, metric_names
-
-
-def _labels(count, classes, seed):
-    generator = numpy.random.default_rng(seed)
-    references = generator.integers(classes, size=count)
-    return numpy.where(generator.random(count) < 0.5, references, generator.integers(classes, size=count)), references
+from hf_posswap.training.evaluation import predict
 
 
 @pytest.mark.parametrize("classes", [2, 5])
 def test_labels_against_scikit_learn(classes):
     """All metrics of labels are scikit-learn's on random predictions."""
-    predictions, references = _labels(203, classes, seed=classes)
+    generator = numpy.random.default_rng(classes)
+    references = generator.integers(classes, size=203)
+    predictions = numpy.where(generator.random(203) < 0.5, references, generator.integers(classes, size=203))
     figures = compute_metrics(metric_names(classes), predictions, references)
     wanted = {
         "accuracy": theirs.accuracy_score(references, predictions),
@@ -71,12 +70,9 @@ def test_errors():
         for bad in (float("nan"), float("inf")):
             with pytest.raises(PosswapError, match="predictions hold (nan|inf) at place 1"):
                 Metric(metric).compute(predictions=[1.0, bad, 2.0], references=[1.0, 2.0, 3.0])
-    with pytest.raises(PosswapError, match="not 2: take f1_macro"):
-        Metric("f1").compute(predictions=[0, 2], references=[0, 1])
-    with pytest.raises(PosswapError, match="known are accuracy"):
-        compute_metrics(("acuracy",), [0], [0])
-    with pytest.raises(ValueError, match="Mismatch"):
-        Metric("accuracy").compute(predictions=[0, 1], references=[0])
+    refused("not 2: take f1_macro", Metric("f1").compute, predictions=[0, 2], references=[0, 1])
+    refused("known are accuracy", compute_metrics, ("acuracy",), [0], [0])
+    refused("Mismatch", Metric("accuracy").compute, predictions=[0, 1], references=[0], error=ValueError)
     assert {*OF_LABELS, *OF_NUMBERS} == {name for labels in (0, 2, 3) for name in metric_names(labels)}
 
 
@@ -95,3 +91,26 @@ def test_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", tmp_path)
     assert compute_metrics(("accuracy",), [0, 1], [0, 1]) == {"accuracy": 1.0}
     assert not [path for path in tmp_path.rglob("*") if path.is_file() or "default" in path.name]
+
+
+def test_logits_of_all_rows(make_model):
+    """Logits are those of each row by itself, in the order of rows; the model's mode comes back, no gradient is kept."""
+    model = make_model("bert", head=BertForSequenceClassification, num_labels=2).train()
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(2, 20, (21,), generator=generator).tolist()
+    rows = [{"input_ids": torch.randint(2, 98, (length,), generator=generator)} for length in lengths]
+    found = predict(model, rows, 0, 4)
+    assert model.training and not found.requires_grad
+    model.eval()
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=row["input_ids"][None]).logits for row in rows])
+    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_to_evaluate(make_model):
+    """An empty data set is an error, and a model that fails is left in its mode."""
+    model = make_model("bert").train()
+    refused("empty", predict, model, [], 0, 4)
+    with pytest.raises(IndexError):
+        predict(model, [{"input_ids": torch.tensor([1, 2_000_000])}], 0, 4)
+    assert model.training

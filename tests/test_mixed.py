@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from conftest import refused
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
@@ -17,18 +18,9 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.fixture
-def make(make_model, position_parameters):
-    """A factory of swapped models with random positions."""
-
-    def build(family, scheme, backend="sdpa", **options):
-        model = posswap.swap(make_model(family, backend), scheme, max_positions=64, warm_start=False, **options)
-        generator = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in position_parameters(model).values():
-                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
-        return model
-
-    return build
+def make(make_swapped):
+    """The factory of swapped models with random positions, here for 64 tokens."""
+    return lambda family, scheme, backend="sdpa", **options: make_swapped(family, scheme, backend, max_positions=64, **options)
 
 
 @pytest.mark.parametrize("span", [{}, SPAN])
@@ -122,10 +114,8 @@ def test_saved_described_restored(make, make_model, tmp_path, tokens):
     model = make("gpt2", "mixed:layers=[none:span=false, rotary:{theta=100,layout=half}]", **SPAN)
     model.save_pretrained(tmp_path)
     entry = json.loads((tmp_path / "config.json").read_text())["position_scheme"]
-    assert [(one["name"], one.get("span", True), one.get("theta")) for one in entry["layers"]] == [
-        ("none", False, None),
-        ("rotary", True, 100),
-    ]
+    told = [(one["name"], one.get("span", True), one.get("theta")) for one in entry["layers"]]
+    assert told == [("none", False, None), ("rotary", True, 100)]
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(again(tokens).logits, model(tokens).logits) and again.position_scheme == model.position_scheme
     told = str(posswap.describe(again))
@@ -174,8 +164,7 @@ def test_warm_start_balances_turning_layers(make_model):
 def test_refused(make_model, scheme, options, message):
     """What cannot be is one error before anything is changed."""
     model = make_model("gpt2")
-    with pytest.raises(posswap.PosswapError, match=message):
-        posswap.swap(model, scheme, **options)
+    refused(message, posswap.swap, model, scheme, **options)
     assert not posswap.describe(model).swapped
 
 
@@ -184,10 +173,8 @@ def test_claims_and_shared_layers(make_model):
     one, other = parse_scheme("mixed:layers=[alibi, relative, none]"), posswap.Mixed()
     assert (one.implementations, one.shift_invariant, one.resizable) == (("eager", "sdpa"), True, True)
     assert other.implementations is None
-    with pytest.raises(posswap.PosswapError, match="2 entries are too many for a model of 1 layers"):
-        posswap.swap(make_model("albert"), other)
+    refused("2 entries are too many for a model of 1 layers", posswap.swap, make_model("albert"), other)
     posswap.swap(make_model("albert", num_hidden_groups=2), other)
-    model = posswap.swap(
-        make_model("gpt2", n_layer=5), "mixed:layers=[none, rotary]"
-    )  # an odd number: the last repeat ends early
+    model = make_model("gpt2", n_layer=5)  # an odd number: the last repeat ends early
+    posswap.swap(model, "mixed:layers=[none, rotary]")
     assert [hasattr(block.attn.positions, "planes") for block in model.transformer.h] == [False, True] * 2 + [False]

@@ -94,9 +94,8 @@ def test_the_evaluation_harness(make_swapped, gpt2_tokenizer, tmp_path):
     for row in rows:
         expected.append([])
         for end in row["ends"]:
-            start, whole = (
-                gpt2_tokenizer(text, return_tensors="pt").input_ids for text in (row["start"], f"{row['start']} {end}")
-            )
+            texts = (row["start"], f"{row['start']} {end}")
+            start, whole = (gpt2_tokenizer(text, return_tensors="pt").input_ids for text in texts)
             places = range(start.shape[1], whole.shape[1])
             scores = model(whole).logits.log_softmax(-1)[0]
             expected[-1].append(sum(scores[place - 1, whole[0, place]].item() for place in places))

@@ -1,4 +1,4 @@
-"""The package as a whole: who imports whom, that importing patches nothing, and that the examples in docstrings run."""
+"""The package as a whole: who imports whom, what an import costs, that it patches nothing; examples in docstrings; extras."""
 
 import ast
 import dataclasses
@@ -8,10 +8,12 @@ import pkgutil
 import sys
 from pathlib import Path
 
+import hf_posswap_cli
 import pytest
-from conftest import run_python
+from conftest import refused, run_python
 
 import hf_posswap
+from hf_posswap.extras import RECIPES, MissingExtraError, extra
 
 ROOT = Path(hf_posswap.__file__).parent
 
@@ -141,9 +143,6 @@ def test_public_names():
             checked += 1
     assert checked > 30
     assert list(hf_posswap.__all__) == sorted(hf_posswap.__all__)
-    wanted = {"swap", "describe", "restore", "Learned", "Sinusoidal", "Relative", "Rotary", "NoPositions", "SCHEMES"}
-    wanted |= {"ARCHITECTURES", "register_scheme", "register_architecture", "PosswapError"}
-    assert wanted <= set(hf_posswap.__all__)
 
 
 def test_registering_twice():
@@ -154,15 +153,118 @@ def test_registering_twice():
     class Impostor(hf_posswap.Rotary):
         pass
 
-    with pytest.raises(hf_posswap.PosswapError, match="a scheme named 'rotary' exists already"):
-        hf_posswap.register_scheme(Impostor)
+    refused("a scheme named 'rotary' exists already", hf_posswap.register_scheme, Impostor, error=hf_posswap.PosswapError)
     with pytest.raises(hf_posswap.PosswapError, match="must be a dataclass, a subclass of Scheme, with a `name`"):
         hf_posswap.register_scheme(int)
 
     class Other(type(hf_posswap.ARCHITECTURES["bert"])):
         pass
 
-    with pytest.raises(hf_posswap.PosswapError, match="family 'bert' is registered already"):
-        hf_posswap.register_architecture(Other())
+    refused("family 'bert' is registered already", hf_posswap.register_architecture, Other(), error=hf_posswap.PosswapError)
     assert type(hf_posswap.ARCHITECTURES["bert"]) is not Other
     assert hf_posswap.register_architecture(hf_posswap.ARCHITECTURES["gpt2"]) is hf_posswap.ARCHITECTURES["gpt2"]
+
+
+_LOADED = "print(*sorted(set(sys.modules) - before))"
+
+
+def test_help_waits_for_no_library():
+    """Help, version and completion import typer, and neither torch nor transformers nor the package itself."""
+    for option in ("--help", "--version", "--show-completion=bash"):
+        code = f"""
+import os, sys
+os.environ["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"  # the tests may not run under a shell
+before = set(sys.modules)
+import hf_posswap_cli
+sys.argv = ["hf-posswap", *{option.split("=")!r}]
+try:
+    hf_posswap_cli.main()
+except SystemExit as stop:
+    assert not stop.code
+print()
+{_LOADED}
+"""
+        loaded = {name.partition(".")[0] for name in run_python("-W", "error", "-c", code).stdout.splitlines()[-1].split()}
+        heavy = loaded & {"torch", "transformers", "numpy", "hf_posswap", "huggingface_hub", "yaml", "tokenizers"}
+        assert "typer" in loaded and not heavy, (option, heavy)
+
+
+def test_import_loads_itself_and_nothing_more():
+    """Next to what transformers' Auto classes need, importing the package loads three of its modules and no library."""
+    code = f"""
+import sys
+from pathlib import Path
+import torch, transformers, transformers.models.auto.configuration_auto
+before = set(sys.modules)
+import hf_posswap
+{_LOADED}
+"""
+    loaded = run_python("-W", "error", "-c", code).stdout.split()
+    assert loaded == ["hf_posswap", "hf_posswap.sharing", "hf_posswap.sharing.load_reports"]
+
+
+def test_extras_are_not_needed(tmp_path):
+    """Swap, fit, save, load, export, delta, card and the command line work where no library of the extra can be imported."""
+    code = """
+import sys
+from pathlib import Path
+for name in sys.argv[2].split():
+    sys.modules[name] = None
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+import hf_posswap as posswap
+folder = sys.argv[1]
+sizes = dict(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=32, initializer_range=0.3)
+GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=98)).save_pretrained(folder + "/plain")
+model = posswap.swap(GPT2LMHeadModel.from_pretrained(folder + "/plain"), posswap.Rotary(mark_first=False))
+report = posswap.fit(model, torch.randint(99, (40, 32)), reconstruct=2, progress=False)
+assert str(report).count("won") == 1
+model.save_pretrained(folder + "/swapped")
+again = AutoModelForCausalLM.from_pretrained(folder + "/swapped")
+native = posswap.export_native(again)
+assert type(native.model).__name__ == "GPTNeoXForCausalLM"
+native.save_pretrained(folder + "/native")
+posswap.save_delta(posswap.swap(posswap.restore(model), "rotary"), folder + "/delta")
+posswap.write_card(folder + "/swapped", base_model="local:plain")
+assert "local" not in (posswap.describe(again).model_class)
+from hf_posswap_cli import main
+for arguments, status in (
+    (["describe", folder + "/plain"], 0),
+    (["swap", folder + "/plain", "--scheme", "relative:clip=4", "--output", folder + "/by-command"], 0),
+    (["export", folder + "/swapped", "--output", folder + "/exported"], 0),
+    (["plot", "table", "sinusoidal", "--output", folder + "/table.png"], 2),
+    (["compare"], 2),
+):
+    sys.argv = ["hf-posswap", *arguments]
+    try:
+        main()
+    except SystemExit as stop:
+        assert stop.code == status, (arguments, stop.code)
+"""
+    done = run_python("-c", code, tmp_path, " ".join(RECIPES))
+    assert done.stderr.count('pip install "hf_posswap[recipes]"') == 2 and "Traceback" not in done.stderr
+
+
+def test_the_extra_is_what_pyproject_says():
+    """The names that an error sends to the extra are those of the extra."""
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    named = {line.partition(">")[0].replace("scikit-learn", "sklearn") for line in project["optional-dependencies"]["recipes"]}
+    assert named == set(RECIPES)
+    assert not named & {line.partition(">")[0] for line in project["dependencies"]}
+
+
+def test_missing_extra_is_one_line(monkeypatch):
+    """Only a library of the extra is sent there; another one that is missing keeps its own error."""
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(MissingExtraError, match=r'scipy, which is not installed: pip install "hf_posswap\[recipes\]"'), extra():
+        import scipy  # noqa: F401
+    with pytest.raises(ModuleNotFoundError, match="nowhere"), extra():
+        import nowhere  # noqa: F401
+
+
+def test_summaries():
+    """A command's line in the list is about the command that is there, and fits on a line."""
+    for name, (_, summary) in hf_posswap_cli.COMMANDS.items():
+        command = hf_posswap_cli.load(name)
+        assert command.name == name and command.help and len(summary) <= 61, name

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import refused
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertForQuestionAnswering, BertTokenizer, PreTrainedTokenizerFast
 
@@ -114,21 +115,17 @@ def test_seeds_and_splits(tokenizer):
     drawn = [text for seed in (1, 2) for text in depth_texts(test, 90, 0.5, 8, seed=seed)]
     assert len({text.key for text in drawn}) >= 15
     assert not set(train.keys) & set(test.keys) and len(train.keys) > 4 * len(test.keys) > 2000
-    assert all(split_of("".join(map(str, _digits(tokenizer.it, key)))) == "validation" for key in test.keys)
+    said = [tokenizer.it.convert_ids_to_tokens(list(key)) for key in test.keys]
+    assert all(split_of("".join(digit.removeprefix("##") for digit in digits)) == "validation" for digits in said)
     examples = [PasskeyExamples(train, (60, 90), 40, seed=seed) for seed in (0, 0, 1)]
     ids = [[example["input_ids"].tolist() for example in one] for one in examples]
     assert ids[0] == ids[1] != ids[2] and {len(row) for row in ids[0]} == {60, 90} and len({str(row) for row in ids[0]}) == 40
 
 
-def _digits(tokenizer, key) -> list[int]:
-    return [int(token.removeprefix("##")) for token in tokenizer.convert_ids_to_tokens(list(key))]
-
-
 def test_prose_as_filler(tokenizer, prose):
     """The standard library's prose, each split's own, without sentences that have a number; it goes around."""
-    train, test = (
-        PasskeyTexts(tokenizer.it, split, causal=tokenizer.causal, filler="text") for split in ("train", "validation")
-    )
+    options = {"causal": tokenizer.causal, "filler": "text"}
+    train, test = (PasskeyTexts(tokenizer.it, split, **options) for split in ("train", "validation"))
     assert (len(train._filler), len(test._filler)) == (3, 1)
     for texts, has in ((train, "garden"), (test, "school")):
         text = texts.draw(400, 0.5, random.Random(0))
@@ -304,12 +301,8 @@ def test_refused_before_training(recipe, config, make_model, bert_tokenizer, tmp
 def test_bad_texts(gpt2_tokenizer, bert_tokenizer):
     """Bad depths and lengths are refused in Python, too, and tokenizers that cannot write keys."""
     texts = PasskeyTexts(gpt2_tokenizer, "train", causal=True)
-    with pytest.raises(DataError, match="depth=1.5 must be"):
-        texts.draw(100, 1.5, random.Random(0))
-    with pytest.raises(DataError, match="is too short"):
-        texts.draw(texts.shortest - 1, 0.5, random.Random(0))
-    with pytest.raises(DataError, match=r"needs a \[CLS\]"):
-        PasskeyTexts(gpt2_tokenizer, "train", causal=False)
+    refused("depth=1.5 must be", texts.draw, 100, 1.5, random.Random(0), error=DataError)
+    refused("is too short", texts.draw, texts.shortest - 1, 0.5, random.Random(0), error=DataError)
+    refused(r"needs a \[CLS\]", PasskeyTexts, gpt2_tokenizer, "train", causal=False, error=DataError)
     wordy = BertTokenizer(vocab={"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4, "the": 5})
-    with pytest.raises(DataError, match="tells only .* numbers of four digits apart"):
-        PasskeyTexts(wordy, "train", causal=False)
+    refused("tells only .* numbers of four digits apart", PasskeyTexts, wordy, "train", causal=False, error=DataError)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import WORDS, run_python
+from conftest import WORDS, refused, run_python
 from huggingface_hub import ModelCard
 from torch import nn
 from transformers import BertForMaskedLM, BertForSequenceClassification, BertModel
@@ -113,10 +113,8 @@ def test_fit_on_texts(make_pipeline, make_model, bert_tokenizer):
     report = posswap.fit(pipeline, texts, reconstruct=2, progress=False)
     assert report.longest == 24 and report.after.total < report.before.total
     plain = [posswap.swap(make_model("bert"), "rotary") for _ in range(2)]
-    with pytest.raises(posswap.DataError, match="posswap.text_batches"):
-        posswap.fit(plain[0], texts)
-    with pytest.raises(posswap.DataError, match="must be a list of texts"):
-        posswap.fit(plain[0], LONG)
+    refused("posswap.text_batches", posswap.fit, plain[0], texts, error=posswap.DataError)
+    refused("must be a list of texts", posswap.fit, plain[0], LONG, error=posswap.DataError)
     one = posswap.fit(plain[0], texts, tokenizer=bert_tokenizer, reconstruct=2, progress=False)
     batches = posswap.text_batches(texts, bert_tokenizer, 32)
     other = posswap.fit(plain[1], batches, reconstruct=2, progress=False)
@@ -163,33 +161,28 @@ def test_folders_stay_whole(make_pipeline, kind, tmp_path, program):
     assert "modules.json" in check_files(folder)
     modules = json.loads((folder / "modules.json").read_text())
     (folder / "modules.json").write_text(json.dumps([*modules, {"type": "somebody.Else", "path": "", "name": "x", "idx": 9}]))
-    with pytest.raises(posswap.CheckpointError, match="what is shared is run"):
-        check_files(folder)
+    refused("what is shared is run", check_files, folder, error=posswap.CheckpointError)
 
 
 def test_refusals(make_pipeline, bert_tokenizer):
     """What cannot be swapped is an error with a remedy, and nothing is changed."""
     from sentence_transformers.sentence_transformer.modules import StaticEmbedding
 
-    static = library.SentenceTransformer(
-        modules=[StaticEmbedding(bert_tokenizer.backend_tokenizer, embedding_dim=8)], device="cpu"
-    )
+    words = StaticEmbedding(bert_tokenizer.backend_tokenizer, embedding_dim=8)
+    static = library.SentenceTransformer(modules=[words], device="cpu")
     with pytest.raises(posswap.UnsupportedModelError, match="StaticEmbedding, which holds no PyTorch model"):
         posswap.swap(static, "rotary")
     pipeline = make_pipeline()
     before = says(pipeline)
     pipeline.max_seq_length = 100
-    with pytest.raises(posswap.PosswapError, match="max_seq_length=100 is more than the 32 .* pass max_positions=100"):
-        posswap.swap(pipeline, "rotary")
+    refused("max_seq_length=100 is more than the 32 .* pass max_positions=100", posswap.swap, pipeline, "rotary")
     pipeline.max_seq_length = 24
     pipeline.tokenizer.pad_token = None
-    with pytest.raises(posswap.PosswapError, match="no padding token"):
-        posswap.swap(pipeline, "rotary", max_positions=64)
+    refused("no padding token", posswap.swap, pipeline, "rotary", max_positions=64)
     pipeline.tokenizer.pad_token = "[PAD]"
     assert not posswap.describe(pipeline).swapped and np.array_equal(says(pipeline), before)
     posswap.swap(pipeline, "rotary", max_positions=64).max_seq_length = 128
-    with pytest.raises(posswap.SequenceTooLongError, match="set up for 64"):
-        pipeline.encode(LONG)
+    refused("set up for 64", pipeline.encode, LONG, error=posswap.SequenceTooLongError)
 
 
 @pytest.mark.skipif(not hasattr(library, "MultiVectorEncoder"), reason="sentence-transformers has it from version 6 on")

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import pytest
 import torch
+from conftest import refused
 from transformers import AutoModelForSequenceClassification
 
 import hf_posswap as posswap
@@ -73,7 +74,7 @@ def _file(tmp_path, text):
 
 
 @pytest.fixture
-def start(tmp_path, monkeypatch, capsys):
+def start(tmp_path, monkeypatch, program):
     """The function that starts a small recipe with some options; it returns the exit status and what was said."""
     (tmp_path / "depth.py").write_text(RECIPE)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -81,13 +82,9 @@ def start(tmp_path, monkeypatch, capsys):
     module = importlib.import_module("depth")
 
     def run(*options, answer=None):
-        monkeypatch.setattr(sys, "argv", ["depth.py", *map(str, options)])
-        if answer is not None:
-            monkeypatch.setattr(module, "answer", answer)
-        with pytest.raises(SystemExit) as stopped:
-            module.main(module.Config, module.run)
-        said = capsys.readouterr()
-        return stopped.value.code or 0, said.out + said.err
+        monkeypatch.setattr(module, "answer", answer)
+        code, out, err = program(*options, main=lambda: module.main(module.Config, module.run))
+        return code, out + err
 
     return run
 
@@ -156,14 +153,13 @@ def test_configurations(recipe):
 )
 def test_bad_files(tmp_path, text, says):
     """A key or a value that no option takes is an error that names it."""
-    with pytest.raises(posswap.PosswapError, match=says):
-        read_config(Config, _file(tmp_path, text), {})
+    refused(says, read_config, Config, _file(tmp_path, text), {})
 
 
 def test_a_run_from_the_command_line(start, tmp_path):
     """Options, help, result file; a finished folder is not overwritten, another configuration is not resumed."""
     code, out = start("--help")
-    assert code == 0 and "Where the key is. [default: 3]" in " ".join(out.split())
+    assert code == 0 and "Where the key is. [default: 3]" in out
     assert "Peak learning rate. [default: 0.001]" in " ".join(out.split())  # another default has the help of its parent
     assert "    python recipes/depth.py\n      python recipes/depth.py --depth 4\n" in out  # examples stay lines
     output = tmp_path / "out"
@@ -177,7 +173,7 @@ def test_a_run_from_the_command_line(start, tmp_path):
     code, out = start("--output", output)
     assert code == 2 and "not empty" in out and "Traceback" not in out
     code, out = start("--output", output, "--resume")
-    assert code == 2 and "another configuration" in " ".join(out.split())
+    assert code == 2 and "another configuration" in out
 
 
 def test_inputs_are_named_as_they_were(start, tmp_path):
@@ -211,35 +207,31 @@ def test_figures_that_are_no_numbers(start, tmp_path):
         )
     ):
         code, out = start("--output", tmp_path / str(number), answer={"cost": {}, **answer})
-        assert code == 2 and says in " ".join(out.split())
+        assert code == 2 and says in out
         assert not (tmp_path / str(number) / "result.json").exists()
 
 
 def test_ctrl_c(start, tmp_path):
     """Ctrl-C is one line and the exit status of shells, before training, too."""
     code, out = start("--output", tmp_path / "out", answer=KeyboardInterrupt())
-    assert code == 130 and "--resume goes on" in " ".join(out.split()) and "Traceback" not in out
+    assert code == 130 and "--resume goes on" in out and "Traceback" not in out
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
-    [
-        (["--seed", "-1"], "seed=-1 must be from 0"),
-        (["--learning-rate", "-1"], "learning_rate=-1.0 must be"),
-        (["--start", "fit"], "there is no text; known are cold, swap, scratch"),
-    ],
+    [(["--seed", "-1"], "seed=-1 must be from 0"), (["--start", "fit"], "there is no text; known are cold, swap, scratch")],
 )
 def test_one_line_errors(start, tmp_path, options, says):
     """What a user got wrong is one line and exit status 2, and nothing is written."""
     code, out = start("--output", tmp_path / "out", *options)
-    assert code == 2 and says in " ".join(out.split()) and "Traceback" not in out and not (tmp_path / "out").exists()
+    assert code == 2 and says in out and "Traceback" not in out and not (tmp_path / "out").exists()
 
 
 def test_a_folder_in_use(start, tmp_path):
     """Two runs cannot write into one folder; the lock of a process that is gone does not count."""
     with lock(tmp_path / "out"):
         code, out = start("--output", tmp_path / "out")
-        assert code == 2 and "in use by another run" in " ".join(out.split())
+        assert code == 2 and "in use by another run" in out
     code, out = start("--output", tmp_path / "out")
     assert code == 0, out
 
@@ -274,8 +266,7 @@ def test_models_by_start(checkpoint):
     assert torch.equal(build(seed=1).bert(ids).last_hidden_state, plain.bert(ids).last_hidden_state)
     assert not torch.equal(build(seed=1).classifier.weight, plain.classifier.weight)
     assert build(scheme="rotary", max_positions=99).config.max_position_embeddings == 99
-    with pytest.raises(posswap.PosswapError, match="learned:extend=tile"):
-        build(max_positions=999)
+    refused("learned:extend=tile", build, max_positions=999)
     for needed, longest in ((None, 32), (9, 32), (40, 40)):
         config = RecipeConfig(model=checkpoint, scheme="rotary")
         short = load_model(config, AutoModelForSequenceClassification, max_positions=needed)
@@ -285,8 +276,7 @@ def test_models_by_start(checkpoint):
 
 def test_wrong_checkpoints(checkpoint, tmp_path):
     """A folder without a tokenizer is refused, and so is a swapped one."""
-    with pytest.raises(posswap.PosswapError, match="do not belong together"):
-        load_tokenizer(checkpoint)
+    refused("do not belong together", load_tokenizer, checkpoint)
     swapped = load_model(RecipeConfig(model=checkpoint, scheme="rotary"), AutoModelForSequenceClassification)
     swapped.save_pretrained(tmp_path / "swapped")
     with pytest.raises(posswap.UnsupportedModelError, match="unswapped"):

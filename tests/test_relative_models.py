@@ -10,9 +10,11 @@ from torch.testing import assert_close
 from transformers import DynamicCache, StaticCache
 
 import hf_posswap as posswap
+from hf_posswap.contract.subject import padded
 from hf_posswap.schemes import relative, rotary
 
 SCHEME = posswap.Relative(clip=4)
+LEFT, RIGHT = (padded(**{side: 7})["attention_mask"] for side in ("before", "after"))
 
 
 @pytest.fixture
@@ -35,28 +37,19 @@ def taken(monkeypatch) -> list[tuple[str, tuple | None]]:
     return ways
 
 
-def padded(side: str) -> torch.Tensor:
-    mask = torch.ones(2, 20, dtype=torch.long)
-    mask[1, : 7 if side == "left" else None] = 0 if side == "left" else 1
-    if side == "right":
-        mask[1, 13:] = 0
-    return mask
-
-
 @pytest.mark.parametrize("family", ["bert", "bert-decoder", "gpt2"])
 def test_positions_in_order_take_the_window(make_swapped, taken, tokens, family):
     """Without a mask, padded on either side, with positions that start anywhere: no mask of size Q x K anywhere."""
     model = make_swapped(family, SCHEME, "sdpa")
-    left = padded("left")
     shifted = torch.arange(3, 23)[None]
-    from_mask = (left.cumsum(-1) - 1).clamp(min=0)
+    from_mask = (LEFT.cumsum(-1) - 1).clamp(min=0)
     options = {"use_cache": False} if family != "bert" else {}
     for inputs, shape in (
         ({}, None),
         ({"attention_mask": torch.ones(2, 20)}, (2, 20)),
-        ({"attention_mask": padded("right")}, (2, 20)),
-        ({"attention_mask": left}, (2, 20)),
-        ({"attention_mask": left, "position_ids": from_mask}, (2, 20)),
+        ({"attention_mask": RIGHT}, (2, 20)),
+        ({"attention_mask": LEFT}, (2, 20)),
+        ({"attention_mask": LEFT, "position_ids": from_mask}, (2, 20)),
         ({"position_ids": shifted}, None),
     ):
         taken.clear()
@@ -70,14 +63,14 @@ def test_everything_else_goes_by_index(make_swapped, taken, tokens, family):
     model, eager = make_swapped(family, SCHEME, "sdpa"), make_swapped(family, SCHEME, "eager")
     packed = torch.cat([torch.arange(12), torch.arange(8)])[None]
     pairs = torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
-    gaps = padded("left").cumsum(-1)
+    gaps = LEFT.cumsum(-1)
     for asked, inputs in (
         (model, {"position_ids": 1 + torch.arange(20)[None].flip(1)}),
         (model, {"position_ids": packed}),
         (model, {"position_ids": gaps}),  # the pads are not masked, so their positions count
         (model, {"attention_mask": pairs}),
         (eager, {}),
-        (eager, {"attention_mask": padded("right")}),
+        (eager, {"attention_mask": RIGHT}),
     ):
         taken.clear()
         asked(tokens, **inputs)
@@ -89,8 +82,7 @@ def test_generation_takes_the_window(make_swapped, taken, tokens):
     """Left-padded prompts with a growing cache; a static cache is longer than what it holds."""
     model = make_swapped("gpt2", SCHEME, "sdpa")
     model.generation_config.eos_token_id = None
-    mask = padded("left")
-    model.generate(tokens, attention_mask=mask, do_sample=False, max_new_tokens=4)
+    model.generate(tokens, attention_mask=LEFT, do_sample=False, max_new_tokens=4)
     assert taken == [("window", (2, 20 + step)) for step in range(4) for _ in range(2)]
     taken.clear()
     cache = StaticCache(config=model.config, max_cache_len=29)
@@ -102,18 +94,14 @@ def test_generation_takes_the_window(make_swapped, taken, tokens):
 
 @pytest.mark.parametrize(
     ("scheme", "kind", "names"),
-    [
-        ("rotary", rotary.RotaryPositions, ("prepare", "angles")),
-        ("relative:clip=4", relative.RelativePositions, ("prepare",)),
-    ],
+    [("rotary", rotary.RotaryPositions, ("prepare", "angles")), ("relative:clip=4", relative.RelativePositions, ("prepare",))],
 )
 def test_positions_are_worked_out_once_for_all_layers(make_swapped, tokens, scheme, kind, names):
     """One call of `prepare` for a forward of two layers; angles are computed nowhere else."""
     model = make_swapped("bert", scheme, "sdpa")
     with ExitStack() as stack:
-        spies = [
-            stack.enter_context(patch.object(kind, name, autospec=True, side_effect=getattr(kind, name))) for name in names
-        ]
+        patches = [patch.object(kind, name, autospec=True, side_effect=getattr(kind, name)) for name in names]
+        spies = [stack.enter_context(one) for one in patches]
         model(tokens)
     assert [spy.call_count for spy in spies] == [1] * len(names)
 
@@ -148,9 +136,6 @@ def test_memory_of_a_training_step(make_model):
     assert peaks["relative", "eager"] > 2.5 * original
 
 
-# -- what a hostile tester found: positions that are lost, and masks that are not seen -------------------------------
-
-
 @torch.no_grad()
 def test_compiled_layers_and_traces(make_swapped):
     """A compiled layer whose length changes, and a traced model that is used for another length, are right."""
@@ -170,7 +155,7 @@ def test_a_gpt2_that_looks_both_ways(make_swapped, tokens):
     """`is_causal = False` in the config, with and without a mask, as in the original."""
     for backend in ("sdpa", "eager"):
         model = make_swapped("gpt2", SCHEME, backend)
-        for inputs in ({}, {"attention_mask": padded("right")}):
+        for inputs in ({}, {"attention_mask": RIGHT}):
             causal = model(tokens, use_cache=False, **inputs).logits[0, 0]
             model.config.is_causal = False
             both = model(tokens, use_cache=False, **inputs).logits[0, 0]

@@ -88,9 +88,6 @@ def test_compiles(kernel, dtype, head_dim, flags, monkeypatch, tmp_path):
     assert 0 < compiled.metadata.shared <= 99 * 1024
 
 
-# -- checks, in the interpreter or on a GPU ----------------------------------------------------------------------------
-
-
 def attention(query, key, value, key_table, value_table, *, clip, causal, key_mask, scale):
     """The definition, with its (Q, K, D) tensors; a query without keys gives zeros."""
     length, key_length = query.shape[2], key.shape[2]
@@ -236,6 +233,5 @@ def check_band_too_large(module):
     vectors = torch.zeros(1, 1, 1).expand(1, 1, 2**16, 1)
     table = torch.zeros(1).expand(2**16 + 1, 1)
     with pytest.raises(PosswapError, match="32 bits"):
-        module.fused_relative_attention(
-            vectors, vectors, vectors, table, None, clip=2**15, causal=True, key_mask=None, scale=1.0
-        )
+        options = {"clip": 2**15, "causal": True, "key_mask": None, "scale": 1.0}
+        module.fused_relative_attention(vectors, vectors, vectors, table, None, **options)

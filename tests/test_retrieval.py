@@ -1,12 +1,16 @@
-"""Retrieval sets and the recipe that looks in them, with sentence-transformers' own evaluator."""
+"""Retrieval: sets, recall, ways of reading around a short model, and the two recipes with sentence-transformers."""
 
 import json
+import sys
 
+import numpy as np
 import pytest
-from conftest import WORDS
+import torch
+from conftest import WORDS, refused
 
+import hf_posswap as posswap
 from hf_posswap.errors import DataError
-from hf_posswap.measure.retrieval import recall
+from hf_posswap.measure.retrieval import cut_documents, draw_passages, pieces_of, read_as, recall
 from hf_posswap.measure.retrieval_sets import needles, passkeys, read_beir
 
 library = pytest.importorskip("sentence_transformers")
@@ -25,10 +29,8 @@ def test_passkeys_and_needles(bert_tokenizer):
             know = {place for place, text in one.corpus.items() if f"{first} {last}" in text}
             assert know == one.relevant[number]
     assert passkeys(bert_tokenizer, 128) == passkeys(bert_tokenizer, 128) != passkeys(bert_tokenizer, 128, seed=1)
-    with pytest.raises(DataError, match="no room"):
-        passkeys(bert_tokenizer, 20)
-    with pytest.raises(DataError, match="no room"):
-        needles(bert_tokenizer, 128, [])
+    refused("no room", passkeys, bert_tokenizer, 20, error=DataError)
+    refused("no room", needles, bert_tokenizer, 128, [], error=DataError)
 
 
 @pytest.fixture
@@ -48,11 +50,9 @@ def test_beir(beir):
     one = read_beir(beir)
     assert one.relevant == {"q0": {"0"}, "q1": {"1"}} and one.queries.keys() == one.relevant.keys() and len(one.corpus) == 8
     (beir / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq0\t99\t1\n")
-    with pytest.raises(DataError, match="no query whose answer"):
-        read_beir(beir)
+    refused("no query whose answer", read_beir, beir, error=DataError)
     (beir / "queries.jsonl").write_text("no json")
-    with pytest.raises(DataError, match="queries.jsonl cannot be read"):
-        read_beir(beir)
+    refused("queries.jsonl cannot be read", read_beir, beir, error=DataError)
 
 
 def test_recipe(recipe, save, bert_tokenizer, beir, tmp_path):
@@ -67,3 +67,149 @@ def test_recipe(recipe, save, bert_tokenizer, beir, tmp_path):
         embedder, keys = found["model"], passkeys(bert_tokenizer, 96)
         vectors = [embedder.encode(list(part.values()), convert_to_tensor=True) for part in (keys.corpus, keys.queries)]
         assert found["figures"]["passkey_96"] == pytest.approx(float(recall(*vectors, range(50)).float().mean()))
+
+
+def text(words: int, seed: int) -> str:
+    return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (words,), generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.fixture
+def folder(save, tmp_path):
+    """A tiny pipeline that reads 32 tokens, on disk."""
+    library.SentenceTransformer(str(save("bert")), device="cpu").save_pretrained(str(tmp_path / "tiny"))
+    return tmp_path / "tiny"
+
+
+def test_documents_and_passages(bert_tokenizer):
+    """Documents are stretches of the text of so many tokens, each once; a passage stands where it says."""
+    long = text(100, seed=0)
+    documents = cut_documents([long, long, text(45, seed=1), "too short"], bert_tokenizer, 30)
+    assert len(documents) == 4 and all(len(bert_tokenizer.tokenize(one)) == 30 for one in documents)
+    assert long.startswith(" ".join(documents[:3]))
+    passages = draw_passages(documents, bert_tokenizer, 8, 2, seed=0)
+    assert [one.document for one in passages] == [0, 0, 1, 1, 2, 2, 3, 3]
+    for one in passages:
+        words = documents[one.document].split()
+        assert words[round(one.place * 30) :][:8] == one.text.split()
+    refused("too few for 2 passages of 29", draw_passages, documents, bert_tokenizer, 29, 2, seed=0, error=DataError)
+    refused("no text has 1,000 tokens", cut_documents, documents, bert_tokenizer, 1000, error=DataError)
+
+
+@pytest.mark.parametrize("way", ["truncated", "ends", "chunks"])
+def test_ways_of_reading(folder, way):
+    """One call of encode gives what the parts of a text give when each is encoded by itself; short texts are read as ever."""
+    pipeline, plain = (library.SentenceTransformer(str(folder), device="cpu") for _ in range(2))
+    long, short = text(50, seed=3), "the cat sat"
+    read_as(pipeline, way, 20, 64)
+    found = pipeline.encode([long, short])
+    words = long.split()
+    parts = {"truncated": [words[:18]], "ends": [words[:9] + words[-9:]], "chunks": [words[:18], words[18:36], words[36:]]}[way]
+    vectors = plain.encode([" ".join(part) for part in parts])
+    wanted = vectors.mean(0)
+    assert np.allclose(found[0], wanted / np.linalg.norm(wanted), atol=1e-5)
+    wanted = plain.encode([short])[0]
+    assert np.allclose(found[1], wanted / np.linalg.norm(wanted), atol=1e-5)
+    assert len(pieces_of([2, *range(5, 21), 3], pipeline.tokenizer, "chunks", 10)) == 2
+
+
+def test_recall():
+    """A query finds its document by the nearest of the vectors that stand for it."""
+    documents, queries = torch.eye(3), torch.tensor([[2.0, 0.1, 0], [0, 1, 0], [0.9, 0, 1.0]])
+    assert recall(documents, queries, [0, 1, 0]).tolist() == [True, True, False]
+    several = [torch.stack([one, other]) for one, other in zip(documents, documents.roll(1, 0), strict=True)]
+    assert recall([*several[:2], several[2][:1]], queries[2:], [0]).tolist() == [True]
+
+
+@pytest.fixture
+def long_embedder(recipe, monkeypatch, folder, tmp_path):
+    """The function that runs the recipe on a tiny pipeline and text, with some options, and the recipe itself."""
+    module = recipe("long_embedder")
+    monkeypatch.setattr(module, "EACH", 2)
+    (tmp_path / "text.txt").write_text(text(3000, seed=1))
+    (tmp_path / "test.txt").write_text(text(500, seed=2))
+    rows = "".join(f"{text(4, seed=i)},{text(4, seed=i + 1)},{i % 5}\n" for i in range(9))
+    (tmp_path / "pairs.csv").write_text(f"sentence1,sentence2,label\n{rows}")
+    given = {
+        "model": str(folder), "train_file": str(tmp_path / "text.txt"), "validation_file": str(tmp_path / "test.txt"),
+        "tokens": 64, "passage": 12, "window": 16, "span": 16, "chunk": 16, "fit_tokens": 1500, "fit_steps": 2,
+        "max_steps": 2, "batch_size": 4, "documents": 6, "sts": str(tmp_path / "pairs.csv"),
+    }  # fmt: skip
+
+    def run(out: str = "out", resume: bool = False, **options):
+        return module.run(module.Config(**{**given, **options}), tmp_path / out, resume)
+
+    return run, tmp_path
+
+
+def test_long_embedder(long_embedder, monkeypatch):
+    """From text to a pipeline that reads long documents, next to the original tuned alike; a stopped run goes on."""
+    run, folder = long_embedder
+    found = run(scheme="rotary", checkpoint_every=1)
+    names = {"recall", "early", "late", "select", "kept", "sts", "sts_original"}
+    assert set(found["figures"]) == names and all(0 <= abs(value) <= 1 for value in found["figures"].values())
+    assert len(found["items"]["recall"]) == 6 and found["details"]["queries"] == 12 and found["model"].max_seq_length == 64
+    assert posswap.describe(found["model"]).span.span == 16
+    again = run(scheme="rotary", checkpoint_every=1, resume=True)  # the last checkpoint has all steps
+    for one, other in zip(found["model"].parameters(), again["model"].parameters(), strict=True):
+        assert torch.equal(one, other)
+    module, asked = sys.modules["long_embedder"], []
+    monkeypatch.setattr(module, "recall", lambda *given: asked.append(given) or recall(*given))
+    untuned = run("untuned", scheme="original", max_steps=0)
+    by_chunk = next(given for given in asked if given[0][0].dim() == 2)
+    assert {len(vectors) for vectors in by_chunk[0]} == {62 // 14}
+    assert np.mean(recall(*by_chunk).tolist()) == pytest.approx(untuned["figures"]["by_chunk"])
+    tuned = run("tuned", scheme="original", cached=2, brake=0.0)
+    assert untuned["figures"]["kept"] == pytest.approx(1, abs=1e-5) and tuned["figures"]["kept"] < 1 - 1e-6
+    assert untuned["figures"]["sts"] == pytest.approx(untuned["figures"]["sts_original"])
+
+
+def test_the_brake_and_the_select_text(long_embedder, monkeypatch):
+    """The brake adds its weight times 1 - cosine; select documents are neither trained on nor those of the report."""
+    run, folder = long_embedder
+    module, seen = sys.modules["long_embedder"], {}
+    model = library.SentenceTransformer(str(folder / "tiny"), device="cpu").eval()
+    features = [model.preprocess([text(6, seed), text(6, seed + 1)]) for seed in (4, 6)]
+    labels = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
+    losses = [module.PairsWithBrake(model, brake, 0)(features, labels) for brake in (0.0, 2.0)]
+    apart = 1 - torch.cosine_similarity(model(features[0])["sentence_embedding"], labels).mean()
+    torch.testing.assert_close(losses[1] - losses[0], 2 * apart)
+    monkeypatch.setattr(module, "tune", lambda _, __, drawn, *rest: seen.update(trained={long for _, long in drawn}))
+    monkeypatch.setattr(module, "recall", lambda long, short, documents: torch.tensor([True, False] * len(long)))
+    measure = module.measure
+    monkeypatch.setattr(module, "measure", lambda *given: seen.update(asked=given[-1]) or measure(*given))
+    figures = run(scheme="original", max_steps=40)["figures"]
+    assert (figures["early"], figures["late"], figures["recall"]) == (1.0, 0.0, 0.5)  # of each two passages the first is found
+    select, report = (set(seen["asked"][name][0]) for name in ("select", "recall"))
+    assert len(seen["trained"]) > 20 and select and report
+    assert not seen["trained"] & select and not seen["trained"] & report and not select & report
+
+
+def test_no_document_twice_in_a_batch(long_embedder, monkeypatch):
+    """Each would be a false negative of the other, however few documents there are."""
+    run, _ = long_embedder
+    module, batches = sys.modules["long_embedder"], []
+    compute = module.PairsWithBrake.forward
+    monkeypatch.setattr(
+        module.PairsWithBrake,
+        "forward",
+        lambda self, features, labels: batches.append(features[1]["input_ids"].tolist()) or compute(self, features, labels),
+    )
+    monkeypatch.setattr(module, "pairs", lambda *given: 2 * [(text(6, seed), text(60, seed)) for seed in range(4)])
+    run(scheme="original", max_steps=2)
+    assert len(batches) == 2 and all(len(set(map(tuple, batch))) == len(batch) == 4 for batch in batches)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"batch_size": 1}, "give 2 or more"),
+        ({"chunk": 2}, "chunk=2 must be at least 3"),
+        ({"batch_size": 400}, "do not fill a batch of 400"),
+        ({"tokens": 15}, "too few for 2 passages of 12"),
+        ({"learning_rate": -0.1}, "learning_rate=-0.1 must be"),
+        ({"tokens": 4000}, "no text has 3,998 tokens"),
+    ],
+)
+def test_refusals(long_embedder, change, says):
+    """What cannot be run is said before anything is tuned."""
+    refused(says, long_embedder[0], **change)

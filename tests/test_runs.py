@@ -11,19 +11,14 @@ from pathlib import Path
 from statistics import stdev
 
 import pytest
-from conftest import write_run
+from conftest import refused, write_run
 from scipy import stats
 
 import hf_posswap as posswap
 from hf_posswap.commands import compare as commands_compare
 from hf_posswap.commands.compare import _begin, _jobs, run_all
 from hf_posswap.errors import Interrupted
-from hf_posswap.experiments.comparison import (
-    background,
-    check_budgets,
-    load_runs,
-    markdown,
-)
+from hf_posswap.experiments.comparison import background, check_budgets, load_runs, markdown
 from hf_posswap.experiments.differences import paired_table, verdict
 from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.experiments.page import plot, write_comparison
@@ -43,6 +38,18 @@ def _matrix(root):
     return load_runs([root])
 
 
+VALUES = {"original": [0.5, 0.7, 0.9], "rotary": [0.512, 0.714, 0.913], "none": [0.6, 0.5, 0.95]}
+
+
+def _rows(root, values, **figures):
+    """Runs of a row for each scheme, a seed for each accuracy; other figures are so many times that."""
+    for scheme, found in values.items():
+        for seed, value in enumerate(found):
+            others = {name: factor * value for name, factor in figures.items()}
+            write_run(root / f"{scheme}-{seed}", {"accuracy": value, **others}, scheme=scheme, seed=seed)
+    return load_runs([root])
+
+
 def test_table(tmp_path):
     """The table has a line for each row, with mean and deviation over seeds and the cost."""
     runs = _matrix(tmp_path)
@@ -55,12 +62,8 @@ def test_table(tmp_path):
 
 def test_differences_are_taken_seed_by_seed(tmp_path):
     """Differences are means over seeds of paired runs, bold where a paired t-test is sure; one seed has no spread."""
-    values = {"original": [0.5, 0.7, 0.9], "rotary": [0.512, 0.714, 0.913], "none": [0.6, 0.5, 0.95]}
-    values["learned"] = [0.25, 0.45, 0.65]
-    for scheme, found in values.items():
-        for seed, value in enumerate(found):
-            write_run(tmp_path / f"{scheme}-{seed}", {"accuracy": value, "loss": 100 * value}, scheme=scheme, seed=seed)
-    table, said = paired_table(load_runs([tmp_path])).split("\n\n")
+    values = VALUES | {"learned": [0.25, 0.45, 0.65]}
+    table, said = paired_table(_rows(tmp_path, values, loss=100)).split("\n\n")
     table = table.splitlines()
     assert table[0] == "| less the original | accuracy | loss |" and len(table) == 5
     assert said == "Differences are taken seed by seed; bold ones are unlike zero by a t-test (p < 0.05, each by itself)."
@@ -110,21 +113,15 @@ def test_what_cannot_be_compared(tmp_path):
     """Runs of several recipes, of unequal seeds, given twice, or without the figure asked for cannot be compared."""
     _matrix(tmp_path / "a")
     write_run(tmp_path / "b", {"accuracy": 1}, recipe="listops")
-    with pytest.raises(posswap.PosswapError, match="one recipe at a time"):
-        check_budgets(load_runs([tmp_path / "a", tmp_path / "b"]))
+    refused("one recipe at a time", check_budgets, load_runs([tmp_path / "a", tmp_path / "b"]))
     write_run(tmp_path / "c", {"accuracy": 1}, scheme="none")
-    with pytest.raises(posswap.PosswapError, match=r"none, swap has seeds \[0\] and original \[0, 1\]"):
-        check_budgets(load_runs([tmp_path / "a", tmp_path / "c"]))
+    refused(r"none, swap has seeds \[0\] and original \[0, 1\]", check_budgets, load_runs([tmp_path / "a", tmp_path / "c"]))
     write_run(tmp_path / "d", {"accuracy": 1})
-    with pytest.raises(posswap.PosswapError, match="original has a seed twice"):
-        check_budgets(load_runs([tmp_path / "a", tmp_path / "d"]))
-    with pytest.raises(posswap.PosswapError, match="'speed'; there are accuracy"):
-        markdown(load_runs([tmp_path / "a"]), figures=["speed"])
-    with pytest.raises(posswap.PosswapError, match="'lenght' is no option"):
-        check_budgets(load_runs([tmp_path / "a"]), ["lenght"])
+    refused("original has a seed twice", check_budgets, load_runs([tmp_path / "a", tmp_path / "d"]))
+    refused("'speed'; there are accuracy", markdown, load_runs([tmp_path / "a"]), figures=["speed"])
+    refused("'lenght' is no option", check_budgets, load_runs([tmp_path / "a"]), ["lenght"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(posswap.PosswapError, match="no result.json"):
-        load_runs([tmp_path / "empty"])
+    refused("no result.json", load_runs, [tmp_path / "empty"])
 
 
 def test_a_comparison_is_runs_too(tmp_path):
@@ -139,8 +136,7 @@ def test_a_comparison_is_runs_too(tmp_path):
     assert len(load_runs([tmp_path / "a", tmp_path / "written"])) == 6  # a run that is given twice counts once
     (tmp_path / "strange.json").write_text('{"runs": [{}]}')
     for name, says in (("strange.json", "holds no runs"), ("nowhere", "no result.json in .*nowhere")):
-        with pytest.raises(posswap.PosswapError, match=says):
-            load_runs([tmp_path / name])
+        refused(says, load_runs, [tmp_path / name])
 
 
 def test_runs_of_one_name_are_not_one(tmp_path, monkeypatch):
@@ -152,8 +148,7 @@ def test_runs_of_one_name_are_not_one(tmp_path, monkeypatch):
         for scheme in ("original", "rotary"):
             write_run(Path(f"s{steps}") / scheme, {"accuracy": steps / 100}, scheme=scheme, max_steps=steps)
     runs = load_runs([Path("s10"), Path("s20")])
-    with pytest.raises(posswap.PosswapError, match="--vary max_steps"):
-        check_budgets(runs)
+    refused("--vary max_steps", check_budgets, runs)
     assert "| original, max_steps 20 | 0.200 |" in markdown(runs, vary=["max_steps"])
     write_comparison(runs, Path("both"), vary=["max_steps"])
     again = load_runs([Path("both")])
@@ -233,8 +228,7 @@ def test_ctrl_c_stops_the_run(monkeypatch, tmp_path):
 
     process.wait = interrupted
     monkeypatch.setattr(subprocess, "Popen", lambda *given, **options: process)
-    with pytest.raises(Interrupted, match="the same command does the rest"):
-        run_all(["any"], [("none", "swap", 0)], tmp_path)
+    refused("the same command does the rest", run_all, ["any"], [("none", "swap", 0)], tmp_path, error=Interrupted)
     assert process.returncode == -signal.SIGTERM
 
 
@@ -272,12 +266,10 @@ def test_schemes_of_others(compare, tmp_path):
         runs = json.loads((output / "comparison.json").read_text())["runs"]
         check_budgets([*runs, {**runs[0], "config": {**runs[0]["config"], "scheme": "rotary", "schemes_from": None}}])
         other = [{**run, "config": {**run["config"], "seed": 5, "schemes_from": "another.py"}} for run in runs]
-        with pytest.raises(posswap.PosswapError, match=r"have schemes_from .*another\.py"):
-            check_budgets([*runs, *other])  # the same name, and maybe another scheme
+        refused(r"have schemes_from .*another\.py", check_budgets, [*runs, *other])  # the same name, and maybe another scheme
         assert {run["config"]["scheme"] for run in runs} == {"theirs", "none"}
-        assert {run["config"]["schemes_from"] for run in runs} == {
-            without_home(file)
-        }  # the recipe is told, too; no path is published
+        # The recipe is told, too; no path is published.
+        assert {run["config"]["schemes_from"] for run in runs} == {without_home(file)}
     finally:
         posswap.SCHEMES.pop("theirs", None)
 
@@ -287,8 +279,7 @@ def test_a_folder_is_of_one_question(tmp_path):
     _begin(tmp_path, {"recipe": ["a.py"], "options": ["--max-steps", "5"]})
     _begin(tmp_path, {"recipe": ["a.py"], "options": ["--max-steps", "5"]})
     for recipe, steps in (("b.py", "5"), ("a.py", "6")):
-        with pytest.raises(posswap.PosswapError, match="choose another --output"):
-            _begin(tmp_path, {"recipe": [recipe], "options": ["--max-steps", steps]})
+        refused("choose another --output", _begin, tmp_path, {"recipe": [recipe], "options": ["--max-steps", steps]})
 
 
 def test_the_order_of_runs():
@@ -341,13 +332,7 @@ def test_the_default_recipe(program, tmp_path, monkeypatch):
 
 def test_verdict(tmp_path):
     """The best row by the sense of the figure's name, and the rows that surely differ; nothing sure of one seed."""
-    values = {"original": [0.5, 0.7, 0.9], "rotary": [0.512, 0.714, 0.913], "none": [0.6, 0.5, 0.95]}
-    for scheme, found in values.items():
-        for seed, value in enumerate(found):
-            write_run(
-                tmp_path / f"{scheme}-{seed}", {"accuracy": value, "loss": value, "spread": value}, scheme=scheme, seed=seed
-            )
-    runs = load_runs([tmp_path])
+    runs = _rows(tmp_path, VALUES, loss=1, spread=1)
     said = verdict(runs)
     assert said.startswith("**Best: the highest accuracy is 0.713, rotary, swap.** Surely different")
     assert said.endswith("rotary, swap (+0.013).")
@@ -363,11 +348,7 @@ def test_verdict(tmp_path):
 
 
 def test_axes(tmp_path):
-    """A row twenty times as far off makes the axis logarithmic; lengths from 0 on are drawn on an axis that has the 0."""
-    for place, worst, scale in (("near", 30.0, "linear"), ("far", 3000.0, "log")):
-        for scheme, value in (("rotary", 20.0), ("none", worst)):
-            write_run(tmp_path / place / scheme, {"perplexity_128": value, "perplexity_256": value + 1}, scheme=scheme)
-        assert plot(load_runs([tmp_path / place]), "perplexity").axes[0].get_yscale() == scale
+    """Lengths from 0 on are drawn on an axis that has the 0."""
     write_run(tmp_path / "curve", {f"damage_{n}": 1 / (n + 1) for n in (0, 10, 100)})
     axes = plot(load_runs([tmp_path / "curve"]), "damage").axes[0]
     assert axes.get_xscale() == "symlog" and axes.get_xlim()[0] <= 0

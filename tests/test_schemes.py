@@ -1,4 +1,6 @@
-"""Each scheme's arithmetic against its formula as a plain loop in float64, and the reading of scheme strings."""
+"""Each scheme's arithmetic against its formula as a plain loop in float64, biases against BLOOM's and T5's, and the reading of
+scheme strings; relative positions are in test_relative_attention.
+"""
 
 import cmath
 import math
@@ -6,10 +8,16 @@ import re
 
 import pytest
 import torch
+from conftest import refused
 from torch.testing import assert_close
+from transformers import T5Config
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.t5.modeling_t5 import T5Attention
 
 import hf_posswap as posswap
-from hf_posswap.schemes import Geometry, parse_scheme, scheme_from_dict
+from hf_posswap import Alibi, Buckets
+from hf_posswap.functional.closed_form import Evidence
+from hf_posswap.schemes import Geometry, Places, parse_scheme, scheme_from_dict
 from hf_posswap.schemes.sinusoidal import sinusoids
 
 
@@ -17,84 +25,6 @@ def geometry(head_dim: int = 8, num_heads: int = 2, max_positions: int = 32, tra
     """The sizes of a small model."""
     sizes = {"max_positions": max_positions, "trained_positions": trained_positions}
     return Geometry(hidden_size=num_heads * head_dim, num_heads=num_heads, head_dim=head_dim, **sizes)
-
-
-# -- relative ------------------------------------------------------------------------------------------------------
-
-
-def shaw(query, key, value, key_table, value_table, clip, scaling, query_positions, key_positions, allowed):
-    """Shaw et al. 2018, equations 3 to 5, one number after the other; tables are (H, R, D) and R = 2 * clip + 1."""
-    batch, heads, length, dim = query.shape
-    output = torch.zeros(batch, heads, length, dim, dtype=torch.float64)
-    for b in range(batch):
-        for h in range(heads):
-            for i in range(length):
-                keys = [j for j in range(key.shape[2]) if allowed(b, i, j)]
-                rows, scores = [], []
-                for j in keys:
-                    distance = int(key_positions[b][j] - query_positions[b][i])
-                    rows.append(max(-clip, min(clip, distance)) + clip)
-                    scores.append(
-                        sum(float(query[b, h, i, d] * (key[b, h, j, d] + key_table[h, rows[-1], d])) for d in range(dim))
-                    )
-                weights = [math.exp(scaling * score) for score in scores]
-                for j, row, weight in zip(keys, rows, weights, strict=True):
-                    output[b, h, i] += weight / sum(weights) * (value[b, h, j] + value_table[h, row])
-    return output
-
-
-@pytest.mark.parametrize("values", [True, False])
-@pytest.mark.parametrize("share_heads", [True, False])
-@pytest.mark.parametrize("situation", ["bidirectional", "causal", "padded", "boolean mask", "custom positions", "cached"])
-def test_relative_equals_double_loop(situation, share_heads, values):
-    """Key and value terms, clipped, for every kind of mask and for positions that are given or come from a cache."""
-    torch.manual_seed(0)
-    scheme = posswap.Relative(clip=3, values=values, share_heads=share_heads)
-    module = scheme.attention_module(geometry(head_dim=4)).double()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter)
-    key_length, length = 9, 4 if situation == "cached" else 9
-    query, key, value = (torch.randn(2, 2, n, 4, dtype=torch.float64) for n in (length, key_length, key_length))
-    past = key_length - length
-    slots = torch.arange(past, key_length)[None]
-    position_ids, key_positions = slots, torch.arange(key_length).expand(2, -1)
-    mask, causal = None, False
-
-    def allowed(b, i, j):
-        return True
-
-    if situation in ("causal", "cached"):
-        causal = True
-
-        def allowed(b, i, j):
-            return j <= past + i
-
-    elif situation in ("padded", "boolean mask"):
-        mask = torch.arange(9)[None] < torch.tensor([[9], [6]])
-        mask = mask[:, None, None].expand(2, 1, 9, 9)
-        if situation == "padded":
-            mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, torch.finfo(torch.float64).min)
-
-        def allowed(b, i, j):
-            return j < (9, 6)[b]
-
-    elif situation == "custom positions":
-        position_ids = torch.stack([torch.randperm(9), 2 * torch.arange(9)])
-        key_positions = position_ids
-    shared = module.prepare(position_ids, slots, None, key_positions, mask)
-    output, probabilities = module.attend(
-        query, key, value, mask, shared, scaling=0.5, dropout=0.0, causal=causal, return_probabilities=True
-    )
-    assert_close(probabilities.sum(-1), torch.ones(2, 2, length, dtype=torch.float64))
-    tables = [
-        table if table is not None else torch.zeros_like(module.key_table) for table in (module.key_table, module.value_table)
-    ]
-    tables = [table.expand(2, -1, -1).detach() for table in tables]
-    expected = shaw(query, key, value, *tables, 3, 0.5, key_positions[:, -length:], key_positions, allowed)
-    assert_close(output, expected, rtol=1e-10, atol=1e-10)
-
-
-# -- sinusoidal ----------------------------------------------------------------------------------------------------
 
 
 def printed(position: int, size: int, base: float) -> list[float]:
@@ -146,23 +76,6 @@ def test_raw_sinusoids_stand_in_the_models_table(make_model, family, layout):
         assert torch.equal(getattr(owner, name)(torch.tensor([[0, 3, 50]])), expected)
 
 
-def test_projection_is_a_least_squares_fit():
-    """Row 0 is the table's; for the rest the fit is the best linear map, each octave of positions counting alike."""
-    torch.manual_seed(0)
-    module = posswap.Sinusoidal(base=20).embedding_module(geometry(head_dim=4, max_positions=100, trained_positions=100))
-    signal = sinusoids(torch.arange(100), 8, base=20).double()
-    table = torch.randn(100, 8, dtype=torch.float64)
-    design = torch.cat([signal, torch.ones(100, 1, dtype=torch.float64)], dim=1)
-    root = (1 / (torch.arange(1, 100, dtype=torch.float64) + 4)).sqrt()[:, None]
-    best = design @ torch.linalg.lstsq(root * design[1:], root * table[1:]).solution
-    best[0] = table[0]
-    with torch.no_grad():
-        module.fit_table(table)
-        fitted = module(torch.arange(100))
-    assert_close(fitted, best, rtol=0, atol=1e-3, check_dtype=False)
-    assert_close((root**2 * (fitted - table)[1:]).sum(0), torch.zeros(8), rtol=0, atol=1e-5, check_dtype=False)
-
-
 def test_projection_continues_a_table():
     """A linear map of sinusoids is found again and continued; no table at all makes rows beyond it explode."""
     torch.manual_seed(0)
@@ -176,9 +89,6 @@ def test_projection_continues_a_table():
         table = torch.randn(50, 32, dtype=torch.float64)
         module.fit_table(table[:50])
         assert module(torch.arange(50, 200)).norm(dim=1).max() < 4 * table.norm(dim=1).mean()
-
-
-# -- learned -------------------------------------------------------------------------------------------------------
 
 
 def test_learned_tiles_and_interpolates():
@@ -198,9 +108,6 @@ def test_learned_tiles_and_interpolates():
                 left = min(int(place), 3)
                 expected = table[left] + (place - left) * (table[left + 1] - table[left])
             assert_close(module(torch.tensor(position)), expected, rtol=0, atol=1e-12)
-
-
-# -- rotary --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
@@ -251,9 +158,6 @@ def test_suggested_fractions_work():
     assert followed > 1000
 
 
-# -- strings and dicts ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "scheme"),
     [
@@ -265,10 +169,7 @@ def test_suggested_fractions_work():
         ("rotary", posswap.Rotary()),
         ("rotary:theta=500000,fraction=0.5", posswap.Rotary(theta=500_000, fraction=0.5)),
         ("rotary:theta=5e5, layout=half", posswap.Rotary(theta=500_000, layout="half")),
-        (
-            "rotary:scaling={rope_type=linear,factor=2.0}",
-            posswap.Rotary(scaling={"rope_type": "linear", "factor": 2.0}),
-        ),
+        ("rotary:scaling={rope_type=linear,factor=2.0}", posswap.Rotary(scaling={"rope_type": "linear", "factor": 2.0})),
     ],
 )
 def test_scheme_strings(text, scheme):
@@ -278,10 +179,76 @@ def test_scheme_strings(text, scheme):
     assert parse_scheme(str(scheme)) == scheme
 
 
-@pytest.mark.parametrize("scheme", [posswap.Relative(), posswap.Rotary(), posswap.Alibi(), posswap.Buckets()], ids=str)
-def test_initial_values(scheme):
-    """What transformers fills a module with that was built without weights is what building it with weights gives."""
-    module = scheme.attention_module(geometry())
-    values = module.initial_values()
-    assert values.keys() == dict(module.named_parameters()).keys()
-    assert all(torch.equal(values[name], parameter) for name, parameter in module.named_parameters())
+GEOMETRY = Geometry(hidden_size=48, num_heads=6, head_dim=8, max_positions=300, trained_positions=64)
+
+
+def places(length: int) -> Places:
+    """Where everything is in a text."""
+    steps = torch.arange(length)[None]
+    return Places(steps, steps, steps)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6, 12])
+def test_slopes_are_those_of_bloom(heads):
+    """ALiBi's bias is BLOOM's up to a constant for each row."""
+    module = Alibi().attention_module(Geometry(**{**vars(GEOMETRY), "num_heads": heads}))
+    ours = module.bias(places(9), 9).tril()  # (1, H, 9, 9)
+    theirs = build_alibi_tensor(torch.ones(1, 9), heads, torch.float32).view(1, heads, 1, 9)
+    assert_close(ours, (theirs - theirs.mT).tril(), check_dtype=False)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_buckets_are_those_of_t5(causal):
+    """The bias of buckets is T5's, in a decoder (one side) and in an encoder (half of the buckets for each side)."""
+    module = Buckets(buckets=16, reach=100).attention_module(GEOMETRY)
+    with torch.no_grad():
+        module.table.normal_()
+    config = T5Config(d_model=48, num_heads=6, d_kv=8, relative_attention_num_buckets=16 if causal else 32)
+    config.is_decoder, config.relative_attention_max_distance = causal, 100
+    theirs = T5Attention(config, has_relative_attention_bias=True)
+    with torch.no_grad():
+        theirs.relative_attention_bias.weight.copy_(module.table.T[: 16 if causal else 32])
+        ours, expected = module.bias(places(300), 300), theirs.compute_bias(300, 300, torch.device("cpu"))
+    assert_close(ours.tril() if causal else ours, expected.tril() if causal else expected)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scheme", [Alibi(), Buckets(buckets=6, reach=20)])
+@torch.no_grad()
+def test_closed_form(scheme, causal):
+    """Attention that such a bias has made is found again, whatever the constant of each row was."""
+    generator = torch.Generator().manual_seed(0)
+    truth, module = (scheme.attention_module(GEOMETRY) for _ in range(2))
+    for parameter in truth.parameters():
+        parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator))
+    query, key = torch.randn(2, 3, 6, 24, 8, generator=generator)
+    allowed = torch.ones(3, 1, 24, 24, dtype=torch.bool)
+    allowed = allowed.tril() if causal else allowed
+    allowed[2, :, 15:], allowed[2, ..., 15:] = False, False  # padding
+
+    def attention(positions):
+        scores = query @ key.mT * 0.3 + positions.bias(places(24), 24)
+        return scores.masked_fill(~allowed, float("-inf")).softmax(-1).nan_to_num()
+
+    evidence = Evidence(query, key, key, attention(truth), key, allowed)
+    before = (attention(module) - attention(truth)).abs().max()
+    module.solve(lambda: [evidence], None, 0.3)
+    assert before > 0.05
+    assert_close(attention(module), attention(truth), atol=2e-4, rtol=0)
+
+
+def test_fixed_slopes_stay():
+    """Fixed slopes are no parameters, and a fit leaves them alone."""
+    module = Alibi(slopes="fixed").attention_module(GEOMETRY)
+    assert not list(module.parameters()) and not module.state_dict()
+    module.solve(None, None, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"buckets": 1}, "buckets=1 must be an integer of at least 2"), ({"buckets": 64, "reach": 32}, "reach=32 must be above")],
+)
+def test_bad_options(options, message):
+    """Bad options are refused when the scheme is made."""
+    refused(message, Buckets, **options)
+    refused("slopes='steep' is not one of", Alibi, slopes="steep")

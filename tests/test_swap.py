@@ -181,8 +181,7 @@ def test_attention_options_of_gpt2(make_model, option, tokens):
     """GPT-2's scaling by layer, unscaled and upcast attention act under every scheme as they do without one."""
     model = make_model("gpt2", **{option: option != "scale_attn_weights"})
     position_ids = torch.full_like(tokens, 5)  # all in one place: no distance, so relative tables of zero and no turn
-    outputs = [
-        posswap.swap(model, scheme)(tokens, position_ids=position_ids).logits for scheme in ("none", "rotary", "relative")
-    ]
+    schemes = ("none", "rotary", "relative")
+    outputs = [posswap.swap(model, scheme)(tokens, position_ids=position_ids).logits for scheme in schemes]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(outputs[2], outputs[0], rtol=1e-4, atol=1e-4)

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from conftest import refused
 
-from hf_posswap import PosswapError, text_batches
+from hf_posswap import text_batches
 from hf_posswap.data.text import read_documents, split_of, stdlib_documents, stdlib_prose, token_blocks
 
 
@@ -44,8 +45,7 @@ def test_bad_text(tmp_path, name, content, says):
     """An error says what is wrong with a file of text."""
     if content is not None:
         (tmp_path / name).write_text(content)
-    with pytest.raises(PosswapError, match=says):
-        read_documents(tmp_path / name)
+    refused(says, read_documents, tmp_path / name)
 
 
 def test_blocks_are_wrapped_for_bert_and_joined_for_gpt2(bert_tokenizer, gpt2_tokenizer):
@@ -102,5 +102,4 @@ def test_too_little_text_for_parts():
     """Three blocks of the longest are the least; the error says how much that is."""
     made = text_batches(numbers(384), Numbers(None), 128, causal=True)
     assert [part[0].shape for part in (made, made.select, made.report)] == [(1, 128)] * 3
-    with pytest.raises(PosswapError, match="383 tokens are too few.*give 384, or shorter blocks"):
-        text_batches(numbers(383), Numbers(None), 128, causal=True)
+    refused("383 tokens are too few.*give 384, or shorter blocks", text_batches, numbers(383), Numbers(None), 128, causal=True)

@@ -6,15 +6,8 @@ import pytest
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import hf_posswap as posswap
+from hf_posswap import measure
 from hf_posswap.data.text import stdlib_documents, stdlib_prose, token_blocks
-from hf_posswap.measure import (
-    perplexity,
-    pooled_cosine,
-    pooled_states,
-    word_order_examples,
-    word_order_preference,
-    word_order_probe,
-)
 
 SCHEMES = ("sinusoidal", "relative", "rotary", "rotary:fraction=0.5", "none")
 
@@ -43,10 +36,10 @@ def test_encoder(minilm, prose):
     """A warm start is nearer the original than a cold one, by a margin of cosine, for every scheme."""
     model, tokenizer = minilm
     blocks = token_blocks(["\n".join(prose)], tokenizer, 128)[:6]
-    original = pooled_states(model, blocks)
+    original = measure.pooled_states(model, blocks)
     for scheme in SCHEMES:
-        cold = pooled_cosine(posswap.swap(model, scheme, warm_start=False), blocks, original)
-        warm = pooled_cosine(posswap.swap(model, scheme), blocks, original)
+        cold = measure.pooled_cosine(posswap.swap(model, scheme, warm_start=False), blocks, original)
+        warm = measure.pooled_cosine(posswap.swap(model, scheme), blocks, original)
         assert warm > cold + 0.05, scheme
     posswap.restore(model)
 
@@ -56,23 +49,23 @@ def test_causal_model(gpt2, monkeypatch):
     model, tokenizer = gpt2
     blocks = token_blocks(list(stdlib_documents("validation").values()), tokenizer, 256)[::240]
     for scheme in SCHEMES:
-        cold = perplexity(posswap.swap(model, scheme, warm_start=False), blocks)
-        warm = perplexity(posswap.swap(model, scheme), blocks)
+        cold = measure.perplexity(posswap.swap(model, scheme, warm_start=False), blocks)
+        warm = measure.perplexity(posswap.swap(model, scheme), blocks)
         assert warm < cold, scheme
-    warm = perplexity(posswap.swap(model, "rotary"), blocks)
+    warm = measure.perplexity(posswap.swap(model, "rotary"), blocks)
     # The module, not the function of the same name.
     monkeypatch.setattr(sys.modules["hf_posswap.warm_start"], "balances", lambda architecture, config: True)
-    assert perplexity(posswap.swap(model, "rotary"), blocks) > warm
+    assert measure.perplexity(posswap.swap(model, "rotary"), blocks) > warm
     posswap.restore(model)
 
 
 def test_word_order(minilm, gpt2, prose):
     """The originals tell swapped neighbours from intact ones; a BERT without positions is at chance, exactly."""
-    train, test = word_order_examples(prose[:800], 260), word_order_examples(prose[800:], 120)
-    assert word_order_preference(*gpt2, test[0]) > 0.8
+    train, test = measure.word_order_examples(prose[:800], 260), measure.word_order_examples(prose[800:], 120)
+    assert measure.word_order_preference(*gpt2, test[0]) > 0.8
     model, tokenizer = minilm
-    assert word_order_probe(model, tokenizer, train, test) > 0.53
+    assert measure.word_order_probe(model, tokenizer, train, test) > 0.53
     posswap.swap(model, "none", warm_start=False)
     few = [tuple(part[:60] for part in one) for one in (train, test)]
-    assert abs(word_order_probe(model, tokenizer, *few) - 0.5) < 0.02
+    assert abs(measure.word_order_probe(model, tokenizer, *few) - 0.5) < 0.02
     posswap.restore(model)

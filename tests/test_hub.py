@@ -1,22 +1,25 @@
-"""Data sets of a Hub on loopback, read by the real client in processes of their own: like GLUE and wikitext, and faults."""
+"""A Hub on loopback and the real client, in processes of their own: data sets like GLUE and wikitext, with faults; and the
+scenarios of sharing, in share_job.py.
+"""
 
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import datasets
 import pytest
+from conftest import run_python
 from hub import File, Hub, Repo
-from transformers import BertTokenizer
+from share_job import SCENARIOS
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 COLA = datasets.Features({"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["wrong", "right"])})
 SENTENCES = [f"The cat sat on {number} {'mats' if number % 2 else 'hats'}." for number in range(60)]
 READ = """
-import json, runpy, sys, time
+import json, sys, time
 time.sleep = lambda seconds: None  # the client waits between its tries
 from hf_posswap.errors import PosswapError
 from hf_posswap.data.tables import TableConfig, read_task
@@ -26,16 +29,11 @@ for line in sys.stdin:
     try:
         if kind == "text":
             seen = read_documents(*arguments, split="validation")
-        elif kind == "run":
-            sys.argv = arguments
-            runpy.run_path(arguments[0], run_name="__main__")
         else:
             task = read_task(TableConfig(dataset=kind))
             seen = [task.label_names, len(task.train), len(task.validation), task.validation.texts[0]]
     except PosswapError as error:
         seen = str(error)
-    except SystemExit as stop:
-        seen = stop.code
     print("=>", json.dumps(seen), flush=True)
 """
 
@@ -150,14 +148,21 @@ def test_faults(hub, read, status):
     assert status == 0 or first.startswith("cannot read the Hub data set")  # a cut connection may be asked again at once
 
 
-def test_recipe(read, make_model, tmp_path):
-    """A recipe learns from a Hub data set as from a file."""
-    make_model("bert").save_pretrained(tmp_path / "model")
-    words = sorted({word.lower() for sentence in SENTENCES for word in sentence.rstrip(".").split() if word.isalpha()})
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *map(str, range(10)), *words]
-    BertTokenizer(vocab={word: number for number, word in enumerate(words)}).save_pretrained(tmp_path / "model")
-    options = ["--dataset", "glue/cola", "--max-steps", "2", "--batch-size", "8", "--report-to", "none"]
-    options += ["--model", str(tmp_path / "model"), "--output", str(tmp_path / "run")]
-    assert not read("run", str(RECIPES / "downstream_classification.py"), *options)
-    result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["data"]["source"] == "glue/cola" and result["data"]["labels"] == ["wrong", "right"]
+JOB = Path(__file__).parent / "share_job.py"
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory):
+    """What all scenarios said."""
+    root = tmp_path_factory.mktemp("share")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        hub = Hub(None, f"http://127.0.0.1:{free.getsockname()[1]}")  # where the job is to run one
+    done = run_python(JOB, root, env=os.environ | hub.environment(root / "home") | {"TQDM_DISABLE": "1"})
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenario(outcome, name):
+    """The scenario went as it should."""
+    assert not outcome[name], outcome[name]

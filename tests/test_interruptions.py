@@ -1,0 +1,211 @@
+"""Training that stops, and goes on: no numbers, signals, full disks, and -9 at random moments, again and again."""
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from conftest import refused, run_python
+from test_training import even_rows, trained
+
+from hf_posswap import PosswapError
+from hf_posswap.errors import Interrupted
+from hf_posswap.training import TrainingConfig, train
+
+
+def checkpoint_names(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+def test_nan_keeps_the_last_good_checkpoint(make_model, tmp_path, bad):
+    """Neither a loss nor a gradient that is no number reaches a checkpoint; the run goes on from the one before."""
+    config, calls = TrainingConfig(max_steps=9, batch_size=8, checkpoint_every=2), []
+
+    def breaks(model, batch):
+        calls.append(1)
+        loss = model(**batch).loss
+        if len(calls) == 6:
+            if bad == "loss":
+                return loss * float("nan")
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
+
+    refused("at step 6.*learning_rate", trained, make_model("gpt2"), config, compute_loss=breaks, output=tmp_path)
+    assert checkpoint_names(tmp_path) == ["step-00000002", "step-00000004"]
+    resumed, run = trained(make_model("gpt2"), config, output=tmp_path, resume=True)
+    assert run.losses == trained(make_model("gpt2"), config)[1].losses
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_save_and_stop(make_model, tmp_path, number):
+    """The step is finished, a checkpoint saved, handlers are put back; resumed, the run is the uninterrupted one."""
+    config, before = TrainingConfig(max_steps=6, batch_size=8, learning_rate=1e-2), signal.getsignal(number)
+
+    def stop(model, run):
+        if len(run.losses) == 4 - 1:
+            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), number)  # a launcher forwards what the terminal has sent already
+
+    with pytest.raises(Interrupted, match="--resume"):
+        trained(make_model("gpt2", resid_pdrop=0.1), config, output=tmp_path, after_step=stop)
+    assert signal.getsignal(number) is before
+    assert checkpoint_names(tmp_path) == ["step-00000004"]
+    resumed, run = trained(make_model("gpt2", seed=9, resid_pdrop=0.1), config, output=tmp_path, resume=True)
+    expected, whole = trained(make_model("gpt2", resid_pdrop=0.1), config)
+    assert run.losses == whole.losses
+    for ours, theirs in zip(resumed.state_dict().values(), expected.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_second_ctrl_c_acts_as_usual(make_model, tmp_path, monkeypatch):
+    """A second Ctrl-C does not wait for the end of the step; without an output not even the first does."""
+    monkeypatch.setattr("hf_posswap.training.run_state._ONE_PRESS", -1.0)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born ignoring it
+
+    def stop(model, batch):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)  # not os.kill: what is sent twice before it is handled arrives once
+        return model(**batch).loss
+
+    try:
+        for output in (tmp_path, None):
+            with pytest.raises(KeyboardInterrupt):
+                trained(make_model("gpt2"), TrainingConfig(max_steps=2, batch_size=8), compute_loss=stop, output=output)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_folder_with_checkpoints_is_not_begun_again(make_model, tmp_path):
+    """A folder with checkpoints takes no new run; what killed runs left half written is removed."""
+    config = TrainingConfig(max_steps=2, batch_size=8, checkpoint_every=1)
+    for remnant in ("writing-step-00000009", "removing-step-00000001"):
+        (tmp_path / "checkpoints" / remnant).mkdir(parents=True)
+    trained(make_model("gpt2"), config, output=tmp_path)
+    assert checkpoint_names(tmp_path) == ["step-00000001", "step-00000002"]
+    refused("earlier run", trained, make_model("gpt2"), config, output=tmp_path)
+    assert len(trained(make_model("gpt2"), config, output=tmp_path, resume=True)[1].losses) == 2  # it was at its end
+
+
+def test_resume_may_change_how_but_not_what(make_model, tmp_path):
+    """Checkpoints may come more often in a resumed run; another seed or another data set is another run."""
+    config = dict(max_steps=4, batch_size=8)
+
+    def stop(model, run):
+        if len(run.losses) == 2:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        trained(make_model("gpt2"), TrainingConfig(**config, checkpoint_every=1), output=tmp_path, after_step=stop)
+    refused("seed 0 and 1", trained, make_model("gpt2"), TrainingConfig(**config, seed=1), output=tmp_path, resume=True)
+    with pytest.raises(PosswapError, match="examples 24 and 20"):
+        train(make_model("gpt2"), even_rows(20), TrainingConfig(**config), output=tmp_path, resume=True, progress=False)
+    again = TrainingConfig(**config, checkpoint_every=2, gradient_checkpointing=True)
+    assert len(trained(make_model("gpt2"), again, output=tmp_path, resume=True)[1].losses) == 4
+
+
+def test_a_full_disk(make_model, tmp_path):
+    """Where a checkpoint cannot be written, the one before stays, nothing half written does, and the run can go on from it."""
+    config, limits = TrainingConfig(max_steps=3, batch_size=8, checkpoint_every=1), resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def shrink(model, run):
+        if len(run.losses) == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+
+    try:
+        refused("could not be written.*make room", trained, make_model("gpt2"), config, output=tmp_path, after_step=shrink)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert checkpoint_names(tmp_path) == ["step-00000001"]
+    whole = trained(make_model("gpt2"), config)[1]
+    assert trained(make_model("gpt2"), config, output=tmp_path, resume=True)[1].losses == whole.losses
+
+
+def test_checkpoints_are_read_without_executing_anything(make_model, tmp_path):
+    """Every torch file of a checkpoint is read with weights_only=True."""
+    config = TrainingConfig(max_steps=2, batch_size=8, checkpoint_every=1)
+    trained(make_model("gpt2"), config, output=tmp_path)
+    with patch.object(torch, "load", wraps=torch.load) as load:
+        trained(make_model("gpt2"), config, output=tmp_path, resume=True)
+    # Optimizer, schedule, random states; weights are safetensors.
+    assert [call.kwargs["weights_only"] for call in load.mock_calls] == [True] * 3
+    assert (tmp_path / "checkpoints" / "step-00000002" / "model.safetensors").exists()
+
+
+JOB = '''
+import gc, json, os, random, signal, sys, time
+from pathlib import Path
+import torch
+from hf_posswap.contract.subject import tiny_model
+from hf_posswap.training import TrainingConfig, train
+
+gc.freeze()  # see conftest.py
+torch.set_num_threads(1)
+folder, every, steps = Path(sys.argv[1]), 2, 20
+
+def job(output, resume, note):
+    tokens = torch.randint(2, 98, (26, 16), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    config = TrainingConfig(max_steps=steps, batch_size=8, learning_rate=1e-2, checkpoint_every=every)
+    model, run = train(tiny_model("gpt2"), rows, config, output=output, resume=resume, after_step=note, progress=False)
+    weights = {name: tensor.double().sum().item() for name, tensor in model.state_dict().items()}
+    (output / "end.json").write_text(json.dumps([run.losses, run.tokens, weights]))
+
+def fork(output, resume=False):
+    """Start a run in a copy of this process, which has never trained; return its id and a pipe with a byte for each step."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(write)
+        return child, read
+    try:
+        job(output, resume, lambda model, run: os.write(write, b"."))
+        os._exit(0)
+    except BaseException as error:
+        print(repr(error), file=sys.stderr, flush=True)
+        os._exit(1)
+
+def newest(output):
+    folders = sorted((output / "checkpoints").glob("step-*"))
+    for folder in folders:  # whole, every one of them
+        json.loads((folder / "progress.json").read_text())
+        assert {"model.safetensors", "optimizer.bin", "scheduler.bin"} <= {path.name for path in folder.iterdir()}
+    return int(folders[-1].name[5:]) if folders else 0
+
+child, _ = fork(folder / "whole")
+assert os.waitpid(child, 0)[1] == 0
+draw, lost = random.Random(0), []
+for _ in range(5):
+    begun = newest(folder / "cut")
+    child, steps_taken = fork(folder / "cut", resume=begun > 0)
+    seen = sum(len(os.read(steps_taken, 1)) for _ in range(draw.randint(1, 3)))
+    time.sleep(draw.uniform(0, 0.06))  # in a step, in a save, in a removal
+    os.kill(child, signal.SIGKILL)
+    killed = os.waitpid(child, 0)[1] == signal.SIGKILL
+    while more := len(os.read(steps_taken, 1000)):
+        seen += more
+    lost.append(begun + seen - newest(folder / "cut"))
+    if not killed:
+        break
+child, _ = fork(folder / "cut", resume=newest(folder / "cut") > 0)
+assert os.waitpid(child, 0)[1] == 0
+left = [path.name for path in (folder / "cut" / "checkpoints").iterdir()]
+(folder / "seen.json").write_text(json.dumps({"lost": lost, "every": every, "left": sorted(left)}))
+'''
+
+
+def test_kill_9(tmp_path):
+    """No more than the steps since the last checkpoint are lost, none is ever broken, and the end is the same bit for bit."""
+    (tmp_path / "job.py").write_text(JOB)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    run_python(tmp_path / "job.py", tmp_path, env=environment)
+    seen = json.loads((tmp_path / "seen.json").read_text())
+    assert len(seen["lost"]) >= 3 and max(seen["lost"]) <= seen["every"] and any(seen["lost"])
+    assert seen["left"] == ["step-00000018", "step-00000020"]
+    whole, cut = (json.loads((tmp_path / name / "end.json").read_text()) for name in ("whole", "cut"))
+    assert cut == whole and len(cut[0]) == 20

@@ -1,0 +1,71 @@
+"""Losses token by token against one forward a token and transformers' own loss; perplexity and KL against the definitions."""
+
+import pytest
+import torch
+from conftest import refused
+from transformers import BertModel
+
+from hf_posswap.experiments.text_tasks import mask_tokens, masked_lm_loss
+from hf_posswap.measure import kl_divergence, perplexity
+from hf_posswap.measure.losses import mean_loss, sliding_window_losses, token_losses
+
+
+@pytest.mark.parametrize(("length", "window", "stride"), [(30, 8, 1), (30, 8, 3), (32, 8, 4), (20, 32, 5), (9, 8, 7)])
+def test_sliding_window_against_one_context_at_a_time(make_model, length, window, stride):
+    """In float64 every token is predicted once, from what its window holds (here once all); positions start at 0 in each."""
+    model = make_model("gpt2", n_positions=window).double()
+    tokens = torch.randint(2, 98, (2, length), generator=torch.Generator().manual_seed(0))
+    losses = sliding_window_losses(model, tokens, window, stride=stride)
+    for row in range(2):
+        for place in range(1, length):
+            start = 0
+            while start + window <= place:  # the first window that reaches this token
+                start = min(start + stride, length - window)
+            logits = model(tokens[row : row + 1, start:place]).logits[0, -1]
+            assert losses[row, place].item() == pytest.approx(-logits.log_softmax(-1)[tokens[row, place]].item(), abs=1e-12)
+    assert losses.dtype == torch.float64 and losses[:, 0].isnan().all() and losses.isnan().sum() == 2
+
+
+def test_refusals(make_model):
+    """A stride that would leave tokens out, a model without a head, and a masked one without labels are refused."""
+    tokens = torch.ones(1, 20, dtype=torch.long)
+    for stride in (0, 8, 9):
+        refused("from 1 to 7", sliding_window_losses, make_model("gpt2"), tokens, 8, stride=stride)
+    for head, says in ((BertModel, "no language-modelling head"), (None, "labels")):
+        refused(says, token_losses, make_model("bert", head=head), tokens)
+
+
+def test_losses_in_slices(make_model, monkeypatch):
+    """Losses do not depend on the size of slices and batches."""
+    model, tokens = make_model("gpt2").double(), torch.randint(2, 98, (5, 14), generator=torch.Generator().manual_seed(0))
+    whole = token_losses(model, tokens)
+    monkeypatch.setattr("hf_posswap.measure.losses._LOGITS_A_SLICE", 99 * 4)
+    monkeypatch.setattr("hf_posswap.measure.losses._TOKENS_A_BATCH", 28)
+    assert torch.allclose(token_losses(model, tokens), whole, equal_nan=True, atol=1e-12)
+
+
+def test_masked_losses(make_model, bert_tokenizer):
+    """The mean over masked tokens is transformers' own loss; so is the loss for training, gradients and all."""
+    model = make_model("bert").double()
+    tokens = torch.randint(5, len(bert_tokenizer), (6, 20), generator=torch.Generator().manual_seed(0))
+    inputs, labels = mask_tokens(tokens, bert_tokenizer, 0.3, seed=3)
+    losses = token_losses(model, inputs, labels)
+    expected = model(input_ids=inputs, labels=labels).loss
+    assert torch.equal(losses.isfinite(), labels != -100)
+    assert mean_loss(losses) == pytest.approx(expected.item(), abs=1e-12)
+    expected.backward()
+    wanted = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    masked_lm_loss(model, {"input_ids": inputs, "labels": labels}).backward()
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        assert torch.allclose(parameter.grad, gradient, atol=1e-6)  # logits go through float32
+    assert not model.cls._forward_pre_hooks
+
+
+def test_perplexity_and_kl_against_the_model(make_model, make_swapped, tokens):
+    """Perplexity is exp of transformers' own loss; KL is zero on itself and that of the definition otherwise."""
+    model, other = make_model("gpt2"), make_swapped("gpt2", "rotary")
+    assert perplexity(model, tokens) == pytest.approx(model(input_ids=tokens, labels=tokens).loss.exp().item(), rel=1e-4)
+    assert kl_divergence(model, model, tokens) == pytest.approx(0, abs=1e-6)
+    p, q = (m(input_ids=tokens).logits.double().log_softmax(-1) for m in (model, other))
+    assert kl_divergence(other, model, tokens) == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), rel=1e-4)

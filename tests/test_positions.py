@@ -1,0 +1,62 @@
+"""Numbers behind the pictures: tables, frequencies, and the matrix of a shift."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import BertModel, GPT2Model
+
+import hf_posswap as posswap
+from hf_posswap.measure.positions import frequencies, one_head, position_table, scheme_of, translation
+from hf_posswap.schemes.sinusoidal import sinusoids
+
+
+def test_position_tables(make_model, make_swapped):
+    """A position table is the scheme's formula, the checkpoint's table, or what stands in its place in a swapped model."""
+    assert_close(position_table(posswap.Sinusoidal(layout="halves"), 5, 6), sinusoids(torch.arange(5), 6, layout="halves"))
+    model = make_model("gpt2", head=GPT2Model)
+    assert_close(position_table(model), model.wpe.weight.detach())
+    swapped = make_swapped("bert", "sinusoidal", head=BertModel, max_positions=48)
+    ids = torch.arange(48)[None]
+    assert_close(position_table(swapped), swapped.embeddings.position_embeddings(ids)[0].detach())
+    assert not position_table(swapped, 7).requires_grad and len(position_table(swapped, 7)) == 7
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "cosine_first", "halves", "tensor2tensor"])
+def test_frequencies(layout, make_swapped):
+    """Frequencies are those of the sinusoids' formula, in every layout, and those with which rotary turns."""
+    exponents = torch.arange(4, dtype=torch.float64) / (3 if layout == "tensor2tensor" else 4)
+    found = frequencies(posswap.Sinusoidal(layout=layout, base=500), one_head(8, 16))
+    assert_close(found, 500**-exponents, rtol=1e-5, atol=0)
+    model = make_swapped("gpt2", "rotary:theta=100", head=GPT2Model)
+    assert_close(frequencies(*scheme_of(model)), 100 ** -(torch.arange(8, dtype=torch.float64) / 8))
+
+
+def test_translation_of_rotary_and_of_sines_alone():
+    """Rotary turns its pairs, dimension by dimension as `rotate` does; sines without cosines have no T."""
+    matrix, missed = translation(posswap.Rotary(), 3, 4)
+    cos, sin = math.cos(3), math.sin(3)
+    assert missed == 0
+    assert_close(matrix[:2], torch.tensor([[cos, -sin, 0, 0], [sin, cos, 0, 0]]))
+    assert translation(posswap.Ladder(rung="slowed"), 4, 8)[1] > 0.1
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "cosine_first", "halves", "tensor2tensor"])
+def test_a_shift_of_sinusoids_is_exact_at_any_size(layout):
+    """T moves rows on where pairs are so slow that no fit could tell them apart; an odd number of dimensions is padded."""
+    for size in (16, 128, *([7] if layout == "tensor2tensor" else [])):
+        matrix, missed = translation(posswap.Sinusoidal(layout=layout), 16, size)
+        rows = sinusoids(torch.arange(100), size, layout=layout)
+        assert_close(rows[:-16] @ matrix.T, rows[16:], rtol=0, atol=1e-5)
+        assert missed == 0 and matrix.count_nonzero() <= 2 * size
+        if size % 2 == 0:
+            assert_close(matrix @ matrix.T, torch.eye(size), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("rung", ["count", "normalised", "binary", "slowed"])
+def test_a_shift_that_is_no_linear_map_misses(rung):
+    """p -> p + k is not linear in p: what is missed is told as a share of the step, however large p is."""
+    assert translation(posswap.Ladder(rung=rung), 1, 32)[1] > 0.2
+    with pytest.raises(posswap.PosswapError, match="shift=0 must be at least 1"):
+        translation(posswap.Ladder(rung=rung), 0, 32)
