@@ -183,10 +183,12 @@ def test_every_family_is_named_on_import():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:flex_attention called without")  # transformers' flex masks
 @torch.no_grad()
 def test_a_bias_on_flex_attention(make_swapped, tokens):
-    """Flex attention, which adds a bias itself, gives what sdpa gives. (transformers has none for GPT-2.)"""
+    """Flex attention, which adds a bias itself, gives what sdpa gives, also with a mask for each pair. (GPT-2 has no flex.)"""
     models = [make_swapped("bert-decoder", "alibi", backend) for backend in ("flex_attention", "sdpa")]
+    seen = torch.ones(len(tokens), 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril().triu(-4)
     with torch.compiler.set_stance("force_eager"):
-        assert_close(*(model(tokens).logits for model in models), rtol=1e-4, atol=1e-4)
+        for mask in (None, seen):
+            assert_close(*(model(tokens, attention_mask=mask).logits for model in models), rtol=1e-4, atol=1e-4)
 
 
 def test_a_bias_needs_something_to_be_added_to():
