@@ -69,7 +69,7 @@ class PositionedAttention(nn.Module):
             if carries:
                 key = key[..., :head_dim]
         dropout = self.architecture.dropout(self) if self.training else 0.0
-        causal = self.is_causal and getattr(self.config, "is_causal", True)
+        causal = self.architecture.is_causal(self.config)
         if mine.span is not None:
             output, probabilities = self._banded(query, key, value, mine, causal, dropout).transpose(1, 2), None
         elif self.positions.attend is not None:
@@ -226,7 +226,7 @@ def observe(
             shared,
             scaling=architecture.scaling(attention),
             dropout=0.0,
-            causal=attention.is_causal and getattr(attention.config, "is_causal", True),
+            causal=architecture.is_causal(attention.config),
             return_probabilities=True,
         )
         return Observation(query, key, value, probabilities, output)

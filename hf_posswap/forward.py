@@ -109,7 +109,7 @@ def _check_length(base, scheme, positions: torch.Tensor, past, length: int, know
 
 def _share(base, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, past, known: int | None) -> dict:
     """Return the arguments to replace: what layers share of positions, by kind, the mask and the cache."""
-    state, causal = state_of(base), base.architecture.is_causal(base.config) and getattr(base.config, "is_causal", True)
+    state, causal = state_of(base), base.architecture.is_causal(base.config)
     mask, cache = arguments.get("attention_mask"), arguments.get("past_key_values")
     modules = [attention.positions for attention in base.architecture.self_attentions(base)]
     firsts = [modules[kind.first] for kind in state.kinds]

@@ -141,12 +141,16 @@ def test_ids_are_the_familys_own(make_model, family):
         ("biogpt", "relative:clip=3"),
         ("bert", "alibi"),
         ("opt", "alibi"),
+        ("opt both ways", "alibi"),
     ],
 )
 @torch.no_grad()
 def test_scores_are_scaled_once(make_swapped, family, scheme):
-    """Attention probabilities are those of the formula in float64; some families scale queries before the call, some after."""
-    model = make_swapped(family, scheme, "eager").double()
+    """Attention probabilities are those of the formula in float64; some families scale queries before the call, some after.
+    With `is_causal` false in its config, a decoder is told to be none.
+    """
+    model = make_swapped(family.split()[0], scheme, "eager").double()
+    model.config.is_causal = "both" not in family
     attention = model.architecture.self_attentions(model.base_model)[0]
     seen = []
     hook = attention.register_forward_pre_hook(lambda _, a, k: seen.append(a[0] if a else k["hidden_states"]), with_kwargs=True)
