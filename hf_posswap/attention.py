@@ -177,7 +177,7 @@ def key_positions(
     if layer.keys.shape[-1] != head_dim + DIGITS:
         raise PosswapError(
             f"this {type(cache).__name__} holds keys of size {layer.keys.shape[-1]}, this model makes {head_dim} (and their "
-            "positions): start with a new cache"
+            "positions): start with a new cache, and not with a quantized one"
         )
     stored = read_positions(layer.keys).to(positions.device)
     positions = positions.expand(len(stored), -1)
