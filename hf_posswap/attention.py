@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from hf_posswap.architectures import Architecture
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span, banded_attention
-from hf_posswap.schemes import Places
+from hf_posswap.schemes import Places, Scheme
 
 
 class Shared(NamedTuple):
@@ -70,7 +69,7 @@ class PositionedAttention(nn.Module):
             if carries:
                 key = key[..., :head_dim]
         dropout = self.architecture.dropout(self) if self.training else 0.0
-        causal = self.is_causal and getattr(self.config, "is_causal", True)
+        causal = self.architecture.is_causal(self.config)
         if mine.span is not None:
             output, probabilities = self._banded(query, key, value, mine, causal, dropout).transpose(1, 2), None
         elif self.positions.attend is not None:
@@ -92,7 +91,7 @@ class PositionedAttention(nn.Module):
                 bias = self.positions("bias", shared, key.shape[-2]).to(query.dtype)
                 seen = shared.causal(key.shape[-2]) if causal else None
                 attention_mask = add_bias(attention_mask, bias, seen, self.config._attn_implementation)
-                if isinstance(attention_mask, BlockMask):
+                if self.config._attn_implementation == "flex_attention":
                     kwargs["position_bias"] = bias.expand(len(query), query.shape[1], *bias.shape[2:])
             output, probabilities = self.architecture.backend(self)(
                 self, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -118,7 +117,7 @@ class PositionedAttention(nn.Module):
 
 
 def add_bias(mask, bias: torch.Tensor, seen: torch.Tensor | None, implementation: str):
-    """Return the mask with a bias (1 or B, H, Q, K) added; a block mask is returned as it is: flex adds the bias itself.
+    """Return the mask with a bias (1 or B, H, Q, K) added; for flex attention, which adds the bias itself, without.
 
     `mask` is additive, boolean with True = attend, or None where only causality masks: then `seen` (Q, K) is used.
     """
@@ -127,7 +126,7 @@ def add_bias(mask, bias: torch.Tensor, seen: torch.Tensor | None, implementation
             f"these positions are a bias on scores, which attention implementation {implementation!r} cannot add: call "
             f"model.set_attn_implementation('sdpa') (or {', '.join(map(repr, BIAS_IMPLEMENTATIONS))})"
         )
-    if isinstance(mask, BlockMask):
+    if implementation == "flex_attention":
         return mask
     if mask is None:
         mask = seen
@@ -178,7 +177,7 @@ def key_positions(
     if layer.keys.shape[-1] != head_dim + DIGITS:
         raise PosswapError(
             f"this {type(cache).__name__} holds keys of size {layer.keys.shape[-1]}, this model makes {head_dim} (and their "
-            "positions): start with a new cache"
+            "positions): start with a new cache, and not with a quantized one"
         )
     stored = read_positions(layer.keys).to(positions.device)
     positions = positions.expand(len(stored), -1)
@@ -227,7 +226,7 @@ def observe(
             shared,
             scaling=architecture.scaling(attention),
             dropout=0.0,
-            causal=attention.is_causal and getattr(attention.config, "is_causal", True),
+            causal=architecture.is_causal(attention.config),
             return_probabilities=True,
         )
         return Observation(query, key, value, probabilities, output)
@@ -250,10 +249,12 @@ def add_positioned_class(architecture: Architecture) -> None:
     globals()[name] = POSITIONED_CLASSES[architecture.model_type] = type(name, (PositionedAttention, base), namespace)
 
 
-def check_implementation(implementations: tuple[str, ...] | None, current: str, scheme: str) -> None:
-    """Raise PosswapError when the scheme does not support the model's attention implementation."""
+def check_implementation(scheme: Scheme, span, current: str) -> None:
+    """Raise PosswapError when the scheme, or a span (None: there is none), does not support the attention implementation."""
+    implementations = scheme.implementations if span is None else ("eager", "sdpa")  # the two that read a mask as a tensor
     if implementations is not None and current not in implementations:
         raise PosswapError(
-            f"{scheme} positions run with attention implementation {' or '.join(map(repr, implementations))}, the model is "
-            f"set to {current!r}: call model.set_attn_implementation({implementations[-1]!r})"
+            f"{scheme.name} positions{'' if span is None else ' with a span'} run with attention implementation "
+            f"{' or '.join(map(repr, implementations))}, the model is set to {current!r}: call "
+            f"model.set_attn_implementation({implementations[-1]!r})"
         )

@@ -30,10 +30,10 @@ def positioned_forward(base_class: type):
         inputs = Inputs(*(arguments.get(name) for name in Inputs._fields))
         if (inputs.input_ids is None) == (inputs.inputs_embeds is None):
             return base_class.forward(self, **arguments)  # transformers says what is wrong
-        scheme, eager = state_of(self).scheme, self.config._attn_implementation == "eager"
-        check_implementation(scheme.implementations, self.config._attn_implementation, scheme.name)
-        if eager and _is_4d(inputs.attention_mask) and inputs.attention_mask.dtype == torch.bool:
-            # Eager attention adds masks: True would count as 1.0, where sdpa takes it for "attend".
+        scheme, span, implementation = state_of(self).scheme, state_of(self).span, self.config._attn_implementation
+        check_implementation(scheme, span, implementation)
+        if implementation != "sdpa" and _is_4d(inputs.attention_mask) and inputs.attention_mask.dtype == torch.bool:
+            # Eager and flex attention add masks: True would count as 1.0, where sdpa takes it for "attend".
             arguments["attention_mask"] = _additive(inputs.attention_mask, self.dtype)
         past, slots = _slots(arguments.get("past_key_values"), inputs)
         ids, positions = _positions(self, inputs, arguments.get("position_ids"), past, slots)
@@ -109,7 +109,7 @@ def _check_length(base, scheme, positions: torch.Tensor, past, length: int, know
 
 def _share(base, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, past, known: int | None) -> dict:
     """Return the arguments to replace: what layers share of positions, by kind, the mask and the cache."""
-    state, causal = state_of(base), base.architecture.is_causal(base.config) and getattr(base.config, "is_causal", True)
+    state, causal = state_of(base), base.architecture.is_causal(base.config)
     mask, cache = arguments.get("attention_mask"), arguments.get("past_key_values")
     modules = [attention.positions for attention in base.architecture.self_attentions(base)]
     firsts = [modules[kind.first] for kind in state.kinds]

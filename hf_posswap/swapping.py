@@ -66,7 +66,7 @@ def swap(
     if is_part(target):
         raise PosswapError("this is the inner part of a swapped model, whose config names the scheme: swap the whole model")
     check_not_in_composite(target)
-    check_implementation(scheme.implementations, target.config._attn_implementation, scheme.name)
+    check_implementation(scheme, span, target.config._attn_implementation)
     undo = undo_of(target)
     if undo is not None and undo.fingerprint != surgery.fingerprint(target, architecture):
         raise PosswapError(

@@ -217,9 +217,10 @@ def test_failure_in_the_middle(make_model, family, first, place, monkeypatch, to
     assert torch.equal(model(tokens).logits, original)
 
 
-def test_relative_refuses_flex_attention_later(make_swapped, tokens):
-    """An attention implementation that is set after the swap is looked at, too."""
-    model = make_swapped("bert", "relative")
+@pytest.mark.parametrize(("scheme", "span"), [("relative", None), ("rotary", 6)])
+def test_refuses_flex_attention_later(make_swapped, scheme, span, tokens):
+    """An attention implementation that is set after the swap is looked at, too; a span needs its mask read as a tensor."""
+    model = make_swapped("bert", scheme, span=span)
     model.set_attn_implementation("flex_attention")
     refused("set_attn_implementation", model, tokens)
 

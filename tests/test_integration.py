@@ -187,13 +187,15 @@ def test_trainer_and_text_generation(make_swapped, gpt2_tokenizer, scheme, tmp_p
 @pytest.mark.parametrize("scheme", ["rotary:fraction=0.5", "alibi"])
 def test_flex_attention(make_swapped, scheme, tokens):
     """Schemes that leave attention to the backend, or add a bias to it, agree under flex attention and sdpa; GPT-2 has no flex.
-    Not compiled here.
+    A mask may be for tokens, or for each pair, True = attend. Not compiled here.
     """
     model = make_swapped("bert-decoder", scheme, "sdpa")
-    mask = padded(after=7)["attention_mask"]
+    real = padded(after=7)["attention_mask"]
+    pairs = real[:, None, None].bool() & torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril().triu(-4)
     with torch.no_grad():
-        expected = model(tokens, attention_mask=mask).logits
+        expected = [model(tokens, attention_mask=mask).logits for mask in (real, pairs)]
         model.set_attn_implementation("flex_attention")
         with torch.compiler.set_stance("force_eager"):
-            actual = model(tokens, attention_mask=mask).logits
-    assert_close(actual[mask.bool()], expected[mask.bool()], rtol=1e-3, atol=1e-3)
+            actual = [model(tokens, attention_mask=mask).logits for mask in (real, pairs)]
+    for ours, theirs in zip(actual, expected, strict=True):
+        assert_close(ours[real.bool()], theirs[real.bool()], rtol=1e-3, atol=1e-3)

@@ -72,14 +72,18 @@ def test_ids_are_the_familys_own(make_model, family):
 SCALED = [
     ("opt", "rotary"), ("distilbert", "rotary"), ("esm", "rotary"), ("bert", "alibi"), ("opt", "alibi"),
     ("esm", "relative:clip=3"), ("opt", "relative:clip=3"), ("biogpt", "relative:clip=3"),
+    ("opt both ways", "alibi"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "scheme"), SCALED)
 @torch.no_grad()
 def test_scores_are_scaled_once(make_swapped, family, scheme):
-    """Attention probabilities are those of the formula in float64; some families scale queries before the call, some after."""
-    model = make_swapped(family, scheme, "eager").double()
+    """Attention probabilities are those of the formula in float64; some families scale queries before the call, some after.
+    With `is_causal` false in its config, a decoder is told to be none.
+    """
+    model = make_swapped(family.split()[0], scheme, "eager").double()
+    model.config.is_causal = "both" not in family
     attention = model.architecture.self_attentions(model.base_model)[0]
     seen = []
     hook = attention.register_forward_pre_hook(lambda _, a, k: seen.append(a[0] if a else k["hidden_states"]), with_kwargs=True)

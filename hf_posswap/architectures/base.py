@@ -123,7 +123,7 @@ class Architecture(ABC):
         return QueryKey(query.weight, biases[0], key.weight, biases[1], plain)
 
     def is_causal(self, config: PreTrainedConfig) -> bool:
-        """Whether self-attention looks only to the left."""
+        """Whether self-attention looks only to the left: `is_causal` in the config takes that away from any model."""
         return False
 
 

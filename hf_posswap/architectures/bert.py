@@ -41,4 +41,4 @@ class Bert(Architecture):
         return attention.dropout.p
 
     def is_causal(self, config):
-        return config.is_decoder
+        return config.is_decoder and getattr(config, "is_causal", True)

@@ -52,4 +52,4 @@ class GPT2(Architecture):
         return QueryKey(weight[:size], bias[:size], weight[size : 2 * size], bias[size : 2 * size], plain)
 
     def is_causal(self, config):
-        return True
+        return getattr(config, "is_causal", True)

@@ -54,4 +54,4 @@ class OPT(Architecture):
         return attention.dropout
 
     def is_causal(self, config):
-        return True
+        return getattr(config, "is_causal", True)
