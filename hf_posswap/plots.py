@@ -184,9 +184,13 @@ def plot_attention_by_distance(
 
 
 def plot_loss_by_length(
-    lines: dict[str, Points], trained: int | None, title: str = "", *, label: str = "held-out loss, nats a token",
+    lines: dict[str, Points],
+    trained: int | None,
+    title: str = "",
+    *,
+    label: str = "held-out loss, nats a token",
     dark: bool = False,
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Draw the loss, or what `label` names, against input length: one line for each name, {length: loss}.
 
     The title says which line is best at the longest length: the lowest if the label is a loss, a perplexity or a cost, else the
@@ -207,9 +211,14 @@ def plot_loss_by_length(
 
 
 def plot_recovery(
-    lines: dict[str, Points], *, original: float | None = None, steps: str = "tokens of training", label: str = "damage",
-    title: str = "", dark: bool = False,
-) -> Figure:  # fmt: skip
+    lines: dict[str, Points],
+    *,
+    original: float | None = None,
+    steps: str = "tokens of training",
+    label: str = "damage",
+    title: str = "",
+    dark: bool = False,
+) -> Figure:
     """Draw values during training, {name: {tokens: value}}, and the original's as a horizontal line; 0 tokens are on the axis.
 
     >>> figure = plot_recovery({"rotary, cold": {0: 37.0, 1000: 26.0}}, original=23.3, label="perplexity")
@@ -248,9 +257,15 @@ def plot_bars(rows: dict[str, Sequence[float]], *, label: str, title: str = "", 
 
 
 def plot_heat_maps(
-    panels: dict[str, list[list[float]]], *, rows: list, columns: list, row_label: str, column_label: str, title: str,
+    panels: dict[str, list[list[float]]],
+    *,
+    rows: list,
+    columns: list,
+    row_label: str,
+    column_label: str,
+    title: str,
     dark: bool = False,
-) -> Figure:  # fmt: skip
+) -> Figure:
     """Draw matrices of shares (0 to 1) side by side, each cell with its number; more than three take several rows.
 
     >>> axes = {"row_label": "depth", "column_label": "length", "title": "keys found"}

@@ -120,9 +120,15 @@ def take_snapshot(model: PreTrainedModel, architecture: Architecture, *, weights
 
 
 def install(
-    model: PreTrainedModel, architecture: Architecture, scheme: Scheme, geometry: Geometry, *, span: Span | None,
-    classes: dict[type, type], config: PreTrainedConfig | None = None,
-) -> nn.Module:  # fmt: skip
+    model: PreTrainedModel,
+    architecture: Architecture,
+    scheme: Scheme,
+    geometry: Geometry,
+    *,
+    span: Span | None,
+    classes: dict[type, type],
+    config: PreTrainedConfig | None = None,
+) -> nn.Module:
     """Put the scheme's modules in the places of the old ones; return the embedding-side module, not yet warmed up.
 
     `classes` maps classes of transformers to ours, `config` is the one that names the scheme (None: the model has it already).

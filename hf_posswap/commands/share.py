@@ -24,9 +24,12 @@ EvalResult = Annotated[
 
 
 def card_command(
-    folder: Folder, results: Results = None, base_model: BaseModel = None, license: License = None,
+    folder: Folder,
+    results: Results = None,
+    base_model: BaseModel = None,
+    license: License = None,
     eval_result: EvalResult = None,
-):  # fmt: skip
+):
     """Write a model's card, its results as JSON and pictures into its folder; your own text in the card stays."""
     path = write_card(folder, results=results, base_model=base_model, license=license, eval_results=eval_result or ())
     typer.echo(f"wrote {path}")

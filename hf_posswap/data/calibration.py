@@ -31,9 +31,15 @@ class TextBatches(list):
 
 
 def text_batches(
-    documents: list[str], tokenizer: PreTrainedTokenizerBase, max_length: int, *, tokens: int = 65_536, causal: bool = False,
-    window: int | None = None, seed: int = 0,
-) -> TextBatches:  # fmt: skip
+    documents: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    *,
+    tokens: int = 65_536,
+    causal: bool = False,
+    window: int | None = None,
+    seed: int = 0,
+) -> TextBatches:
     """Split documents into parts to fit, select and report, and draw blocks of several lengths from each.
 
     An encoder gets equal numbers of tokens at `max_length`, a quarter, a sixteenth of it, and so on down to 16 tokens, since a

@@ -155,9 +155,14 @@ def write_kernel(
 
 
 def fit_relative_keys(
-    queries: torch.Tensor, masses: torch.Tensor, targets: torch.Tensor, *, shared: bool, ridge: float = 1e-3,
+    queries: torch.Tensor,
+    masses: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    shared: bool,
+    ridge: float = 1e-3,
     tolerance: float = 1e-2,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Solve for key vectors a: (H, R, D), or (1, R, D) when heads share them; float64.
 
     `queries` (H, T, D) are all queries, `masses` (H, T, R) their weights summed over the keys at each distance, `targets`

@@ -18,10 +18,19 @@ IMPLEMENTATIONS = ("auto", "fused", "window", "triton")
 
 @torch.compiler.disable  # with dynamic shapes, compiled writes to strided views are wrong
 def relative_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_table: torch.Tensor,
-    value_table: torch.Tensor | None = None, *, clip: int, causal: bool = False, key_mask: torch.Tensor | None = None,
-    dropout: float = 0.0, scale: float | None = None, implementation: str = "auto",
-) -> torch.Tensor:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_table: torch.Tensor,
+    value_table: torch.Tensor | None = None,
+    *,
+    clip: int,
+    causal: bool = False,
+    key_mask: torch.Tensor | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    implementation: str = "auto",
+) -> torch.Tensor:
     """Return attention with Shaw's clipped relative positions, (B, H, Q, D); see the formula at the top of this module.
 
     Differentiable once, in all five tensors. A row whose keys are all masked gives zeros. A masked key or value must be

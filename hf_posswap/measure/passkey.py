@@ -64,9 +64,14 @@ class PasskeyTexts:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, split: Split, *, causal: bool, filler: Literal["repeat", "text"] = "repeat",
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        split: Split,
+        *,
+        causal: bool,
+        filler: Literal["repeat", "text"] = "repeat",
         decoys: int = 0,
-    ):  # fmt: skip
+    ):
         if filler not in ("repeat", "text"):
             raise DataError(f"filler={filler!r} is not known; known are repeat, text")
         if not 0 <= decoys < min(len(NAMES), CANDIDATES):

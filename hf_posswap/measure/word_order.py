@@ -42,9 +42,11 @@ def word_order_examples(paragraphs: list[str], count: int, *, seed: int = 0) -> 
 
 
 def word_order_probe(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, train: tuple[list[str], list[int]],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    train: tuple[list[str], list[int]],
     test: tuple[list[str], list[int]],
-) -> float:  # fmt: skip
+) -> float:
     """Return the share of test texts that a linear probe on the model's frozen states tells intact from swapped.
 
     Texts alternate, as `word_order_examples` returns them. The penalty is chosen by five folds, with a sentence and its swapped

@@ -118,9 +118,13 @@ class AttentionPositions(nn.Module):
         return getattr(self, hook)(*arguments, **options)
 
     def prepare(
-        self, position_ids: torch.Tensor, slots: torch.Tensor, length: int | None, key_positions: torch.Tensor | None,
+        self,
+        position_ids: torch.Tensor,
+        slots: torch.Tensor,
+        length: int | None,
+        key_positions: torch.Tensor | None,
         attention_mask: torch.Tensor | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Compute once for each forward what all layers of a kind share; called on the first one's module.
 
         `position_ids` (B or 1, Q) are the positions of the queries, `slots` (1, Q) their places in the sequence or

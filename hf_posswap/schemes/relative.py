@@ -121,9 +121,18 @@ class RelativePositions(AttentionPositions):
         return summed.scatter_add_(-1, self._index(values), values)
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, shared: Places, *,
-        scaling: float, dropout: float, causal: bool, return_probabilities: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        shared: Places,
+        *,
+        scaling: float,
+        dropout: float,
+        causal: bool,
+        return_probabilities: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (B, H, Q, D), and the probabilities (B, H, Q, K) or None.
 
         `mask` is additive, or boolean with True = attend; where positions are in order, `shared` replaces it.
@@ -174,9 +183,17 @@ def _in_order(positions: torch.Tensor, key_mask: torch.Tensor | None) -> bool:
 
 
 def attend_by_index(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_table: torch.Tensor, value_table: torch.Tensor | None,
-    distances: torch.Tensor, mask: torch.Tensor | None, scaling: float, dropout: float, key_query: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_table: torch.Tensor,
+    value_table: torch.Tensor | None,
+    distances: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float,
+    key_query: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (B, H, Q, D) and the probabilities (B, H, Q, K), for any distances r (B or 1, Q, K) and any mask.
 
     q_i . a^K_r is one (Q, R) product for each head that is then spread over the keys, and the value term collects the

@@ -60,9 +60,14 @@ _PIPELINES = {
 
 
 def write_card(
-    folder: str | Path, *, results: Sequence[str | Path] | None = None, base_model: str | None = None,
-    license: str | None = None, repo_id: str | None = None, eval_results: Sequence[str] = (),
-) -> Path:  # fmt: skip
+    folder: str | Path,
+    *,
+    results: Sequence[str | Path] | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+    repo_id: str | None = None,
+    eval_results: Sequence[str] = (),
+) -> Path:
     """Write README.md, posswap_results.json and pictures into the folder of a shared model; return the card's path.
 
     Args:

@@ -41,10 +41,17 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def share(
-    folder: str | Path, repo_id: str, *, results: Sequence[str | Path] | None = None, base_model: str | None = None,
-    license: str | None = None, private: bool | None = None, create_pr: bool = False, overwrite: bool = False,
+    folder: str | Path,
+    repo_id: str,
+    *,
+    results: Sequence[str | Path] | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+    private: bool | None = None,
+    create_pr: bool = False,
+    overwrite: bool = False,
     eval_results: Sequence[str] = (),
-) -> str:  # fmt: skip
+) -> str:
     """Write the card of a swapped model, an export or a delta and push the folder; return the URL of the model or pull request.
 
     Args:

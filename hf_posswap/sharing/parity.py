@@ -52,9 +52,13 @@ class Certificate:
 
 
 def certify(
-    model: PreTrainedModel, exported: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, *,
-    left_out: tuple[str, ...] = (), holds_for: tuple[str, ...] = (),
-) -> Certificate:  # fmt: skip
+    model: PreTrainedModel,
+    exported: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    left_out: tuple[str, ...] = (),
+    holds_for: tuple[str, ...] = (),
+) -> Certificate:
     """Compare outputs of a swapped model and of its export on the same tokens; PosswapError: beyond `TOLERANCE`."""
     causal = model.architecture.is_causal(model.config)
     longest = min(longest_input(model.config), LONGEST)

@@ -33,10 +33,18 @@ AfterStep = Callable[[torch.nn.Module, TrainingRun], None]
 
 
 def train(
-    model: torch.nn.Module, dataset: Dataset, config: TrainingConfig, *, compute_loss: Loss | None = None,
-    collate: Callable[[list[dict]], dict] | None = None, after_step: AfterStep | None = None, output: str | Path | None = None,
-    resume: bool = False, progress: bool = True, description: str = "training",
-) -> tuple[torch.nn.Module, TrainingRun]:  # fmt: skip
+    model: torch.nn.Module,
+    dataset: Dataset,
+    config: TrainingConfig,
+    *,
+    compute_loss: Loss | None = None,
+    collate: Callable[[list[dict]], dict] | None = None,
+    after_step: AfterStep | None = None,
+    output: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = True,
+    description: str = "training",
+) -> tuple[torch.nn.Module, TrainingRun]:
     """Train `model` on `dataset` for `config.max_steps` steps; return the unwrapped model and a record of the run.
 
     `dataset` holds dicts of tensors, all of one length unless `collate` pads them. `compute_loss(model, batch)` returns a

@@ -33,9 +33,15 @@ class RunLog:
     """Collects each step's numbers in `run`; `stopping` becomes true on all processes when one of them was asked to stop."""
 
     def __init__(
-        self, accelerator: Accelerator, run: TrainingRun, bar: tqdm, stop: StopRequest, *, every_step: bool,
+        self,
+        accelerator: Accelerator,
+        run: TrainingRun,
+        bar: tqdm,
+        stop: StopRequest,
+        *,
+        every_step: bool,
         description: str | None,
-    ):  # fmt: skip
+    ):
         self.accelerator, self.run, self.bar, self.stop, self.every_step = accelerator, run, bar, stop, every_step
         self.description = description  # None: nothing is said
         if description and run.losses:
