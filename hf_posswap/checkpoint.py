@@ -170,11 +170,11 @@ class SwappedModel(InitialisesPositions):
         return super()._prepare_position_ids_for_generation(*args, **kwargs) + self.architecture.first_id(self.config)
 
     def init_continuous_batching(self, *args, **kwargs):
-        """As in transformers, for `generate_batch`, whose paged cache knows neither distances nor spans."""
+        """As in transformers, for `generate_batch`, whose paged cache knows no distances, spans and ids of a family."""
         ours = [module for module in self.modules() if isinstance(module, AttentionPositions)]
-        span = state_of(self).span is not None
-        if span or any(one.needs_key_positions or one.attend is not None or one.bias is not None for one in ours):
-            kind = f"{self.position_scheme.name} positions{' with a span' * span}"
+        span, first = state_of(self).span is not None, self.architecture.first_id(self.config)  # there ids count from 0
+        if span or first or any(one.needs_key_positions or one.attend is not None or one.bias is not None for one in ours):
+            kind = f"{self.position_scheme.name} positions{' with a span' * span}{f' counted from {first}' * (first > 0)}"
             raise PosswapError(f"{kind} cannot use the paged cache of generate_batch: call generate with a padded batch")
         return super().init_continuous_batching(*args, **kwargs)
 

@@ -213,10 +213,12 @@ def test_an_adapter_of_a_swapped_model_on_a_plain_one(make_model, tokens, tmp_pa
     assert torch.equal(right(tokens).logits, adapted(tokens).logits)
 
 
-@pytest.mark.parametrize(("scheme", "span"), [("relative:clip=4", None), ("none", 8)])
-def test_continuous_batching(make_model, scheme, span):
-    """A paged cache shows attention no distances: an error, where there were empty lists."""
-    model = posswap.swap(make_model("gpt2", "sdpa"), scheme, span=span)
+@pytest.mark.parametrize(
+    ("family", "scheme", "span"), [("gpt2", "relative:clip=4", None), ("gpt2", "none", 8), ("roberta-decoder", "rotary", None)]
+)
+def test_continuous_batching(make_model, family, scheme, span):
+    """A paged cache shows attention no distances: an error, where there were empty lists. RoBERTa's ids would be padding's."""
+    model = posswap.swap(make_model(family, "sdpa"), scheme, span=span)
     refused(f"{scheme[:4]}.* cannot use the paged cache of generate_batch", model.generate_batch, [[5, 6, 7], [8, 9]])
 
 
