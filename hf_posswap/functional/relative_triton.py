@@ -54,16 +54,9 @@ def why_not(query: torch.Tensor) -> str | None:
 
 
 def fused_relative_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_table: torch.Tensor,
-    value_table: torch.Tensor | None,
-    clip: int,
-    causal: bool,
-    key_mask: torch.Tensor | None,
-    scale: float,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, key_table: torch.Tensor, value_table: torch.Tensor | None,
+    clip: int, causal: bool, key_mask: torch.Tensor | None, scale: float,
+) -> torch.Tensor:  # fmt: skip
     """Return z as (B, H, Q, D), differentiable once in all five tensors.
 
     Arguments are those of `relative_attention`, which has checked them, and asked `why_not`.
@@ -231,21 +224,10 @@ def _sum_far_right(tile, queries, keys, query_length, key_length, clip, PART: tl
 
 @_jit
 def _scores(
-    left,
-    right,
-    queries,
-    keys,
-    biases,
-    key_mask,
-    query_length,
-    key_length,
-    clip,
-    width,
-    scale,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    PART: tl.constexpr,
-):
+    left, right, queries, keys, biases, key_mask,
+    query_length, key_length, clip, width, scale,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
     """The scores left @ right^T + biases in units of log 2, -inf where a key is not attended."""
     scores = tl.dot(left, tl.trans(right), input_precision="ieee")
     scores += _look_up(biases, queries, keys, query_length, key_length, clip, width, PART)
@@ -262,15 +244,9 @@ def _scores(
 
 @_jit
 def _key_range(
-    first_query,
-    query_length,
-    key_length,
-    clip,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PART: tl.constexpr,
-):
+    first_query, query_length, key_length, clip,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
     """The keys that a tile of queries visits in one part, from and to."""
     first = first_query + key_length - query_length  # places of the tile's first and last query
     last = first + BLOCK_Q - 1
@@ -287,15 +263,9 @@ def _key_range(
 
 @_jit
 def _query_range(
-    first_key,
-    query_length,
-    key_length,
-    clip,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PART: tl.constexpr,
-):
+    first_key, query_length, key_length, clip,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
     """The queries that a tile of keys visits in one part, from and to."""
     first = first_key - (key_length - query_length)  # the keys' places, counted like the queries
     last = first + BLOCK_K - 1
@@ -312,27 +282,11 @@ def _query_range(
 
 @_jit
 def _forward(
-    query,
-    key,
-    value,
-    biases,
-    key_mask,
-    output,
-    masses,
-    log_sums,
-    query_length,
-    key_length,
-    clip,
-    width,
-    scale,
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    VALUES: tl.constexpr,
-):
+    query, key, value, biases, key_mask, output, masses, log_sums,
+    query_length, key_length, clip, width, scale,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
     """One program makes a tile of outputs, its masses by column and log-sum-exp, by the online softmax."""
     key, value = _this_head(key, key_length, D), _this_head(value, key_length, D)
     biases = _this_band(biases, query_length, width)
@@ -391,32 +345,11 @@ def _forward(
 
 @_jit
 def _backward_queries(
-    query,
-    key,
-    value,
-    biases,
-    key_mask,
-    d_output,
-    d_masses,
-    log_sums,
-    deltas,
-    output,
-    masses,
-    d_query,
-    d_biases,
-    query_length,
-    key_length,
-    clip,
-    width,
-    scale,
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    VALUES: tl.constexpr,
-):
+    query, key, value, biases, key_mask, d_output, d_masses, log_sums, deltas, output, masses, d_query, d_biases,
+    query_length, key_length, clip, width, scale,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
     """One program makes the gradients of a tile of queries and of its biases, and leaves the deltas to _backward_keys."""
     key, value = _this_head(key, key_length, D), _this_head(value, key_length, D)
     biases, d_biases = _this_band(biases, query_length, width), _this_band(d_biases, query_length, width)
@@ -472,30 +405,11 @@ def _backward_queries(
 
 @_jit
 def _backward_keys(
-    query,
-    key,
-    value,
-    biases,
-    key_mask,
-    d_output,
-    d_masses,
-    log_sums,
-    deltas,
-    d_key,
-    d_value,
-    query_length,
-    key_length,
-    clip,
-    width,
-    scale,
-    D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    VALUES: tl.constexpr,
-):
+    query, key, value, biases, key_mask, d_output, d_masses, log_sums, deltas, d_key, d_value,
+    query_length, key_length, clip, width, scale,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
     """One program makes the gradients of a tile of keys and values. Its tiles are (keys, queries)."""
     query, d_output = _this_head(query, query_length, D), _this_head(d_output, query_length, D)
     biases = _this_band(biases, query_length, width)
