@@ -14,7 +14,6 @@ differ only by that permutation.
 
 import copy
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -47,10 +46,7 @@ class RotaryPositions(AttentionPositions):
         # `dynamic` scales from this length; longrope derives a missing factor from it.
         dynamic = scaling["rope_type"] == "dynamic"
         length_now = self.geometry.trained_positions if dynamic else self.geometry.max_positions
-        # What they read of a config, for a head of which every dimension turns.
-        config = SimpleNamespace(rope_parameters=parameters, max_position_embeddings=length_now, num_attention_heads=1)
-        config.head_dim = config.hidden_size = self.rotary_dim
-        config.standardize_rope_params = lambda: None
+        config = _RopeConfig(parameters, self.rotary_dim, length_now)
         frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, device, seq_len=length)
         return frequencies.double(), factor
 
@@ -149,6 +145,19 @@ class RotaryPositions(AttentionPositions):
 
 def _positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+class _RopeConfig:  # no SimpleNamespace: torch.compile cannot make one
+    """The config fields that ROPE_INIT_FUNCTIONS read, for a head of which every dimension turns."""
+
+    def __init__(self, rope_parameters: dict[str, Any], rotary_dim: int, max_positions: int):
+        self.rope_parameters = rope_parameters
+        self.head_dim = self.hidden_size = rotary_dim
+        self.num_attention_heads = 1
+        self.max_position_embeddings = max_positions
+
+    def standardize_rope_params(self) -> None:
+        pass
 
 
 _SCALINGS = {  # kind -> the fields that it needs, and others that it takes
