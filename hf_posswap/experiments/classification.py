@@ -118,8 +118,15 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
             figures = averaged(measure(model, validation.rows))["figures"]
             add_point(folder, step, {"tokens": run.tokens, "seconds": run.seconds, **figures})
 
-    hooks = {"collate": lambda rows: pad(rows, pad_token_id), "after_step": look if config.eval_steps else None}
-    model, run = train(model, encoded["train"].rows, config, **hooks, output=folder, resume=resume)
+    model, run = train(
+        model,
+        encoded["train"].rows,
+        config,
+        collate=lambda rows: pad(rows, pad_token_id),
+        after_step=look if config.eval_steps else None,
+        output=folder,
+        resume=resume,
+    )
     announce("measuring")
     fitted = config.start == "fit" and config.scheme != ORIGINAL
     figures = measure(model, validation.rows)

@@ -105,7 +105,9 @@ def _read(entry: Any) -> tuple[Scheme, bool]:
     try:
         scheme = scheme_from_dict(options)
     except UnknownSchemeError as error:
-        raise UnknownSchemeError(f"mixed: {error}; several options stand in braces, rotary:{{theta=99,fraction=0.5}}") from None
+        raise UnknownSchemeError(
+            f"mixed: {error}; several options stand in braces, rotary:{{theta=100,fraction=0.5}}"
+        ) from None
     if isinstance(scheme, Mixed) or scheme.open_options():
         what = f"mixed: {scheme} cannot be part of a mix: write the entries of a mix in one list"
         raise PosswapError(f"{what}, and numbers for 'auto', such as posswap.choose finds for the entry alone")

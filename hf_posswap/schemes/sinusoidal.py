@@ -119,8 +119,11 @@ class ProjectedSinusoids(ProjectedCode):
             self.register_parameter(name, nn.Parameter(value))
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        vectors = {"bias": torch.zeros(self.width), "first": self.code(torch.tensor(0))}
-        return {"projection": torch.eye(self.width) * self.width, **vectors}
+        return {
+            "projection": torch.eye(self.width) * self.width,
+            "bias": torch.zeros(self.width),
+            "first": self.code(torch.tensor(0)),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,14 @@
 
 import torch
 from torch import nn
-from transformers import BertLMHeadModel, JinaEmbeddingsV3Config, RoFormerConfig, RoFormerForCausalLM
+from transformers import (
+    BertForMultipleChoice,
+    BertForSequenceClassification,
+    BertLMHeadModel,
+    JinaEmbeddingsV3Config,
+    RoFormerConfig,
+    RoFormerForCausalLM,
+)
 
 from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import UnsupportedModelError
@@ -37,7 +44,7 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
         raise UnsupportedModelError(f"RoFormer has one table of angles, and {kind} scaling chooses angles by length")
     if positions.geometry.head_dim % 2:
         raise UnsupportedModelError(f"RoFormer rotates pairs of dimensions, and head_dim {positions.geometry.head_dim} is odd")
-    classifies, chooses = (stock.__name__ == f"BertFor{head}" for head in ("SequenceClassification", "MultipleChoice"))
+    classifies, chooses = stock is BertForSequenceClassification, stock is BertForMultipleChoice
     if classifies and config.hidden_act != "tanh":
         raise UnsupportedModelError(f"RoFormer's head applies {config.hidden_act}, BERT's pooler tanh: share the model itself")
     weights, holds_for, tied = native.without_constant(model, tokenizer, "RoFormer", onto="token_type")

@@ -68,9 +68,14 @@ def load_relative_key(
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # the load report would list both as faults
     try:
-        told = {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        told |= {"config": config, "key_mapping": {TABLE: "attention.self.positions.key_table"}}
-        model, info = super(SwappedModel, model_class).from_pretrained(path_or_id, **told, **hub)
+        model, info = super(SwappedModel, model_class).from_pretrained(
+            path_or_id,
+            config=config,
+            key_mapping={TABLE: "attention.self.positions.key_table"},
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **hub,
+        )
     finally:
         transformers_logging.set_verbosity(verbosity)
     misfits = [key[0] if isinstance(key, tuple) else key for key in info["mismatched_keys"]]
