@@ -68,7 +68,7 @@ class Config(EmbedderOptions):
     LEAST |= dict.fromkeys(("max_steps", "cached", "checkpoint_every", "brake"), 0) | {"learning_rate": 1e-12}
 
     start: str = "fit"
-    span: int | None = 128
+    span: Annotated[int | None, "Attend only to keys at a distance below this; as many as --tokens: to all."] = 128
     tokens: Annotated[int, "Tokens of a document, and the longest input of the swapped model."] = 1024
     passage: Annotated[int, "Tokens of a passage."] = 48
     read: Way = "chunks"

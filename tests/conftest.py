@@ -23,7 +23,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertModel, BertTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import BertModel, BertTokenizer, PreTrainedModel, PreTrainedTokenizerFast, RobertaModel
 
 import hf_posswap as posswap
 from hf_posswap.contract import subject
@@ -241,12 +241,13 @@ def run_python(*arguments, **options) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def save(make_model, bert_tokenizer, gpt2_tokenizer, tmp_path):
-    """The function that saves a tiny headless BERT, or a GPT-2, with its tokenizer: `save(family, **config)` is the folder."""
+    """The function that saves a tiny headless encoder or GPT-2, with its tokenizer: `save(family, **config)` is the folder."""
 
     def write(family: str, **options) -> Path:
-        usual = {"bert": {"head": BertModel}, "gpt2": {"bos_token_id": 1, "eos_token_id": 1}}[family]
-        make_model(family, **usual | options).save_pretrained(tmp_path / family)
-        {"bert": bert_tokenizer, "gpt2": gpt2_tokenizer}[family].save_pretrained(tmp_path / family)
+        usual = {"bert": {"head": BertModel}, "roberta": {"head": RobertaModel, "pad_token_id": bert_tokenizer.pad_token_id}}
+        usual["gpt2"] = {"bos_token_id": 1, "eos_token_id": 1}
+        make_model(family, **usual[family] | options).save_pretrained(tmp_path / family)
+        (gpt2_tokenizer if family == "gpt2" else bert_tokenizer).save_pretrained(tmp_path / family)
         return tmp_path / family
 
     return write

@@ -105,8 +105,8 @@ def heat_map(folder: Path) -> dict:
     return {"panels": passkey["heat_maps"](None, texts, config, ask=ask), "calls": calls}
 
 
-def sentences(data: Path) -> None:
-    """Write a tiny BERT, and sentences whose label is their first animal."""
+def texts(data: Path) -> None:
+    """Write a tiny BERT, sentences whose label is their first animal, and long documents."""
     words, chance = "cat dog the a sat ran on under mat log and then it was happy sad".split(), random.Random(0)
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
     BertTokenizer(vocab={word: number for number, word in enumerate(vocabulary)}).save_pretrained(data)
@@ -114,26 +114,32 @@ def sentences(data: Path) -> None:
     for split, count in (("train", 400), ("validation", 101)):
         rows = [[*chance.sample(words[:2], 2), *chance.choices(words[2:], k=chance.randint(1, 12))] for _ in range(count)]
         (data / f"{split}.csv").write_text("sentence,label\n" + "".join(f"{' '.join(row)},{row[0]}\n" for row in rows))
+        (data / f"{split}.txt").write_text(" ".join(chance.choices(words, k=5 * count)))
 
 
-def recipe(folder: Path) -> dict:
+def embedder(data: Path, folder: Path) -> list[float]:
+    """Tune an embedder for long documents; return what each of its parameters sums up to, squared."""
+    module = importlib.import_module("long_embedder")
+    module.EACH = 2
+    files = {"model": str(data), "train_file": str(data / "train.txt"), "validation_file": str(data / "validation.txt")}
+    fitted = {"scheme": "rotary", "tokens": 32, "passage": 8, "window": 16, "span": 8, "fit_tokens": 1500, "fit_steps": 1}
+    config = module.Config(**files, **fitted, max_steps=3, batch_size=4, documents=4, learning_rate=1e-2)
+    return [p.detach().square().sum().item() for p in module.run(config, folder, False)["model"].parameters()]
+
+
+def recipe(data: Path, folder: Path) -> dict:
     """Run a recipe as its command line does; return its result, and how often this process said that it measures."""
-    data = folder / "data"
-    if PartialState().is_main_process:
-        sentences(data)
-    PartialState().wait_for_everyone()
     options = "--no-dropout --eval-steps 3 --learning-rate 1e-3 --scheme rotary --start fit --save-model --max-steps 6"
     options += " --batch-size 8 --eval-batch-size 8 --fit-steps 2 --fit-tokens 256"
     files = ["--train-file", data / "train.csv", "--validation-file", data / "validation.csv"]
-    sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
     module = importlib.import_module("downstream_classification")
-    sys.argv = ["recipe", "--model", str(data), *map(str, files), *options.split(), "--output", str(folder / "recipe")]
+    sys.argv = ["recipe", "--model", str(data), *map(str, files), *options.split(), "--output", str(folder)]
     with contextlib.redirect_stderr(io.StringIO()) as said:
         try:
             main(module.Config, module.run)
         except SystemExit as stop:
             assert not stop.code, said.getvalue()
-    return json.loads((folder / "recipe" / "result.json").read_text()) | {"said": said.getvalue().count("measuring")}
+    return json.loads((folder / "result.json").read_text()) | {"said": said.getvalue().count("measuring")}
 
 
 def ddp(folder: Path) -> dict:
@@ -181,7 +187,13 @@ def ddp(folder: Path) -> dict:
     rows = ragged_rows(203, classes=3)
     seen["examples"] = predict(classifier, rows, 0, 8).argmax(-1).tolist()
     assert classifier.training
-    seen["recipe"] = recipe(folder)  # which disconnects the processes at its end
+    sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+    data = folder / "data"
+    if PartialState().is_main_process:
+        texts(data)
+    PartialState().wait_for_everyone()
+    seen["embedder"] = embedder(data, folder / "embedder")
+    seen["recipe"] = recipe(data, folder / "recipe")  # which disconnects the processes at its end
     return seen
 
 

@@ -127,6 +127,11 @@ def test_a_recipe_on_two_processes(folder, alone, together):
     assert models[0].config.position_scheme["name"] == "rotary" and (kept[0] / "tokenizer.json").is_file()
 
 
+def test_an_embedder_on_two_processes(alone, together):
+    """Documents of both processes are each other's negatives, so that two take the steps of one."""
+    assert together[0]["embedder"] == together[1]["embedder"] == pytest.approx(alone["embedder"], rel=1e-4, abs=1e-6)
+
+
 def test_sharded_processes_take_the_steps_of_one(folder, alone):
     """FSDP2: halves of the weights, the losses of one process, exact resuming from a sharded checkpoint, a model to measure."""
     for rank in _launch(2, "fsdp", folder / "fsdp"):
