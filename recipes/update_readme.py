@@ -223,6 +223,7 @@ def wrap(page: str) -> str:
         if part.startswith(("|", "#", "!", "<", "`", "- `")):
             continue
         lines = [f"- {item}" for item in part[2:].split("\n- ")] if part.startswith("- ") else [part]
+        lines = [" ".join(line.split()) for line in lines]  # also where a tag of the template was
         parts[number] = "\n".join(
             fill(line, 128, subsequent_indent="  " * line.startswith("- "), break_long_words=False, break_on_hyphens=False)
             for line in lines
