@@ -169,6 +169,10 @@ class SwappedModel(InitialisesPositions):
         """As in transformers, which counts from 0 for every family: here in the family's own ids, as a forward counts."""
         return super()._prepare_position_ids_for_generation(*args, **kwargs) + self.architecture.first_id(self.config)
 
+    def resize_position_embeddings(self, new_num_position_embeddings: int):
+        longest = new_num_position_embeddings
+        raise PosswapError(f"a swap sets the longest input: call posswap.swap(model, scheme, max_positions={longest})")
+
     def init_continuous_batching(self, *args, **kwargs):
         """As in transformers, for `generate_batch`, whose paged cache knows no distances, spans and ids of a family."""
         ours = [module for module in self.modules() if isinstance(module, AttentionPositions)]

@@ -92,13 +92,15 @@ def _check_length(base, scheme, positions: torch.Tensor, past, length: int, know
         needed = max(needed, int(positions.max()) + 1)
         if int(positions.min()) < 0:
             raise PosswapError(f"position_ids must not be negative, the smallest is {int(positions.min())}")
+    state, fitted = state_of(base), base.config.position_scheme.get("fitted_length")
     if needed > limit:
+        near = f", span={state.span.span}, first={state.span.first}" if state.span else ""
+        again = ", which starts from the original, and fit it again" * bool(fitted and state.undo)
         raise SequenceTooLongError(
             f"the input reaches {needed} positions and this model with {scheme.name} positions was set up for {limit}: "
-            f"call posswap.swap(model, {str(scheme)!r}, max_positions={needed}), or truncate the input"
+            f"call posswap.swap(model, {str(scheme)!r}, max_positions={needed}{near}){again}, or truncate the input"
         )
-    fitted = base.config.position_scheme.get("fitted_length")
-    far = fitted and needed > _FAR * fitted and any(kind.span is None for kind in state_of(base).kinds)
+    far = fitted and needed > _FAR * fitted and any(kind.span is None for kind in state.kinds)
     if far and not torch.compiler.is_compiling():
         warnings.warn(
             f"this model was fitted to texts of at most {fitted} tokens, and reads more than {_FAR} times as many: swap with "

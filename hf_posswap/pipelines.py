@@ -37,7 +37,8 @@ def unwrap(model):
     if not isinstance(inner, nn.Module):
         what = f"{type(model).__name__} begins with {type(model[0]).__name__}, which holds no PyTorch model"
         raise UnsupportedModelError(
-            f"this {what}: give one that begins with a Transformer of backend='torch'; in a Router, swap each one's auto_model"
+            f"this {what}: give one that begins with a Transformer of backend='torch'; in a Router, swap each "
+            "one's auto_model, and set its tokenizer.model_max_length to the new longest input"
         )
     return inner
 

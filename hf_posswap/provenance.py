@@ -48,15 +48,24 @@ def check_new(folder: Path, remedy: str = "choose another folder") -> None:
 def new_folder(output: Path) -> Iterator[Path]:
     """Yield a temporary folder to write into, which is renamed to `output` at the end, or deleted after an error.
 
-    If two processes write at once, the first one gets the name, and the second ends with an error.
+    If two processes write at once, the first one gets the name, and the second ends with an error. An empty folder that is
+    there already, which may be a link, a mount or where somebody works, stays and is filled.
 
     CheckpointError: `output` exists and is not empty, at the beginning or at the end.
     """
     check_new(output, "choose another --output")
-    aside = output.absolute().with_name(f".{output.name}.{os.getpid()}.writing")
+    output = output.resolve()
+    name, there = f".{output.name}.{os.getpid()}.writing", output.is_dir()
+    aside = output / name if there else output.with_name(name)
     aside.mkdir(parents=True)
     try:
         yield aside
+        if there:
+            if len(list(output.iterdir())) > 1:  # somebody else wrote into it
+                check_new(output, "choose another --output")
+            for part in list(aside.iterdir()):
+                part.rename(output / part.name)
+            return
         try:
             aside.rename(output)  # replaces an empty folder, and raises for one that is not empty
         except OSError:

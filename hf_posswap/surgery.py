@@ -40,10 +40,24 @@ class Undo:
 
     snapshot: Snapshot
     fingerprint: int  # of positions and attention
-    weights: dict[str, tuple]  # of all tensors but positions: see `weights_beside_positions`
+    weights: dict[str, "Weight"]  # of all but positions: see `weights_beside_positions`
     config_fields: dict
     name_or_path: str
     limit: int | None  # of the pipeline around it
+
+
+class Weight:
+    """What tells later whether a weight has been changed, also where the model was cast meanwhile."""
+
+    def __init__(self, values: torch.Tensor):
+        self.shape, self.dtype = values.shape, values.dtype
+        kinds = {values.dtype, torch.float32, torch.bfloat16, torch.float16}
+        self.checksums = {kind: _checksum([values.to(kind)]) for kind in kinds}
+
+    def is_of(self, values: torch.Tensor) -> bool:
+        """Whether these values are the same, to the rounding of a cast; those of another shape were changed on purpose."""
+        kind = values.dtype if values.dtype in self.checksums else self.dtype
+        return self.shape != values.shape or self.checksums[kind] == _checksum([values.to(kind)])
 
 
 class Kind(NamedTuple):
@@ -137,6 +151,8 @@ def install(
     owner, name = architecture.table_owner(base)
     like = base.get_input_embeddings().weight
     embedding = scheme.embedding_module(geometry).to(device=like.device, dtype=like.dtype)
+    if span is not None:
+        embedding.guard()
     if architecture.first_row(base.config):
         count = functools.partial(_count_from_zero, architecture.first_id(base.config))
         embedding.register_forward_pre_hook(count, with_kwargs=True)
@@ -212,15 +228,12 @@ def fingerprint(model: PreTrainedModel, architecture: Architecture) -> int:
     return _checksum(p for module in modules for p in module.parameters())
 
 
-def weights_beside_positions(model: PreTrainedModel, architecture: Architecture) -> dict[str, tuple]:
-    """Return (shape, dtype, checksum, whether it is of self-attention) for each weight that is not of positions, by name."""
+def weights_beside_positions(model: PreTrainedModel, architecture: Architecture) -> dict[str, tuple[nn.Parameter, bool]]:
+    """Return each weight that is not of positions, and whether it is of self-attention, by name."""
     inside = {id(p) for attention in architecture.self_attentions(model.base_model) for p in attention.parameters()}
     skipped = {id(p) for module in position_modules(model, architecture) for p in module.parameters()}
-    return {
-        name.replace("base_layer.", ""): (p.shape, p.dtype, _checksum([p]), id(p) in inside)
-        for name, p in model.named_parameters()
-        if id(p) not in skipped
-    }
+    named = ((name.replace("base_layer.", ""), p) for name, p in model.named_parameters())
+    return {name: (p, id(p) in inside) for name, p in named if id(p) not in skipped}
 
 
 def _checksum(parameters: Iterable[torch.Tensor]) -> int:

@@ -96,7 +96,8 @@ def swap(
     except BaseException:
         surgery.revert(target, architecture, before)
         raise
-    found = surgery.fingerprint(target, architecture), surgery.weights_beside_positions(target, architecture)
+    beside = surgery.weights_beside_positions(target, architecture)
+    found = surgery.fingerprint(target, architecture), {name: surgery.Weight(p) for name, (p, _) in beside.items()}
     name = target.name_or_path if undo is None else undo.name_or_path
     reads = limit(model) if undo is None or undo.limit is None else undo.limit
     state_of(target).undo = Undo(original, *found, copy.deepcopy(vars(target.config)), name, reads)
@@ -186,10 +187,9 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
 def _check_mixture(target: PreTrainedModel, architecture: Architecture, undo: Undo) -> None:
     put_back = undo.snapshot.attention_weights is not None  # a fit keeps a copy of all of attention
     changed = []
-    for name, (*kind, checksum, of_attention) in surgery.weights_beside_positions(target, architecture).items():
-        *earlier, before, _ = undo.weights.get(name, (None, None))
-        # New, resized or cast weights were changed on purpose, and their checksums cannot be compared.
-        if earlier == kind and before != checksum and not (of_attention and put_back):
+    for name, (weight, of_attention) in surgery.weights_beside_positions(target, architecture).items():
+        before = undo.weights.get(name)  # None: a new one, added on purpose
+        if before is not None and not before.is_of(weight) and not (of_attention and put_back):
             changed.append(name)
     if changed:
         which = "positions and self-attention" if put_back else "positions, and queries and keys that the swap rewrote,"

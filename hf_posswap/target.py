@@ -88,7 +88,7 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     if torch.get_default_device().type == "meta":
         raise PosswapError("a swap under torch.device('meta') would make empty parameters: swap outside")
     if any(callable(getattr(layer, "weight", None)) for a in architecture.self_attentions(base) for layer in a.modules()):
-        raise UnsupportedModelError("this model's projections are quantized: swap the full-precision model, then quantize")
+        raise UnsupportedModelError("this model's projections are quantized: swap, describe or restore it before that")
     # accelerate's dispatch (device_map over several devices, offload) and other patchers set `forward` on the instance, which
     # would keep calling the old attention: the swap would silently do nothing.
     for module in () if dispatched else (base, *architecture.self_attentions(base)):

@@ -293,6 +293,18 @@ def test_position_weights_of_another_shape(make_swapped, family, tmp_path):
     refused("key_table", AUTO[family].from_pretrained, tmp_path, ignore_mismatched_sizes=True)
 
 
+@pytest.mark.parametrize("scheme", ["learned", "learned:extend=tile"])
+def test_a_table_with_a_span(make_model, family, tokens, scheme, tmp_path):
+    """Plain classes know no span and refuse its weights; swapped ones compute the same again, and restore still undoes it."""
+    model = make_model(family)
+    plain = type(model)
+    posswap.swap(model, scheme, max_positions=None if scheme == "learned" else 48, span=4).save_pretrained(tmp_path)
+    refused("ignore_mismatched_sizes", plain.from_pretrained, tmp_path, error=RuntimeError)
+    again = AUTO[family].from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(posswap.restore(model)(tokens).logits, make_model(family)(tokens).logits, rtol=0, atol=0)
+
+
 def test_an_edited_config_that_is_meant(make_swapped, tmp_path):
     """It says so itself; and only positions are guarded: other shapes are between the user and transformers."""
     make_swapped("gpt2", "relative:clip=4").save_pretrained(tmp_path)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import hf_posswap_cli
 import pytest
 import torch
-from conftest import WORDS, rewrite, run_python
+from conftest import WORDS, refused, rewrite, run_python
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer, BertForTokenClassification, PreTrainedModel
@@ -59,6 +59,7 @@ def test_swap_then_describe(folder, tmp_path, program):
         (("--scheme", "relative:clip=0"), "clip=0"),
         (("--scheme", "rotary", "--max-positions", "3"), "max_positions=3"),
         (("--scheme", "rotary", "--fit-tokens", "999"), "--fit-tokens is about a fit"),
+        (("--scheme", "rotary", "--fit", "auto", "--fit-tokens", "0"), "greater than or equal to 1"),
         (("--scheme", "rotary", "--reconstruct", "0"), "--reconstruct is about a fit"),
         (("--scheme", "rotary", "--text-column", "text"), "--text-column is about a fit"),
     ],
@@ -185,10 +186,30 @@ def test_two_writers(tmp_path):
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "theirs").write_text("x")
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["out", "out/theirs"]
+
+
+def test_folders_that_are_there(tmp_path, monkeypatch):
+    """An empty one is filled, also as a working directory or behind a link, and left as it was if that fails."""
     (tmp_path / "empty").mkdir()
-    with new_folder(tmp_path / "empty") as mine:
+    (tmp_path / "link").symlink_to("empty")
+    (tmp_path / "nowhere").symlink_to("new")
+    with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "link") as mine:
+        (mine / "mine").write_text(str(1 / 0))
+    with new_folder(tmp_path / "link") as mine:
         (mine / "mine").write_text("x")
-    assert (tmp_path / "empty" / "mine").exists()
+        refused("exists already", new_folder(tmp_path / "empty").__enter__)
+    with pytest.raises(posswap.PosswapError, match="exists already"), new_folder(tmp_path / "nowhere") as mine:
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new" / "theirs").write_text("x")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(posswap.PosswapError, match="exists already"), new_folder(Path()) as mine:
+        (tmp_path / "here" / "theirs").write_text("x")
+    (tmp_path / "here" / "theirs").unlink()
+    with new_folder(Path()) as mine:
+        (mine / "mine").write_text("x")
+    found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    assert found == {"empty", "empty/mine", "link", "nowhere", "new", "new/theirs", "here", "here/mine"}
 
 
 def test_surroundings(tmp_path):

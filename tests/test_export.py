@@ -170,6 +170,20 @@ def test_gpt2_variants(make_swapped, changes):
     _equal(model, posswap.export_native(model).model, _tokens(30))
 
 
+@pytest.mark.parametrize("family", ["opt", "esm", "gpt2"])
+def test_padding_inside_a_text(make_swapped, family):
+    """Where the stock class counts it and ours does not, the certificate says so."""
+    options = {"do_layer_norm_before": True, "word_embed_proj_dim": 32} if family == "opt" else {}
+    model = make_swapped(family, posswap.Rotary(mark_first=False), **options)
+    native, mask = posswap.export_native(model), torch.ones(1, 12, dtype=torch.long)
+    mask[:, 4:7] = 0
+    tokens = _tokens(12)[:1].masked_fill(mask == 0, model.config.pad_token_id or 0)
+    with torch.no_grad():
+        ours, theirs = (one(input_ids=tokens, attention_mask=mask)[0][mask > 0] for one in (model, native.model))
+    said = any("padding at the ends of a text alone" in words for words in native.certificate.holds_for)
+    assert said == (family != "gpt2") == bool((ours - theirs).abs().max() > 0.1)
+
+
 def test_the_folder(make_swapped, bert_tokenizer, tmp_path):
     """Weights, tokenizer and certificate; tied heads stay tied where that is right; nothing is written over."""
     model = make_swapped("bert", posswap.Rotary(), head=BertForMaskedLM, max_positions=64)

@@ -180,8 +180,11 @@ def test_a_loaded_model_gets_a_span(make, tmp_path, text):
     """A scheme that has no module in attention gets one for the span, and keeps what it learned."""
     model = make("gpt2", "none")
     model.save_pretrained(tmp_path)
-    again = posswap.swap(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), "none", span=40)
+    again = posswap.swap(AutoModelForCausalLM.from_pretrained(tmp_path).eval(), "none", span=40, first=2)
     assert_close(again(text).logits, model(text).logits)
+    longest = posswap.describe(again).max_positions
+    remedy = rf"call posswap.swap\(model, 'none', max_positions={longest + 1}, span=40, first=2\), or truncate"
+    refused(remedy, again, torch.full((1, longest + 1), 5))
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import KINDS, changes, snapshot
+from conftest import KINDS, changes, refused, snapshot
 
 import hf_posswap as posswap
 
@@ -40,6 +40,18 @@ def test_restore_keeps_a_training_mode_and_dtype(make_model, tokens):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert all(module.training for module in model.modules())
     model(tokens)
+
+
+@pytest.mark.parametrize("before", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("after", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_restore_after_a_cast(make_model, before, after):
+    """A cast alone is no training, and training is noticed in spite of a cast."""
+    model = posswap.swap(make_model("gpt2").to(before), "rotary").to(after)
+    posswap.restore(model)
+    model = posswap.swap(make_model("gpt2").to(before), "rotary")
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_fc.weight[3, 5] += 0.1
+    refused("1 weights changed since the swap", posswap.restore, model.to(after))
 
 
 @pytest.mark.parametrize(

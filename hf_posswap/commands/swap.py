@@ -40,7 +40,7 @@ def swap_command(
             "'auto': the standard library's text for an encoder, text that it generates itself for a causal model."
         ),
     ] = None,
-    fit_tokens: Annotated[int | None, typer.Option(help="Tokens to fit on, and to measure with. Default: 65536.")] = None,
+    fit_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to fit on and measure with. Default: 65536.")] = None,
     reconstruct: Annotated[int | None, typer.Option(help="Steps per layer; 0: only the closed form. Default: 100.")] = None,
     text_column: Annotated[str | None, typer.Option(help="The column of a table with the text. Default: text.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,

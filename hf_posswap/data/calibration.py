@@ -60,8 +60,10 @@ def text_batches(
         `TextBatches`: (N, L) token ids for each length, for `posswap.fit`.
 
     Raises:
-        PosswapError: The text is too short for a block of the longest length in each part.
+        PosswapError: The text is too short for a block of the longest length in each part; or `tokens` is below 1.
     """
+    if tokens < 1:
+        raise DataError(f"tokens={tokens} must be at least 1, and a fit needs thousands")
     generator = torch.Generator().manual_seed(seed)
     lengths = {max_length} if causal else set(mixed_lengths(max_length))
     if window is not None and window < max_length:

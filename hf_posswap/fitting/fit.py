@@ -230,11 +230,11 @@ def fit(
         fitted, select, report = _parts(batches, target)
         counts = [sum(int(batch["attention_mask"].sum()) for batch in part) for part in (fitted, report or select)]
         if counts[0] < 4 * target.config.hidden_size or not select:
-            least = 5 * target.config.hidden_size
+            size = target.config.hidden_size
             sequences = sum(len(batch["input_ids"]) for batch in (*fitted, *select))
             raise DataError(
-                f"{sum(counts):,} tokens in {sequences} sequences are too few to fit layers of size "
-                f"{target.config.hidden_size}: give {least:,} in two sequences, better ten times that"
+                f"{counts[0]:,} tokens to fit on in {sequences} sequences are too few for layers of size {size}: give at least "
+                f"{6 * size:,} in all, in two sequences or more, better ten times that"
             )
         longest = max(batch["input_ids"].shape[1] for batch in (*fitted, *select, *report))
         if window is not None and longest <= window:

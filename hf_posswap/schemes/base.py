@@ -44,6 +44,9 @@ class PositionEmbedding(nn.Module):
     def fit_table(self, table: torch.Tensor) -> None:
         """Warm start: come as close as the scheme allows to the trained rows of the replaced table, (P, E) float64."""
 
+    def guard(self) -> None:
+        """Take a shape of `weight` that stock classes refuse: they know no span. This one has it already."""
+
     def initial_values(self) -> dict[str, torch.Tensor]:
         """Return what parameters start from when there is neither a table nor a checkpoint: zeros."""
         return {name: torch.zeros_like(parameter) for name, parameter in self.named_parameters()}
@@ -136,6 +139,9 @@ class AttentionPositions(nn.Module):
     def key_mask(self, shared: Any) -> torch.Tensor | None:
         """Return the (B, K) bool mask that `attend` reads from `shared`; the model then makes no (Q, K) mask from it."""
         return None
+
+    def guard(self) -> None:
+        """Take a shape of `weight` that stock classes refuse: they know no span. This one has it already."""
 
     def initial_values(self) -> dict[str, torch.Tensor]:
         """Return what parameters start from when there is no checkpoint: zeros."""

@@ -16,7 +16,10 @@ from hf_posswap.schemes.base import Geometry, PositionEmbedding, Scheme, check_c
 
 
 class Table(nn.Embedding):
-    """A learned table with the stock name `weight` and shape: plain classes may load it, and compute the same."""
+    """A learned table with the stock name `weight` and shape: plain classes may load it, and compute the same.
+
+    They know no span: with one the table has another shape, by a row that is no position, and they refuse it.
+    """
 
     keeps_table: ClassVar[bool] = True
 
@@ -32,7 +35,10 @@ class Table(nn.Embedding):
             rows = nn.functional.interpolate(table.T[None], size=length, mode="linear", align_corners=True)[0].T
         else:
             rows = table[torch.arange(length, device=table.device) % len(table)]
-        self.weight.copy_(rows)
+        self.weight[:length].copy_(rows)
+
+    def guard(self) -> None:  # see PositionEmbedding
+        self.weight = nn.Parameter(torch.cat([self.weight, torch.zeros_like(self.weight[:1])]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ NO_PLACE = (
     "the first token has a vector of its own, for which {} has no place, since any token may come first: swap with "
     "posswap.Rotary(mark_first=False), fit, and export that"
 )
+COUNTED = "padding at the ends of a text alone: {} counts it"
 CLS = "inputs that begin with [CLS] and have it nowhere else: it carries what marked the first token"
 
 Converted = tuple[PreTrainedModel, tuple[str, ...], tuple[str, ...]]  # the model, and `left_out` and `holds_for` of Certificate

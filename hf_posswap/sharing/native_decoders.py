@@ -78,7 +78,8 @@ def gpt_neox(model: SwappedModel, stock: type, _) -> Converted:
         use_parallel_residual=False,
         tie_word_embeddings=False,
     )
-    return native.build(GPT_NEOX[stock], neox, weights | head, model), (), ()
+    holds_for = () if gpt2 else (native.COUNTED.format("GPT-NeoX"),)  # a GPT-2 counts padding, too
+    return native.build(GPT_NEOX[stock], neox, weights | head, model), (), holds_for
 
 
 def _norm(weights: dict, target: str, own: dict, source: str, size: int) -> None:

@@ -88,8 +88,7 @@ def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
         weights[name] = value
     fields = native.common(config, *_SAME, "classifier_dropout") | native.rope_fields(positions)
     exported = native.build(JINA[stock], JinaEmbeddingsV3Config(**fields, tie_word_embeddings=tied), weights, model)
-    counted = "padding at the ends of a text alone: JinaEmbeddingsV3 counts it"
-    return exported, (), (counted, *holds_for)
+    return exported, (), (native.COUNTED.format("JinaEmbeddingsV3"), *holds_for)
 
 
 _JINA_NAMES = {  # in this order, since the last two are also parts of names above
@@ -124,4 +123,4 @@ def esm(model: SwappedModel, stock: type, tokenizer) -> Converted:
     weights[f"{base}rotary_embeddings.inv_freq"] = frequencies.float()
     turns = {"position_embedding_type": "rotary", "rope_theta": float(positions.scheme.theta)}
     own = native.family_config(model, **turns, tie_word_embeddings=tied)
-    return native.build(ESM[stock], own, weights, model), (), holds_for
+    return native.build(ESM[stock], own, weights, model), (), (native.COUNTED.format("rotary ESM"), *holds_for)
