@@ -201,6 +201,9 @@ def test_folders_that_are_there(tmp_path, monkeypatch):
     with pytest.raises(posswap.PosswapError, match="exists already"), new_folder(tmp_path / "nowhere") as mine:
         (tmp_path / "new").mkdir()
         (tmp_path / "new" / "theirs").write_text("x")
+    (tmp_path / "soon").symlink_to("made")
+    with new_folder(tmp_path / "soon") as mine:
+        (mine / "mine").write_text("x")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(posswap.PosswapError, match="exists already"), new_folder(Path()) as mine:
@@ -209,7 +212,8 @@ def test_folders_that_are_there(tmp_path, monkeypatch):
     with new_folder(Path()) as mine:
         (mine / "mine").write_text("x")
     found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
-    assert found == {"empty", "empty/mine", "link", "nowhere", "new", "new/theirs", "here", "here/mine"}
+    links = {"link", "nowhere", "soon"}
+    assert found == links | {"empty", "empty/mine", "new", "new/theirs", "made", "made/mine", "here", "here/mine"}
 
 
 def test_surroundings(tmp_path):

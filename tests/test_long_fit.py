@@ -201,7 +201,10 @@ def test_far_beyond_the_fit(make_model, tmp_path):
     model = posswap.swap(make_model("gpt2"), "rotary", max_positions=300)
     quick(model, torch.randint(2, 98, (60, WINDOW)), reconstruct=2)
     model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path)
+    loaded, beyond = type(model).from_pretrained(tmp_path), torch.ones(1, 301, dtype=torch.long)
+    remedy = "max_positions=301\\){}, or truncate"  # where the original is kept, a swap starts from it
+    refused(remedy.format(", which starts from the original, and fit it again"), model, beyond)
+    refused(remedy.format(""), loaded, beyond)
     loaded(torch.ones(1, 8 * WINDOW, dtype=torch.long))
     with pytest.warns(UserWarning, match=f"fitted to texts of at most {WINDOW} tokens"):
         loaded(torch.ones(1, 8 * WINDOW + 1, dtype=torch.long))
