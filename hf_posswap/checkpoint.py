@@ -36,7 +36,7 @@ from hf_posswap.schemes import AttentionPositions, PositionEmbedding, Scheme, sc
 from hf_posswap.surgery import geometry_of, install, position_modules, state_of
 
 FORMAT = 1
-_ABOUT_THE_MODEL = ("format", "trained_positions", "made_for_positions", "base_model", "edited", "span", "fitted_length")
+_ABOUT_THE_MODEL = "format trained_positions made_for_positions base_model edited span guarded fitted_length".split()
 DIGEST = "scheme_digest"  # the name of a buffer beside the table
 
 STUB = "modeling_hf_posswap.py"
@@ -60,7 +60,7 @@ def config_entry(
     """
     entry = {"format": FORMAT, "trained_positions": trained_positions, **scheme.to_dict()}
     if span is not None:
-        entry["span"] = span._asdict()
+        entry |= {"span": span._asdict(), "guarded": True}  # see PositionEmbedding.guard: folders of before are not
     if not scheme.resizable:
         entry["made_for_positions"] = max_positions
     return entry if base_model is None else entry | {"base_model": base_model}

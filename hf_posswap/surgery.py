@@ -151,7 +151,7 @@ def install(
     owner, name = architecture.table_owner(base)
     like = base.get_input_embeddings().weight
     embedding = scheme.embedding_module(geometry).to(device=like.device, dtype=like.dtype)
-    if span is not None:
+    if (config or model.config).position_scheme.get("guarded"):
         embedding.guard()
     if architecture.first_row(base.config):
         count = functools.partial(_count_from_zero, architecture.first_id(base.config))

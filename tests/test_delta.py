@@ -39,6 +39,14 @@ def test_round_trip(delta, case, family, tokens):
     assert torch.equal(base(tokens).logits, before)
 
 
+def test_a_table_with_a_span_of_before(delta, family, tokens):
+    """Such a delta has no row that is no position."""
+    base, model, folder = delta(family, posswap.Learned(), span=4)
+    rewrite(folder / ABOUT, lambda about: about["position_scheme"].pop("guarded"))
+    rewrite(folder / WEIGHTS, lambda weights: weights.update({name: table[:-1].clone() for name, table in weights.items()}))
+    assert torch.equal(posswap.load_delta(base, folder)(tokens).logits, model(tokens).logits)
+
+
 @pytest.mark.parametrize(("family", "head"), [("gpt2", GPT2ForSequenceClassification), ("bert", BertForSequenceClassification)])
 def test_another_head(delta, make_model, family, head, tokens):
     """A delta does not mind which head is on."""

@@ -132,6 +132,8 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
     except PosswapError as error:
         raise CheckpointError(f"{folder_or_id} holds a scheme that cannot be used: {error}") from None
     wanted = _position_weights(target, architecture)
+    if near and "guarded" not in entry and architecture.table(target.base_model).keeps_table:  # see PositionEmbedding.guard
+        weights = {name: torch.cat([rows, torch.zeros_like(rows[:1])]) for name, rows in weights.items()}
     kinds = [{name: (one.shape, one.is_floating_point()) for name, one in some.items()} for some in (weights, wanted)]
     wrong = {name for name, _ in kinds[0].items() ^ kinds[1].items()}
     wrong |= {name for name, value in weights.items() if not torch.isfinite(value).all()}
