@@ -60,7 +60,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         raise PosswapError(f"text=written needs a causal model, and {config.model} is an encoder")
     pairs = config.pairs and read_pairs(config.pairs)
     lengths = [longest] if causal else sorted({longest // 4, longest})
-    held = {n: text.held(n)[n] for n in lengths}
+    held = text.held(*lengths, 4 * longest if causal else longest)  # the tokens that swap_cost measures on
     text.config = replace(config, start="swap") if config.start == "fit" else config  # the fit follows below, for its report
     model = text.load()
     original, report = load_original(config.model).to(model.device), None

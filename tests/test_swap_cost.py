@@ -102,6 +102,15 @@ def test_every_scheme_and_start(options, family, tmp_path):
     assert figures["fit"] != {name: figures["fit"][name.removeprefix("tuned_")] for name in figures["fit"]}
 
 
+def test_both_measure_on_the_same_tokens(fit_quality, options, tmp_path):
+    """One held-out set for both recipes, so that a number of one table may be held against the other's."""
+    config = SwapCostConfig(model=str(tmp_path / "gpt2"), scheme="original", **options)
+    alike = {name: options[name] for name in ("train_file", "evaluation_tokens")}
+    fit = fit_quality(model=config.model, scheme="original", pairs=None, **alike)
+    swapped = run(config, tmp_path / "run", False)
+    assert fit["items"]["perplexity"] == pytest.approx(swapped["items"]["perplexity_32"])
+
+
 def test_seeds_matter(options, tmp_path):
     """The seed draws the text of the fit and the order of the tuning."""
     config = {"model": str(tmp_path / "gpt2"), "scheme": "relative:clip=4", "start": "fit", **options}
