@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable
 from itertools import groupby
@@ -19,8 +20,14 @@ from hf_posswap.errors import Interrupted, PosswapError
 from hf_posswap.extras import extra
 
 
-def quiet() -> None:
-    """Silence the progress bars and advice of libraries."""
+def begin() -> None:
+    """Silence the progress bars and advice of libraries, and let SIGTERM and a closed terminal stop a command as Ctrl-C does.
+
+    Otherwise they would leave its files on the way: hidden states, folders half written.
+    """
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows has no SIGHUP
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores it
+            signal.signal(number, signal.default_int_handler)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     transformers_logging.set_verbosity_error()
@@ -33,7 +40,7 @@ def run_program(program: str, command: Callable) -> None:
 
     Exits with 2 after an error of the user's or the machine's, and with 130 after an interrupt, as shells do.
     """
-    quiet()
+    begin()
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(command)
     try:

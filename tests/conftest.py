@@ -8,6 +8,7 @@ import importlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import zlib
@@ -264,7 +265,10 @@ def program(monkeypatch, capsys):
         said = capsys.readouterr()
         return stop.value.code or 0, said.out, " ".join(said.err.split())
 
-    return run
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield run
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture

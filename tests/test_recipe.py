@@ -3,9 +3,11 @@
 import hashlib
 import importlib
 import json
+import signal
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import pytest
@@ -28,6 +30,7 @@ RECIPE = '''
 """
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 from hf_posswap.experiments.classification import ClassificationConfig
 from hf_posswap.experiments.text_tasks import TextConfig
@@ -51,6 +54,8 @@ answer = None
 def run(config, folder, resume):
     if isinstance(answer, BaseException):
         raise answer
+    if callable(answer):
+        return answer()
     if Path(config.model).is_file():
         Path(config.model).unlink()
     return answer or {"figures": {"depth": config.depth, "longest": max(config.lengths)}, "cost": {}}
@@ -215,6 +220,23 @@ def test_ctrl_c(start, tmp_path):
     """Ctrl-C is one line and the exit status of shells, before training, too."""
     code, out = start("--output", tmp_path / "out", answer=KeyboardInterrupt())
     assert code == 130 and "--resume goes on" in out and "Traceback" not in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_stopped_from_outside(start, tmp_path, number):
+    """A scheduler or a closed terminal stops a run as Ctrl-C does, and no temporary file is left; under nohup it goes on."""
+
+    def answer():
+        with TemporaryDirectory(dir=tmp_path):
+            signal.raise_signal(number)
+        return {"figures": {}, "cost": {}}
+
+    for before, expected in ((signal.SIG_DFL, 130), (signal.SIG_IGN, 0)):
+        signal.signal(number, before)
+        output = tmp_path / str(expected)
+        code, out = start("--output", output, answer=answer)
+        assert code == expected and "Traceback" not in out and set(tmp_path.glob("tmp*")) == set()
+        assert (output / "result.json").exists() == (code == 0)
 
 
 @pytest.mark.parametrize(

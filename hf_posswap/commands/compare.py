@@ -114,7 +114,6 @@ def _run(command: list[str]) -> int:
 
     The run gets SIGTERM, on which the training loop saves a checkpoint. On Ctrl-C a launcher would print a traceback.
     """
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
     process = subprocess.Popen(command, start_new_session=True)
     try:
         return process.wait()
@@ -122,9 +121,6 @@ def _run(command: list[str]) -> int:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait()
         return 130
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _jobs(schemes: list[str], starts: list[str], seeds: list[int]) -> list[tuple[str, str, int]]:

@@ -46,9 +46,9 @@ app = typer.Typer(
 def load(name: str):
     """Import a command, and return it as the parser wants it."""
     module, _, function = COMMANDS[name][0].partition(":")
-    from hf_posswap.terminal import quiet
+    from hf_posswap.terminal import begin
 
-    quiet()
+    begin()
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     alone.command(name)(getattr(import_module(module), function))
     return typer.main.get_command(alone)
