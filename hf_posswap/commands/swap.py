@@ -41,7 +41,9 @@ def swap_command(
         ),
     ] = None,
     fit_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to fit on and measure with. Default: 65536.")] = None,
-    reconstruct: Annotated[int | None, typer.Option(help="Steps per layer; 0: only the closed form. Default: 100.")] = None,
+    reconstruct: Annotated[
+        int | None, typer.Option(help="Steps per layer, more win more; 0: only the closed form. Default: 100.")
+    ] = None,
     text_column: Annotated[str | None, typer.Option(help="The column of a table with the text. Default: text.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,
 ):

@@ -183,8 +183,8 @@ def fit(
             lengths, or of dicts with `input_ids`, `attention_mask` and `token_type_ids`. Mix lengths up to the longest input
             you care about, also longer than the original's, which then reads through a window that slides by a quarter. None: a
             causal model writes text itself, an encoder gets random tokens; real text is better.
-        reconstruct: Steps of Adam for each layer, those that share a module taking theirs together; 0: only the closed form,
-            if the scheme has one.
+        reconstruct: Steps of Adam for each layer, those that share a module taking theirs together; more win more, most with
+            "alibi" and "buckets". 0: only the closed form, if the scheme has one.
         original_model: The original, if this process does not keep it: for a model loaded from a swapped checkpoint.
         learning_rate: Peak learning rate of weights; that of position tables is 30 times as high.
         seed: Of the order of steps, and of text that the model writes.
