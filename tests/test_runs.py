@@ -135,7 +135,9 @@ def test_a_comparison_is_runs_too(tmp_path):
         check_budgets(whole)
     assert len(load_runs([tmp_path / "a", tmp_path / "written"])) == 6  # a run that is given twice counts once
     (tmp_path / "strange.json").write_text('{"runs": [{}]}')
-    for name, says in (("strange.json", "holds no runs"), ("nowhere", "no result.json in .*nowhere")):
+    (tmp_path / "none.json").write_text('{"runs": []}')
+    strange = ("strange.json", "no whole result of a recipe, it has no recipe")
+    for name, says in (strange, ("none.json", "holds no runs"), ("nowhere", "no result.json in .*nowhere")):
         refused(says, load_runs, [tmp_path / name])
 
 

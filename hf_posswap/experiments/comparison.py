@@ -4,8 +4,9 @@ A run is a folder with the result.json of a recipe (`recipe.main`). Runs may dif
 named by `vary`. Any other difference makes the comparison unfair, and is an error that names it.
 """
 
+import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, mean, stdev
 
@@ -13,9 +14,11 @@ from hf_posswap.errors import PosswapError
 from hf_posswap.provenance import read_json
 from hf_posswap.training.budget import NOT_BUDGET
 
+FORMAT = 1  # of result.json
 ORIGINAL = "original"  # the scheme of a model that is left as it is
 FREE = ("scheme", "start", "seed", "schemes_from", "save_model")
-_PARTS = {"recipe", "command", "commit", "versions", "hardware", "config", "figures", "cost", "folder"}
+_PARTS = {"recipe": str, "versions": dict, "hardware": dict, "config": dict, "figures": dict, "cost": dict}  # what is read here
+_ROW = {"scheme": str, "start": str, "seed": int}
 COST = {"tokens_per_second": ("tokens/s", 1.0, "{:,.0f}"), "peak_memory_bytes": ("peak MiB", 2**20, "{:,.0f}")}
 
 
@@ -27,7 +30,7 @@ def load_runs(places: Sequence[Path]) -> list[dict]:
     runs = []
     for place in map(Path, places):
         found = sorted(place.rglob("result.json"))
-        runs += [{**read_json(path), "folder": str(path.parent)} for path in found]
+        runs += [{**_checked(read_json(path), path), "folder": str(path.parent)} for path in found]
         if not found:
             runs += _compared(place)
     return list({Path(run["folder"]).resolve(): run for run in runs}.values())
@@ -38,9 +41,28 @@ def _compared(place: Path) -> list[dict]:
     if not file.is_file():
         raise PosswapError(f"no result.json in {place}: give folders that a recipe wrote and finished, or a comparison.json")
     runs = read_json(file).get("runs")
-    if not isinstance(runs, list) or not runs or not all(isinstance(run, dict) and _PARTS <= set(run) for run in runs):
+    if not isinstance(runs, list) or not runs:
         raise PosswapError(f"{file} holds no runs: give a comparison.json, or folders that a recipe wrote and finished")
-    return [{**run, "folder": os.path.normpath(file.parent / run["folder"])} for run in runs]
+    return [{**_checked(run, file), "folder": os.path.normpath(file.parent / str(run.get("folder")))} for run in runs]
+
+
+def _checked(run: dict, file: Path) -> dict:
+    """Return a run that is whole: what is read of it here is there, and its figures are finite."""
+    if fault := next(_faults(run), None):
+        raise PosswapError(f"{file} is no whole result of a recipe, it has {fault}: run it again, or leave it out")
+    return run
+
+
+def _faults(run: dict) -> Iterator[str]:
+    if not isinstance(run, dict):
+        yield "no object"
+    yield from (f"no {name}" for name, kind in _PARTS.items() if not isinstance(run.get(name), kind))
+    yield from (f"no {name} in its config" for name, kind in _ROW.items() if not isinstance(run["config"].get(name), kind))
+    if run.get("format", FORMAT) != FORMAT:
+        yield f"format {run['format']!r}, and this version reads {FORMAT}"
+    for name, value in run["figures"].items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            yield f"{name} {value!r}, which is no finite number"
 
 
 def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:

@@ -35,6 +35,7 @@ from transformers import PreTrainedModel
 from hf_posswap.architectures import longest_input
 from hf_posswap.assets import model_source
 from hf_posswap.errors import CheckpointError, Interrupted, PosswapError
+from hf_posswap.experiments.comparison import FORMAT
 from hf_posswap.experiments.models import cost, load_model, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig, RunOptions, SwapOptions, command_line, read_config
 from hf_posswap.pipelines import is_pipeline
@@ -43,7 +44,6 @@ from hf_posswap.terminal import run_program
 from hf_posswap.training.launching import check_processes, save_trained
 
 __all__ = ["RecipeConfig", "cost", "load_model", "load_tokenizer", "main"]  # what your own recipe needs
-FORMAT = 1
 NO_FILE = ("scheme", "start", "metric", "_column", "_config", "_split")  # options that may be called as a file is, by chance
 
 
