@@ -7,8 +7,8 @@ from torch.testing import assert_close
 from transformers import DynamicCache, RobertaConfig, RobertaForCausalLM
 
 import hf_posswap as posswap
-from hf_posswap import architectures
-from hf_posswap.attention import add_bias, read_positions, write_positions
+from hf_posswap import architectures, attention
+from hf_posswap.attention import PositionedAttention, add_bias, read_positions, reversed_bias, write_positions
 
 PAD = 3  # the padding token, so that position 0 is row 4 of the table
 
@@ -123,6 +123,36 @@ def test_a_bias_needs_something_to_be_added_to():
         add_bias(None, torch.zeros(1, 1, 2, 2), None, "flash_attention_2")
     block = create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4, device="cpu")
     assert add_bias(block, torch.zeros(1, 1, 4, 4), None, "flex_attention") is block
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("scheme", ["alibi", "alibi:slopes=fixed", "buckets"])
+def test_a_bias_by_distance_needs_no_square(make_swapped, monkeypatch, family, scheme):
+    """Where nothing is masked but what comes later, sdpa gets a view of a row of values, and outputs and gradients are those of
+    the whole bias; padding and caches take the whole.
+    """
+    model, tokens, masks = make_swapped(family, scheme), torch.arange(40).view(2, 20), []
+    model.set_attn_implementation("sdpa")
+
+    def run(**options):
+        model.zero_grad()
+        states = model.base_model(tokens, **options).last_hidden_state
+        states.square().mean().backward()
+        return [states, *(parameter.grad for parameter in model.base_model.parameters() if parameter.grad is not None)]
+
+    def seen(values, causal):
+        masks.append(reversed_bias(values, causal))
+        return masks[-1]
+
+    monkeypatch.setattr(attention, "reversed_bias", seen)
+    quick = run()
+    assert len(masks) == 2 and {mask.stride()[-2:] for mask in masks} == {(1, 1)}
+    padded = torch.ones_like(tokens)
+    padded[0, -3:] = 0
+    run(attention_mask=padded)
+    assert len(masks) == 2
+    monkeypatch.setattr(PositionedAttention, "_bias_is_a_view", lambda *_: False)
+    torch.testing.assert_close(quick, run(), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -105,6 +105,11 @@ class Places(NamedTuple):
         return torch.arange(first, first + key_length, device=self.slots.device) <= self.slots[0, :, None]
 
 
+def is_traced() -> bool:
+    """Whether this code is being traced, for later use with other lengths and positions."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 class AttentionPositions(nn.Module):
     """Attention-side module, one for each layer; its parameters, if any, belong to that layer.
 
@@ -117,7 +122,7 @@ class AttentionPositions(nn.Module):
     kind = 0  # of `Scheme.kinds`, set by the swap
 
     def forward(self, hook: str, *arguments, **options) -> Any:
-        """Call `rotate`, `bias` or `attend`. Models call the module, so that hooks on modules (offloading) run."""
+        """Call one of the hooks below. Models call the module, so that hooks on modules (offloading) run."""
         return getattr(self, hook)(*arguments, **options)
 
     def prepare(
@@ -164,6 +169,9 @@ class AttentionPositions(nn.Module):
 
     # bias(shared, key_length) -> (1 or B, H, Q, K): what a scheme adds to scaled scores; `shared.distances(key_length)` helps.
     bias: Callable[[Any, int], torch.Tensor] | None = None
+
+    # by_distance(distances) -> (H, N): the bias of distances (N,), where that is all it depends on: time and memory are saved.
+    by_distance: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     # attend(...): for a scheme that does not hand q, k and v to the attention backend; see `RelativePositions`.
     attend: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None = None

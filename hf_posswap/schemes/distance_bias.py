@@ -27,13 +27,27 @@ from torch import nn
 
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.closed_form import missing_scores
-from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number
+from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number, is_traced
 
 
 class DistanceBias(AttentionPositions):
     """One layer's function of distance."""
 
     needs_key_positions = True
+
+    def prepare(self, position_ids, slots, length, key_positions, attention_mask=None) -> Places:
+        """The same tensor as `slots`: no positions were given and nothing is cached, so keys stand one after the other."""
+        return Places(position_ids, slots, key_positions, in_order=key_positions is slots and not is_traced())
+
+    @abstractmethod
+    def by_distance(self, distances: torch.Tensor) -> torch.Tensor:
+        """Return the bias of distances (...), (H, ...)."""
+
+    def bias(self, shared, key_length):
+        if shared.in_order and shared.slots.shape[-1] == key_length:  # a row of values, each row of the bias a step further on
+            steps = torch.arange(1 - key_length, key_length, device=shared.slots.device)
+            return self.by_distance(steps).unfold(-1, key_length, 1).flip(1)[None]
+        return self.by_distance(shared.distances(key_length)).transpose(0, 1)
 
     @abstractmethod
     def features(self, distances: torch.Tensor) -> torch.Tensor:
@@ -73,13 +87,12 @@ class AlibiPositions(DistanceBias):
     def initial_values(self):
         return {} if self.log_slopes is None else {"log_slopes": alibi_slopes(self.heads).log()}
 
-    def bias(self, shared, key_length):
-        distances = shared.distances(key_length)
+    def by_distance(self, distances):
         if self.log_slopes is None:
             slopes = alibi_slopes(self.heads).to(distances.device)
         else:
             slopes = self.log_slopes.float().exp()  # in float32: half precision does not hold large distances
-        return -slopes[:, None, None] * distances.abs()[:, None]
+        return -slopes.reshape(-1, *[1] * distances.dim()) * distances.abs()
 
     def features(self, distances):
         return -distances.abs().double()[..., None]
@@ -120,8 +133,8 @@ class BucketPositions(DistanceBias):
         grown = (near + share * (self.buckets - near)).long().clamp(max=self.buckets - 1)
         return torch.where(far < near, far, grown) + self.buckets * (distances > 0)
 
-    def bias(self, shared, key_length):
-        return self.table[:, self.index(shared.distances(key_length))].transpose(0, 1)
+    def by_distance(self, distances):
+        return self.table[:, self.index(distances)]
 
     def features(self, distances):
         return nn.functional.one_hot(self.index(distances), 2 * self.buckets).double()

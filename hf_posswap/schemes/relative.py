@@ -27,7 +27,7 @@ from torch import nn
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.closed_form import fit_relative_keys, fit_relative_values, missing_scores
 from hf_posswap.functional.relative_attention import IMPLEMENTATIONS, attend
-from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number
+from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number, is_traced
 from hf_posswap.schemes.sinusoidal import sinusoids
 
 
@@ -51,7 +51,7 @@ class RelativePositions(AttentionPositions):
     def prepare(self, position_ids, slots, length, key_positions, attention_mask=None) -> Places:
         """Check once for all layers whether positions go up by one from key to key."""
         places = Places(position_ids, slots, key_positions)
-        if _is_traced() or key_positions is None:
+        if is_traced() or key_positions is None:
             return places
         if attention_mask is None:
             # The same tensor as `slots`: no positions were given, so there are none to check.
@@ -146,7 +146,7 @@ class RelativePositions(AttentionPositions):
                 key, value = key[..., :length, :], value[..., :length, :]
             elif key_mask is not None:  # a sliding one holds the last keys only
                 key_mask = key_mask[:, -key.shape[-2] :]
-            if not return_probabilities and not _is_traced() and not self.key_query:
+            if not return_probabilities and not is_traced() and not self.key_query:
                 mask = None if key_mask is None else key_mask.expand(len(query), -1)
                 output = attend(query, key, value, *tables, self.clip, causal, mask, dropout, scaling, self.implementation)
                 return output, None
@@ -165,11 +165,6 @@ def _project(signal: torch.Tensor, table: torch.Tensor, weights: torch.Tensor) -
     size = signal.shape[-1]
     gram = signal.T @ (weights * signal) + 1e-3 * torch.eye(size).to(signal)
     return torch.linalg.solve(gram, signal.T @ (weights * table)) * size
-
-
-def _is_traced() -> bool:
-    """Whether this code is being traced, for later use with other lengths and positions."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _in_order(positions: torch.Tensor, key_mask: torch.Tensor | None) -> bool:
