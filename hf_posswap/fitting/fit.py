@@ -97,7 +97,8 @@ class FitReport:
             rows = [(key, *(kind[key] for kind in kinds.values())) for key in read.before]
             tables.append(_table((f"{read.measure} at {'positions' if losses else 'length'}", *kinds), rows, first="left"))
         rows = []
-        for fit, states in zip(self.layers, zip(self.before.by_layer, self.after.by_layer, strict=True), strict=True):
+        by_layer = zip(self.before.by_layer, self.after.by_layer, strict=True)
+        for fit, states in zip(self.layers, by_layer, strict=bool(self.layers)):  # none: there was nothing to fit
             solved = "" if fit.solved is None else f"{fit.solved:.4f}" + " (not kept)" * (not fit.kept)
             rows.append(
                 (str(fit.layer), fit.before, solved, f"{fit.after:.4f}" + " (no steps)" * (not fit.reconstructed), *states)
