@@ -218,7 +218,7 @@ ROTARY, YARN = posswap.Rotary(mark_first=False), {"rope_type": "yarn", "factor":
         ("roberta", posswap.Rotary(fraction=0.5), {}, "rotates all dimensions of a head, not 8 of 16"),
         ("roberta-decoder", ROTARY, {}, "no native counterpart: heads that have one are RobertaModel"),
         ("roberta", posswap.Rotary(), {}, "pass the tokenizer"),
-        ("distilbert", ROTARY, {}, "no native counterpart: no class of transformers has this family's layers"),
+        ("distilbert", ROTARY, {}, "no native counterpart: none is written for this family yet, so share the swapped"),
         ("esm", ROTARY, {"token_dropout": True, "mask_token_id": 4}, "has no place in ESM, which rescales its words"),
         ("esm", posswap.Rotary(scaling=YARN, mark_first=False), {}, "yarn scaling does not fit"),
         ("opt", ROTARY, {}, "this OPT is post-norm or projects its words"),

@@ -23,7 +23,8 @@ from hf_posswap.contract.subject import tiny_config, tiny_model
 from hf_posswap.data.text import embedded_documents, token_blocks
 from hf_posswap.measure.losses import mean_loss, token_losses
 from hf_posswap.measure.positions import pair_rotation
-from hf_posswap.schemes import Geometry, Relative, Rotary
+from hf_posswap.schemes import Alibi, Buckets, Geometry, Relative, Rotary
+from hf_posswap.schemes.distance_bias import AlibiPositions, BucketPositions
 from hf_posswap.schemes.ladder import rung_code
 from hf_posswap.schemes.sinusoidal import sinusoids
 from hf_posswap.swapping import swap
@@ -123,6 +124,10 @@ def symmetric() -> Iterator[Finding]:
     far = (right - left).norm().item()
     yield Finding("sinusoids at the signed distance: sines turn with the sign", far < 1e-6, f"{far:.1f} apart")
     yield Finding("relative vectors (Shaw), by definition", False, "2 clip + 1 vectors, one for each signed distance")
+    bias = AlibiPositions(Alibi(), sizes := Geometry(64, 2, 32, 512, 512)).features(torch.tensor([9, -9]))
+    yield Finding("ALiBi", bool(bias[0] == bias[1]), f"both {bias[0].item():.0f} slopes at distances 9 and -9")
+    right, left = BucketPositions(Buckets(), sizes).index(torch.tensor([9, -9])).tolist()
+    yield Finding("T5's buckets", right == left, f"bucket {left} at distance -9, {right} at 9")
 
 
 def layout_does_not_matter() -> Iterator[Finding]:
@@ -182,14 +187,16 @@ def precision() -> Iterator[Finding]:
 
 def generalises_to_longer() -> Iterator[Finding]:
     """It generalises to longer inputs without any effort."""
-    model = swap(_gpt2(), "sinusoidal", max_positions=1024)
     ids = _text(1024, 4)
-    losses = token_losses(model, ids)
-    read = bool(losses[:, 1:].isfinite().all())
-    yield Finding("sinusoidal: there is a code for every position", read, "a GPT-2 of 256 positions reads 1,024 tokens")
-    near, far = (math.exp(mean_loss(losses[:, low : low + 256])) for low in (0, 768))
-    found = f"perplexity {near:.0f} in the first 256 tokens, {far:.0f} in the last"
-    yield Finding("sinusoidal, swapped in, trained on 256: and it is understood", far < 1.1 * near, found)
+    original = [math.exp(mean_loss(token_losses(_gpt2(), ids[:, low : low + 256]))) for low in (0, 768)]
+    for scheme in ("sinusoidal", "alibi", "buckets"):
+        losses = token_losses(swap(_gpt2(), scheme, max_positions=1024), ids)
+        if scheme == "sinusoidal":
+            read = bool(losses[:, 1:].isfinite().all())
+            yield Finding("sinusoidal: there is a code for every position", read, "a GPT-2 of 256 positions reads 1,024 tokens")
+        ratios = [math.exp(mean_loss(losses[:, low : low + 256])) / one for low, one in zip((0, 768), original, strict=True)]
+        found = "perplexity {:.1f} times that of the original alone in the first 256 tokens, {:.1f} in the last".format(*ratios)
+        yield Finding(f"{scheme}, swapped in, trained on 256: and it is understood", ratios[1] < 1.1 * ratios[0], found)
 
 
 def deterministic() -> Iterator[Finding]:
