@@ -30,6 +30,7 @@ from hf_posswap.schemes.sinusoidal import sinusoids
 from hf_posswap.swapping import swap
 
 SIZE = 128
+SIZES = Geometry(hidden_size=64, num_heads=2, head_dim=32, max_positions=1024, trained_positions=256)
 
 
 class Finding(NamedTuple):
@@ -124,9 +125,9 @@ def symmetric() -> Iterator[Finding]:
     far = (right - left).norm().item()
     yield Finding("sinusoids at the signed distance: sines turn with the sign", far < 1e-6, f"{far:.1f} apart")
     yield Finding("relative vectors (Shaw), by definition", False, "2 clip + 1 vectors, one for each signed distance")
-    bias = AlibiPositions(Alibi(), sizes := Geometry(64, 2, 32, 512, 512)).features(torch.tensor([9, -9]))
+    bias = AlibiPositions(Alibi(), SIZES).features(torch.tensor([9, -9]))
     yield Finding("ALiBi", bool(bias[0] == bias[1]), f"both {bias[0].item():.0f} slopes at distances 9 and -9")
-    right, left = BucketPositions(Buckets(), sizes).index(torch.tensor([9, -9])).tolist()
+    right, left = BucketPositions(Buckets(), SIZES).index(torch.tensor([9, -9])).tolist()
     yield Finding("T5's buckets", right == left, f"bucket {left} at distance -9, {right} at 9")
 
 
@@ -204,8 +205,7 @@ def deterministic() -> Iterator[Finding]:
     same = torch.equal(_sinusoids(512)[:64], _sinusoids(64))
     yield Finding("sinusoidal", same, "the first 64 rows are the same in a text of 64 and of 512")
     for scaling in ({"rope_type": "linear", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.0}):
-        sizes = Geometry(hidden_size=64, num_heads=2, head_dim=32, max_positions=1024, trained_positions=256)
-        module = Rotary(scaling=scaling).attention_module(sizes)
+        module = Rotary(scaling=scaling).attention_module(SIZES)
         short, long = (module.frequencies(torch.device("cpu"), length)[0] for length in (256, 1024))
         apart = (short / long).max().item()
         found = "one set of frequencies" if apart == 1 else f"frequencies up to {apart:.1f} times lower at 1,024 than at 256"
