@@ -3,8 +3,8 @@
     python recipes/update_readme.py
 
 The templates recipes/results/*.jinja have the text. Every number and table is read from the committed result files:
-comparison.json (recipes/compare.py) and results.json (benchmark_attention.py, benchmark_loop.py). `holds(...)` after a
-sentence raises if the results no longer support it.
+comparison.json (recipes/compare.py) and result.json (any recipe). `holds(...)` after a sentence raises if the results no
+longer support it.
 
 The tests compare the pages with what this writes, so the pages cannot go out of date.
 """
@@ -116,8 +116,7 @@ def environment() -> Environment:
     environment.globals |= {"of": of, "m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": figures}
     environment.globals |= {"sure": sure, "holds": holds, "exp": exp, "sqrt": sqrt, "abs": abs}
     environment.globals |= {"table": comparison_table, "ladder": ladder_table}
-    environment.globals |= {"index": index, "speed": lambda: speed_tables(RESULTS / "attention")}
-    environment.globals |= {"verbs": read("verbs/result.json")["figures"], "training_loop": read("loop/results.json")}
+    environment.globals |= {"index": index, "read": read}
     environment.globals["generated"] = {f.stem: read(f)["details"] for f in RESULTS.glob("read_on/generation/*.json")}
     return environment
 
@@ -158,57 +157,6 @@ def index(kinds: dict[str, str]) -> str:
         kept = [what for what in ("inputs", "items") if all(run.get(what) for run in runs)]
         rows.append([f"[{place}]({place})", kind, ", ".join(commits), ", ".join(kept), links])
     return table(["result file", "what is in it", "measured at", "kept", "also in"], rows, align="---")
-
-
-def speed_tables(folder: Path) -> str:
-    """What swapped models cost to run, from the result files of benchmark_attention.py: one-thread, two-threads, ..."""
-    runs = {path.parent.name: read(path) for path in sorted(folder.glob("*/results.json"))}
-    records = {name: [record for record in run["cases"] if "error" not in record] for name, run in runs.items()}
-
-    def compared(title: str, names: list[str], cell) -> str:
-        rows, columns = {}, {}
-        for run, record in [(name, record) for name in names for record in records[name]]:
-            case, text = record["case"], cell(record)
-            if text is None:
-                continue
-            column = f"{case['phase'].replace('train', 'training')} {case['batch']}x{case['length']}"
-            columns[case["phase"], case["length"], case["batch"]] = column
-            who = "the original again" if case["subject"] == "sdpa" else case["subject"]
-            threads = f", {case['threads']} threads" if case["threads"] > 1 else ""
-            taken = ", one core taken by another process" if runs[run]["config"]["busy"] else ""
-            rows.setdefault(f"{who}{threads}{taken}", {})[column] = text
-        found = [columns[place] for place in sorted(columns)]
-        return table([title, *found], ([row, *(cells.get(name, "") for name in found)] for row, cells in rows.items()))
-
-    def ratio(record: dict) -> str:
-        return "{median:.2f} ({low:.2f}–{high:.2f})".format(**record["ratio"])
-
-    peaks = {json.dumps(r["case"] | {"clip": None}): r["peak_mib"] for r in records["memory"]}
-
-    def peak_ratio(record: dict) -> str | None:
-        case = record["case"]
-        original = peaks[json.dumps(case | {"subject": "sdpa", "clip": None})]
-        return None if case["subject"] == "sdpa" else f"{record['peak_mib'] / original:.2f}"
-
-    old = {(f"{r['case']['family']}/{r['case']['subject']}", r["case"]["measure"]): r for r in records["old"]}
-    steps = []
-    for name in dict.fromkeys(name for name, _ in old):
-        least, peak = old[name, "time"]["ms"]["least"], old[name, "memory"]["peak_mib"]
-        whose = "transformers 4.57.6, " if name.startswith("old") else ""
-        steps.append([whose + name.partition("/")[2].replace("_", r"\_"), f"{least:.0f}", f"{peak:.0f}"])
-    first = next(iter(runs.values()))
-    versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    commits = ", ".join(sorted({run["commit"] for run in runs.values()}))
-    commands = "\n".join(f"- `{run['command']}`" for run in runs.values())
-    return "\n\n".join(
-        [
-            compared("time", ["one-thread", "two-threads", "busy"], ratio),
-            compared("peak memory", ["memory"], peak_ratio),
-            compared("time of a new token, GPT-2 of 12 layers", ["decode"], ratio),
-            table(["a training step, 1x2048", "ms", "peak MiB"], steps),
-            f"Commit {commits}; {versions}; {first['hardware']['cpu']}, {first['hardware']['cores']} cores:\n\n{commands}",
-        ]
-    )
 
 
 def results_page(name: str = "README") -> str:
