@@ -178,7 +178,7 @@ def test_folders_of_runs_are_read(tmp_path):
         (["loss", RESULTS / "passkey", "--figure", "speed"], "no figure 'speed' to draw; there are accuracy, candidates"),
         (["recovery", RESULTS / "passkey"], "takes curves over tokens, as recipes/heal.py writes them; there are none"),
         (["heat-map", RESULTS / "cola"], "takes shares by depth and length, as recipes/passkey.py writes them"),
-        (["heat-map", RESULTS / "loop" / "results.json"], "results.json holds no runs"),
+        (["heat-map", RESULTS / "attention" / "old" / "results.json"], "results.json holds no runs"),
         (["loss", "{bert}/model.safetensors"], "model.safetensors is no JSON"),
         (["table", "sinusoidal", "--shift", "3"], "does not look at --shift; it takes --positions, --size"),
         (["table", "sinusoidal", "--output", "a.jpg"], "must end in .png or .svg"),
