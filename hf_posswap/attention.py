@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from hf_posswap.architectures import Architecture
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span, banded_attention
+from hf_posswap.functional.distance_attention import attend_by_distance
 from hf_posswap.schemes import Places, Scheme
 
 
@@ -86,12 +87,11 @@ class PositionedAttention(nn.Module):
                 return_probabilities=self.config._attn_implementation == "eager",  # as sdpa: only eager attention does
             )
             output = output.transpose(1, 2)
+        elif self._all_by_distance(query, key, attention_mask, dropout, shared):
+            bias = self.positions("by_distance", torch.arange(key.shape[-2] - 1, -key.shape[-2], -1)).to(query.dtype)
+            output, probabilities = attend_by_distance(query, key, value, bias, scaling, causal).transpose(1, 2), None
         else:
-            if self._bias_is_a_view(query, key, attention_mask, shared):
-                values = self.positions("by_distance", torch.arange(key.shape[-2] - 1, -key.shape[-2], -1)).to(query.dtype)
-                attention_mask = reversed_bias(values, causal)
-                key, value = key.flip(-2), value.flip(-2)
-            elif self.positions.bias is not None:
+            if self.positions.bias is not None:
                 bias = self.positions("bias", shared, key.shape[-2]).to(query.dtype)
                 seen = shared.causal(key.shape[-2]) if causal else None
                 attention_mask = add_bias(attention_mask, bias, seen, self.config._attn_implementation)
@@ -102,10 +102,11 @@ class PositionedAttention(nn.Module):
             )
         return self.architecture.output(self, output.flatten(-2), hidden_states), probabilities
 
-    def _bias_is_a_view(self, query, key, mask, shared) -> bool:
-        """Whether `reversed_bias` serves: CPUs' sdpa takes a mask whose rows overlap, GPUs' wants them aligned."""
-        plain = mask is None and query.shape[-2] == key.shape[-2] and self.config._attn_implementation == "sdpa"
-        return plain and self.positions.by_distance is not None and shared.in_order and query.device.type == "cpu"
+    def _all_by_distance(self, query, key, mask, dropout: float, shared) -> bool:
+        """Whether `attend_by_distance` serves: on CPUs in sdpa's place, with each token once and none masked."""
+        plain = mask is None and query.shape[-2] == key.shape[-2] and dropout == 0
+        sdpa = self.config._attn_implementation == "sdpa" and query.device.type == "cpu"
+        return plain and sdpa and self.positions.by_distance is not None and shared.in_order
 
     def _banded(self, query, key, value, mine: Shared, causal: bool, dropout: float) -> torch.Tensor:
         scaling = self.architecture.scaling(self)
@@ -143,19 +144,6 @@ def add_bias(mask, bias: torch.Tensor, seen: torch.Tensor | None, implementation
         return bias
     mask = mask[..., : bias.shape[-1]]
     return bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
-
-
-def reversed_bias(values: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Return the bias (1, H, L, L) of L queries on L keys in reversed order, as a view of its values (H, 2 L - 1).
-
-    Key L - 1 - j is at distance L - 1 - (i + j) from query i: rows are one row of values, each a step further on, and no tensor
-    of size L x L is made. `values` are those at distances from L - 1 down to 1 - L.
-    """
-    length = (values.shape[-1] + 1) // 2
-    if causal:
-        ahead = torch.arange(values.shape[-1]) < length - 1
-        values = values.masked_fill(ahead, torch.finfo(values.dtype).min)
-    return values.unfold(-1, length, 1)[None]
 
 
 # A cache does not store the positions of its keys, but schemes by distance need them. So keys of a kind's first layer carry

@@ -8,7 +8,9 @@ from transformers import DynamicCache, RobertaConfig, RobertaForCausalLM
 
 import hf_posswap as posswap
 from hf_posswap import architectures, attention
-from hf_posswap.attention import PositionedAttention, add_bias, read_positions, reversed_bias, write_positions
+from hf_posswap.attention import PositionedAttention, add_bias, read_positions, write_positions
+from hf_posswap.functional import distance_attention
+from hf_posswap.functional.distance_attention import attend_by_distance
 
 PAD = 3  # the padding token, so that position 0 is row 4 of the table
 
@@ -128,10 +130,10 @@ def test_a_bias_needs_something_to_be_added_to():
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 @pytest.mark.parametrize("scheme", ["alibi", "alibi:slopes=fixed", "buckets"])
 def test_a_bias_by_distance_needs_no_square(make_swapped, monkeypatch, family, scheme):
-    """Where nothing is masked but what comes later, sdpa gets a view of a row of values, and outputs and gradients are those of
-    the whole bias; padding and caches take the whole.
+    """Where nothing is masked but what comes later, no bias for each pair is made, and outputs and gradients are those of the
+    whole bias; padding and caches take the whole.
     """
-    model, tokens, masks = make_swapped(family, scheme), torch.arange(40).view(2, 20), []
+    model, tokens, calls = make_swapped(family, scheme), torch.arange(40).view(2, 20), []
     model.set_attn_implementation("sdpa")
 
     def run(**options):
@@ -140,19 +142,40 @@ def test_a_bias_by_distance_needs_no_square(make_swapped, monkeypatch, family, s
         states.square().mean().backward()
         return [states, *(parameter.grad for parameter in model.base_model.parameters() if parameter.grad is not None)]
 
-    def seen(values, causal):
-        masks.append(reversed_bias(values, causal))
-        return masks[-1]
+    def seen(*inputs):
+        calls.append(inputs)
+        return attend_by_distance(*inputs)
 
-    monkeypatch.setattr(attention, "reversed_bias", seen)
+    monkeypatch.setattr(attention, "attend_by_distance", seen)
     quick = run()
-    assert len(masks) == 2 and {mask.stride()[-2:] for mask in masks} == {(1, 1)}
+    assert len(calls) == 2
     padded = torch.ones_like(tokens)
     padded[0, -3:] = 0
     run(attention_mask=padded)
-    assert len(masks) == 2
-    monkeypatch.setattr(PositionedAttention, "_bias_is_a_view", lambda *_: False)
-    torch.testing.assert_close(quick, run(), rtol=1e-3, atol=1e-5)
+    assert len(calls) == 2
+    monkeypatch.setattr(PositionedAttention, "_all_by_distance", lambda *_: False)
+    assert_close(quick, run(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("length", "block", "scores"), [(1, 128, 2**19), (20, 7, 1), (21, 7, 300), (20, 128, 2**19)])
+def test_attention_by_distance_is_exact(monkeypatch, causal, length, block, scores):
+    """Against all scores written out, in float64: output and gradients, for whole and broken blocks and groups of heads."""
+    monkeypatch.setattr(distance_attention, "BLOCK", block)
+    monkeypatch.setattr(distance_attention, "SCORES", scores)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 3, length, 8)] * 3 + [(3, 2 * length - 1)]
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+    query, key, value, bias = inputs
+    found = attend_by_distance(query.transpose(1, 2).contiguous().transpose(1, 2), key, value, bias, 0.4, causal)
+    places = length - 1 + torch.arange(length)[:, None] - torch.arange(length)
+    scores = 0.4 * query @ key.mT + bias[:, places]
+    if causal:
+        scores = scores.masked_fill(torch.ones(length, length).triu(1) > 0, -torch.inf)
+    expected = scores.softmax(-1) @ value
+    weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    assert_close(found, expected)
+    assert_close(torch.autograd.grad(found, inputs, weights), torch.autograd.grad(expected, inputs, weights))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -30,8 +30,8 @@ LOG2_E = math.log2(math.e)
 
 # torch's fused CPU kernel with its log-sum-exp, (B, H, L, D) -> (B, H, L, D), (B, H, L); scaled_dot_product_attention has only
 # the first of the two.
-_plain_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_plain_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+plain_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+plain_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Group:
     def spread(self, block: Block, scratch, rows, near, by_distance, scale: float, outside: float) -> torch.Tensor:
         """Return scale * rows . near for the keys of the window, plus what belongs to their distances."""
         plan, window = self.plan, self.window(block, scratch)
-        _product_into(window[..., block.columns], rows, near[:, block.keys].mT, scale)
+        product_into(window[..., block.columns], rows, near[:, block.keys].mT, scale)
         window[..., : block.columns.start] = outside
         window[..., block.columns.stop :] = outside
         if by_distance is not None:
@@ -205,7 +205,7 @@ class Group:
         query, key, value = self.apart
         tensors = query[:, :, block.rows], key[:, :, part], value[:, :, part]
         mask = self.fused_mask(block, part)
-        states, log = _plain_attention(*tensors, 0.0, False, attn_mask=mask, scale=self.plan.scale)
+        states, log = plain_attention(*tensors, 0.0, False, attn_mask=mask, scale=self.plan.scale)
         return states.flatten(0, 1).to(self.precise), log.flatten(0, 1)[..., None] * LOG2_E
 
     def drop(self, weights: torch.Tensor, seed: int | None, number: int) -> torch.Tensor | None:
@@ -337,7 +337,7 @@ class WindowedAttention(torch.autograd.Function):
                     states = group.apart[0][:, :, rows], part_key[:, :, part], group.apart[2][:, :, part]
                     part_output = part_output.view(*group.shape[:2], *part_output.shape[1:])
                     options = {"attn_mask": group.fused_mask(block, part), "scale": plan.scale}
-                    of_query, of_key, of_value = _plain_attention_backward(
+                    of_query, of_key, of_value = plain_attention_backward(
                         grad_apart[:, :, rows], *states, part_output, log * math.log(2), 0.0, False, **options
                     )
                     grad_query[:, rows] += of_query.flatten(0, 1)
@@ -375,11 +375,12 @@ def _rows_without_keys(key_mask: torch.Tensor | None, plan: Plan) -> torch.Tenso
 def _product(left, right, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
     """Return scale * left @ right, (G, N, M), in `dtype`."""
     out = torch.empty(len(left), left.shape[1], right.shape[2], dtype=dtype, device=left.device)
-    _product_into(out, left, right, scale)
+    product_into(out, left, right, scale)
     return out
 
 
-def _product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
+def product_into(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
+    """Write scale * left @ right, (G, N, M), into `out`, in its dtype."""
     if out.dtype == left.dtype:
         # beta=0: the input is not read.
         torch.baddbmm(out.new_empty(1, 1, 1), left, right, beta=0, alpha=scale, out=out)
