@@ -108,7 +108,7 @@ def source():
 
 @pytest.mark.parametrize("kind", [*BERTS, *NAMES])
 def test_clothes(source, kind):
-    """The same states to the bit, and the same figures of a fit.
+    """The same states to the bit, the same figures of a fit, and an export with them.
 
     The self-attention of DistilBERT and ALBERT has the output projection, which is fitted with it, and they come nearer.
     """
@@ -118,6 +118,9 @@ def test_clothes(source, kind):
         states = [one(batches[0]).last_hidden_state for one in (model, other)]
     torch.testing.assert_close(*states, rtol=0, atol=1e-6)
     found = fit(other, batches)
+    if kind in (*BERTS, "DistilBert"):
+        tokenizer = AutoTokenizer.from_pretrained(posswap.embedded_model("minilm"))
+        assert posswap.export_native(other, tokenizer).certificate.largest < 1e-4
     assert found.before.total == pytest.approx(report.before.total, abs=1e-5)
     if kind in ("DistilBert", "Albert"):
         assert found.after.total < report.after.total

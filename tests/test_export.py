@@ -13,8 +13,9 @@ from transformers import (
     BertConfig,
     BertForMaskedLM,
     BertForNextSentencePrediction,
-    BertForSequenceClassification,
     BertModel,
+    DistilBertForSequenceClassification,
+    ElectraForMaskedLM,
     GPT2Config,
     GPT2DoubleHeadsModel,
     GPT2LMHeadModel,
@@ -26,10 +27,12 @@ import hf_posswap as posswap
 from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.contract.subject import auto_class
 from hf_posswap.sharing.native_decoders import GPT_NEOX as ALL_GPT_NEOX
-from hf_posswap.sharing.native_encoders import ESM, JINA, ROFORMER
+from hf_posswap.sharing.native_encoders import ESM, JINA
+from hf_posswap.sharing.native_encoders import ROFORMER as ALL_ROFORMER
 
 GPT_NEOX = {ours: theirs for ours, theirs in ALL_GPT_NEOX.items() if ours.config_class is GPT2Config}
-KIN = JINA | ESM | {ours: theirs for ours, theirs in ALL_GPT_NEOX.items() if ours not in GPT_NEOX}
+ROFORMER = {ours: theirs for ours, theirs in ALL_ROFORMER.items() if ours.config_class is BertConfig}
+KIN = {ours: theirs for ours, theirs in (JINA | ESM | ALL_ROFORMER | ALL_GPT_NEOX).items() if ours not in ROFORMER | GPT_NEOX}
 HEADS = {kind.__name__: kind for kind in SWAPPED_CLASSES if kind.config_class in (BertConfig, GPT2Config)}
 ADDED = ("sinusoidal", "sinusoidal-raw-t2t", "ladder-concatenate", "learned-interpolate", "none", "learned")
 SCALINGS = [
@@ -90,9 +93,8 @@ def test_rotary_heads(make_swapped, bert_tokenizer, head, layout, fraction, dtyp
     """RoFormer and GPT-NeoX compute what BERT and GPT-2 with rotary positions do, far past the trained length."""
     bert = head in ROFORMER
     decoder = {"is_decoder": True} if head.__name__ == "BertLMHeadModel" else {}
-    act = {"hidden_act": "tanh"} if head is BertForSequenceClassification else {}
     scheme = posswap.Rotary(layout=layout, fraction=fraction, theta=500, mark_first=bert and not decoder)
-    model = make_swapped("bert" if bert else "gpt2", scheme, head=head, max_positions=128, **decoder, **act).to(dtype)
+    model = make_swapped("bert" if bert else "gpt2", scheme, head=head, max_positions=128, **decoder).to(dtype)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     if decoder and not _roformer_is_causal():
         refused("does not compute what the swapped one does", posswap.export_native, model, bert_tokenizer)
@@ -108,19 +110,26 @@ def test_rotary_heads(make_swapped, bert_tokenizer, head, layout, fraction, dtyp
     assert set(native.certificate.random) == {16, 128} and bool(native.certificate.text) == bert
 
 
+_SIZES = {
+    "opt": {"do_layer_norm_before": True, "word_embed_proj_dim": 32, "enable_bias": False},
+    "electra": {"embedding_size": 16},
+    "albert": {"embedding_size": 16, "num_hidden_layers": 4, "num_hidden_groups": 2, "inner_group_num": 2},
+}
+
+
 @pytest.mark.parametrize("head", KIN, ids=lambda kind: kind.__name__)
 def test_rotary_heads_of_kin(make_swapped, bert_tokenizer, head):
-    """RoBERTa and its kin as JinaEmbeddingsV3, ESM as ESM, OPT as GPT-NeoX; layouts, fractions and marks in turn."""
+    """The classes that the export's docstring names for each family; layouts, fractions and marks in turn."""
     turn, family = list(KIN).index(head), head.config_class.model_type
     fraction = 1.0 if head in JINA or turn % 2 else 0.5
-    marked = head.__name__ in ("XLMRobertaForMaskedLM", "EsmModel")
+    marked = head.__name__ in ("XLMRobertaForMaskedLM", "EsmModel", "DistilBertForMaskedLM", "AlbertForMultipleChoice")
     scheme = posswap.Rotary(layout=("half", "interleaved")[turn // 2 % 2], fraction=fraction, theta=500, mark_first=marked)
-    sizes = {"do_layer_norm_before": True, "word_embed_proj_dim": 32, "enable_bias": turn % 2 == 0} if family == "opt" else {}
-    model = make_swapped(family, scheme, head=head, max_positions=128, **sizes)
+    model = make_swapped(family, scheme, head=head, max_positions=128, **_SIZES.get(family, {}))
     native = posswap.export_native(model, bert_tokenizer if marked else None)
     assert type(native.model) is KIN[head] and not hasattr(native.model.config, "position_scheme")
     _equal(model, native.model, _tokens(100, first=bert_tokenizer.cls_token_id if marked else None))
-    assert set(native.certificate.random) == {16, 128} and native.certificate.left_out == ()
+    left_out = ("pooler.weight", "pooler.bias") if head.__name__ == "AlbertModel" else ()
+    assert set(native.certificate.random) == {16, 128} and native.certificate.left_out == left_out
 
 
 @pytest.mark.parametrize("family", ["albert", "biogpt", "electra", "esm", "opt", "roberta"])
@@ -210,7 +219,9 @@ ROTARY, YARN = posswap.Rotary(mark_first=False), {"rope_type": "yarn", "factor":
     [
         ("bert", posswap.Relative(clip=4), {}, "no class of transformers has relative positions"),
         ("bert", posswap.Rotary(), {}, "pass the tokenizer"),
-        ("bert", ROTARY, {"head": BertForSequenceClassification}, "gelu, BERT's pooler tanh"),
+        ("electra", ROTARY, {"hidden_act": "relu", "head": ElectraForMaskedLM}, "RoFormer's head applies relu, ELECTRA's gelu"),
+        ("albert", ROTARY, {"embedding_size": 32}, "projects words of another size alone"),
+        ("distilbert", ROTARY, {"head": DistilBertForSequenceClassification}, "heads that have one are DistilBertModel"),
         ("bert", ROTARY, {"head": BertForNextSentencePrediction}, "no native counterpart"),
         ("gpt2", ROTARY, {"head": GPT2DoubleHeadsModel}, "no native counterpart"),
         ("gpt2", posswap.Rotary(), {}, "GPT-NeoX has no place, since"),
@@ -218,7 +229,6 @@ ROTARY, YARN = posswap.Rotary(mark_first=False), {"rope_type": "yarn", "factor":
         ("roberta", posswap.Rotary(fraction=0.5), {}, "rotates all dimensions of a head, not 8 of 16"),
         ("roberta-decoder", ROTARY, {}, "no native counterpart: heads that have one are RobertaModel"),
         ("roberta", posswap.Rotary(), {}, "pass the tokenizer"),
-        ("distilbert", ROTARY, {}, "no native counterpart: none is written for this family yet, so share the swapped"),
         ("esm", ROTARY, {"token_dropout": True, "mask_token_id": 4}, "has no place in ESM, which rescales its words"),
         ("esm", posswap.Rotary(scaling=YARN, mark_first=False), {}, "yarn scaling does not fit"),
         ("opt", ROTARY, {}, "this OPT is post-norm or projects its words"),

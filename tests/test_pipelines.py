@@ -38,7 +38,7 @@ def make_pipeline(make_model, bert_tokenizer, tmp_path):
 
     def make(kind: str = "SentenceTransformer"):
         folder = tmp_path / f"plain-{kind}"
-        make_model("bert", head=KINDS[kind][0], hidden_act="tanh", num_labels=1).save_pretrained(folder)
+        make_model("bert", head=KINDS[kind][0], num_labels=1).save_pretrained(folder)
         bert_tokenizer.model_max_length = 24
         bert_tokenizer.save_pretrained(folder)
         if kind != "SentenceTransformer":
@@ -73,7 +73,8 @@ def test_swap_save_load_restore_export(make_pipeline, kind, tmp_path):
     native = posswap.export_native(loaded)
     native.save_pretrained(tmp_path / "native")
     stock = getattr(library, kind)(str(tmp_path / "native"), device="cpu")
-    assert "RoFormer" in (tmp_path / "native" / "config.json").read_text() and limit(stock) == limit(pipeline)
+    kin = "JinaEmbeddingsV3" if kind == "CrossEncoder" else "RoFormer"
+    assert kin in (tmp_path / "native" / "config.json").read_text() and limit(stock) == limit(pipeline)
     for exported in (native.pipeline, stock):
         assert np.abs(says(exported) - swapped).max() < 1e-5
     assert posswap.restore(pipeline) is pipeline and limit(pipeline) == reads

@@ -3,11 +3,10 @@
 | positions | becomes |
 |---|---|
 | sinusoidal, learned, none: what is added to the embeddings | the family itself, with the vectors as its table |
-| rotary, BERT | RoFormer, with the angles as its table |
-| rotary, RoBERTa, XLM-RoBERTa, CamemBERT | JinaEmbeddingsV3 |
+| rotary, BERT, ELECTRA, DistilBERT, ALBERT | RoFormer, with the angles as its table |
+| rotary, RoBERTa, XLM-RoBERTa, CamemBERT; BERT as a classifier of texts | JinaEmbeddingsV3 |
 | rotary, ESM | ESM with `position_embedding_type` "rotary" |
-| rotary, GPT-2 and OPT | GPT-NeoX |
-| rotary, ALBERT, ELECTRA, DistilBERT and BioGPT | none is written: RoFormer and GPT-NeoX have such layers |
+| rotary, GPT-2, OPT, BioGPT | GPT-NeoX |
 | relative | none: no class has Shaw's vectors |
 
 Weights are rewritten, exactly, to the conventions of the stock class (`native_encoders`, `native_decoders`). The mean vector
@@ -115,7 +114,7 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
         raise UnsupportedModelError(f"no class of transformers has {scheme.name} positions in its attention: {share}")
     elif (convert := _CONVERT.get(stock)) is None:
         heads = [kind.__name__ for kind in _CONVERT if issubclass(kind.config_class, model.architecture.config_class)]
-        why = f"heads that have one are {', '.join(heads)}" if heads else f"none is written for this family yet, so {share}"
+        why = f"heads that have one are {', '.join(heads)}"
         raise UnsupportedModelError(f"{stock.__name__} with rotary positions has no native counterpart: {why}")
     with evaluating(model):
         exported, left_out, holds_for = convert(model, stock, tokenizer)

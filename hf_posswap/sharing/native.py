@@ -94,10 +94,11 @@ def without_constant(
     weights, prefix = without(model, model.base_model.embeddings.position_embeddings)
     mean, difference, marked = constant(model)
     added, words = (prefix.replace("position_embeddings", f"{name}_embeddings.weight") for name in (onto, "word"))
-    weights[added] = (weights[added].double() + mean).to(model.dtype)
+    # DistilBERT has no types of tokens: both are the same here.
+    weights[added] = (weights.get(added, mean.new_zeros(2, len(mean))).double() + mean).to(model.dtype)
     if marked:
         cls = getattr(tokenizer, "cls_token_id", None)
-        if model.config.is_decoder:
+        if model.architecture.is_causal(model.config):
             raise UnsupportedModelError(NO_PLACE.format(f"{native} as a decoder"))
         if cls is None:
             raise UnsupportedModelError(f"{native} has the first token's vector in [CLS]: pass the tokenizer, which knows it")

@@ -1,4 +1,4 @@
-"""Causal models with rotary positions as GPT-NeoX: GPT-2, and OPT where its layers are pre-norm.
+"""Causal models with rotary positions as GPT-NeoX: GPT-2, BioGPT, and OPT where its layers are pre-norm.
 
 GPT-NeoX rotates pairs (m, m + R/2) of the first R dimensions. Its one projection has query, key and value of each head in turn.
 """
@@ -15,24 +15,35 @@ _HEADS = ("Model", "ForSequenceClassification", "ForQuestionAnswering")
 GPT_NEOX = {
     **native.pairs_of_heads("GPT2", "GPTNeoX", (*_HEADS, "ForTokenClassification")),
     **native.pairs_of_heads("OPT", "GPTNeoX", _HEADS),
+    **native.pairs_of_heads(
+        "BioGpt", "GPTNeoX", ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
+    ),
     GPT2LMHeadModel: GPTNeoXForCausalLM,
     OPTForCausalLM: GPTNeoXForCausalLM,
 }
 
 # Names in each family: prefix, word embedding, last norm, layers; then GPT-NeoX's name -> ours, for norms and linear maps.
-_PLACES = {"gpt2": ("transformer.", "wte", "ln_f", "h"), "opt": ("model.", "embed_tokens", "final_layer_norm", "layers")}
-_NORMS = {
-    "gpt2": {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2"},
-    "opt": {"input_layernorm": "self_attn_layer_norm", "post_attention_layernorm": "final_layer_norm"},
+_PLACES = {
+    "gpt2": ("transformer.", "wte", "ln_f", "h"),
+    "opt": ("model.", "embed_tokens", "final_layer_norm", "layers"),
+    "biogpt": ("biogpt.", "embed_tokens", "layer_norm", "layers"),
 }
-_LINEAR = {
-    "gpt2": {"attention.dense": "attn.c_proj", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"},
-    "opt": {"attention.dense": "self_attn.out_proj", "mlp.dense_h_to_4h": "fc1", "mlp.dense_4h_to_h": "fc2"},
+_NORMS = dict.fromkeys(
+    ("opt", "biogpt"), {"input_layernorm": "self_attn_layer_norm", "post_attention_layernorm": "final_layer_norm"}
+) | {"gpt2": {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2"}}
+_LINEAR = dict.fromkeys(
+    ("opt", "biogpt"), {"attention.dense": "self_attn.out_proj", "mlp.dense_h_to_4h": "fc1", "mlp.dense_4h_to_h": "fc2"}
+) | {"gpt2": {"attention.dense": "attn.c_proj", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}}
+# Fields of its config: intermediate_size, hidden_act, attention_dropout, hidden_dropout
+_FIELDS = {
+    "gpt2": ("n_inner", "activation_function", "attn_pdrop", "resid_pdrop"),
+    "opt": ("ffn_dim", "activation_function", "attention_dropout", "dropout"),
+    "biogpt": ("intermediate_size", "hidden_act", "attention_probs_dropout_prob", "hidden_dropout_prob"),
 }
 
 
 def gpt_neox(model: SwappedModel, stock: type, _) -> Converted:
-    """Export a GPT-2 or OPT to GPT-NeoX with attention and MLP in sequence (`use_parallel_residual=False`)."""
+    """Export a GPT-2, OPT or BioGPT to GPT-NeoX with attention and MLP in sequence (`use_parallel_residual=False`)."""
     config, family = model.config, model.architecture.model_type
     attentions = model.architecture.self_attentions(model.base_model)
     positions = attentions[0].positions
@@ -48,7 +59,8 @@ def gpt_neox(model: SwappedModel, stock: type, _) -> Converted:
     own, whole = model.state_dict(), model.base_model is not model
     base = (prefix if whole else "") + ("decoder." if family == "opt" else "")
     there = "gpt_neox." if whole else ""
-    weights = {f"{there}embed_in.weight": (own[f"{base}{words}.weight"].double() + mean).to(model.dtype)}
+    word_scale = getattr(model.get_input_embeddings(), "embed_scale", 1.0)  # BioGPT's
+    weights = {f"{there}embed_in.weight": (own[f"{base}{words}.weight"].double() * word_scale + mean).to(model.dtype)}
     _norm(weights, f"{there}final_layer_norm", own, f"{base}{last}", config.hidden_size)
     for layer, attention in enumerate(attentions):
         ours, theirs = f"{base}{layers}.{layer}.", f"{there}layers.{layer}."
@@ -66,19 +78,20 @@ def gpt_neox(model: SwappedModel, stock: type, _) -> Converted:
             rows = torch.stack([query[:, order] * scale, key[:, order], value], dim=1)  # (H, 3, D, ...)
             weights[f"{theirs}attention.query_key_value.{part}"] = rows.flatten(0, 2)
     head = {name: value for name, value in own.items() if not name.startswith(base)} if whole else {}
-    gpt2 = family == "gpt2"
+    head = {name.replace("output_projection", "lm_head"): value for name, value in head.items()}
+    size, act, attention_dropout, dropout = (getattr(config, name) for name in _FIELDS[family])
     neox = GPTNeoXConfig(
         **native.common(config),
         **native.rope_fields(positions),
-        intermediate_size=(config.n_inner or 4 * config.hidden_size) if gpt2 else config.ffn_dim,
-        hidden_act=config.activation_function,
-        attention_dropout=config.attn_pdrop if gpt2 else config.attention_dropout,
-        hidden_dropout=config.resid_pdrop if gpt2 else config.dropout,
-        layer_norm_eps=config.layer_norm_epsilon if gpt2 else 1e-5,
+        intermediate_size=size or 4 * config.hidden_size,
+        hidden_act=act,
+        attention_dropout=attention_dropout,
+        hidden_dropout=dropout,
+        layer_norm_eps=getattr(config, "layer_norm_epsilon", 1e-5),
         use_parallel_residual=False,
         tie_word_embeddings=False,
     )
-    holds_for = () if gpt2 else (native.COUNTED.format("GPT-NeoX"),)  # a GPT-2 counts padding, too
+    holds_for = () if family == "gpt2" else (native.COUNTED.format("GPT-NeoX"),)  # a GPT-2 counts padding, too
     return native.build(GPT_NEOX[stock], neox, weights | head, model), (), holds_for
 
 

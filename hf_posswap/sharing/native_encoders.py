@@ -1,4 +1,8 @@
-"""Encoders with rotary positions as stock classes: BERT as RoFormer, RoBERTa and its kin as JinaEmbeddingsV3, ESM as itself.
+"""Encoders with rotary positions as stock classes: BERT and its kin as RoFormer, RoBERTa's as JinaEmbeddingsV3, ESM as itself.
+
+BERT, ELECTRA, DistilBERT and ALBERT have the same layers under other names; a layer that ALBERT shares is written for each use.
+A classifier of texts goes where the activation in its head is found: BERT's (tanh) to JinaEmbeddingsV3, ELECTRA's to RoFormer;
+for DistilBERT's (relu) and ALBERT's there is no class.
 
 - RoFormer rotates pairs (2m, 2m + 1) of all D dimensions, by a table of sines and cosines. The table is a saved weight, so any
   theta, any fraction (with angle 0) and every scaling that does not depend on the input's length can be written into it.
@@ -9,12 +13,11 @@
 import torch
 from torch import nn
 from transformers import (
-    BertForMultipleChoice,
-    BertForSequenceClassification,
     BertLMHeadModel,
     JinaEmbeddingsV3Config,
     RoFormerConfig,
     RoFormerForCausalLM,
+    RoFormerForMultipleChoice,
 )
 
 from hf_posswap.checkpoint import SwappedModel
@@ -23,13 +26,20 @@ from hf_posswap.sharing import native
 from hf_posswap.sharing.native import Converted
 
 _HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
-ROFORMER = native.pairs_of_heads("Bert", "RoFormer", (*_HEADS, "ForQuestionAnswering", "ForMultipleChoice"))
+_TOKENS = ("Model", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
+ROFORMER = {
+    ours: theirs
+    for family in ("Bert", "Electra", "DistilBert", "Albert")
+    for ours, theirs in native.pairs_of_heads(family, "RoFormer", _TOKENS).items()
+}
+ROFORMER |= native.pairs_of_heads("Electra", "RoFormer", ("ForCausalLM", "ForSequenceClassification"))
 ROFORMER |= {BertLMHeadModel: RoFormerForCausalLM}
 JINA = {
     ours: theirs
     for family in ("Roberta", "XLMRoberta", "Camembert")
     for ours, theirs in native.pairs_of_heads(family, "JinaEmbeddingsV3", (*_HEADS, "ForQuestionAnswering")).items()
 }
+JINA |= native.pairs_of_heads("Bert", "JinaEmbeddingsV3", ("ForSequenceClassification",))
 # Fields of a config that BERT and its kin share.
 _SAME = ("intermediate_size", "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size")
 _SAME += ("layer_norm_eps",)
@@ -37,42 +47,112 @@ ESM = native.pairs_of_heads("Esm", "Esm", _HEADS)
 
 
 def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
-    """Export a BERT to RoFormer."""
+    """Export a BERT, ELECTRA, DistilBERT or ALBERT to RoFormer."""
     config, positions = model.config, model.architecture.self_attentions(model.base_model)[0].positions
     kind = (positions.scheme.scaling or {}).get("rope_type")
     if kind in ("dynamic", "longrope"):
         raise UnsupportedModelError(f"RoFormer has one table of angles, and {kind} scaling chooses angles by length")
     if positions.geometry.head_dim % 2:
         raise UnsupportedModelError(f"RoFormer rotates pairs of dimensions, and head_dim {positions.geometry.head_dim} is odd")
-    classifies, chooses = stock is BertForSequenceClassification, stock is BertForMultipleChoice
-    if classifies and config.hidden_act != "tanh":
-        raise UnsupportedModelError(f"RoFormer's head applies {config.hidden_act}, BERT's pooler tanh: share the model itself")
+    family, target = model.architecture.model_type, ROFORMER[stock]
+    if stock.__name__ in _ELECTRA_GELU and config.hidden_act != "gelu":
+        raise UnsupportedModelError(f"RoFormer's head applies {config.hidden_act}, ELECTRA's gelu: share the model itself")
+    if family == "albert" and config.embedding_size == config.hidden_size:
+        raise UnsupportedModelError(
+            "RoFormer projects words of another size alone, and this ALBERT all: share the model itself"
+        )
     weights, holds_for, tied = native.without_constant(model, tokenizer, "RoFormer", onto="token_type")
+    left_out = tuple(name for name in weights if "pooler." in name)
+    weights = _as_bert(model, weights)
     native.reorder(weights, native.pairs_first(positions), config.num_attention_heads)
-    pooler = {name: weights.pop(name) for name in list(weights) if ".pooler." in f".{name}"}
-    if classifies or chooses:
-        head = "classifier.dense" if classifies else "sequence_summary.summary"
-        if classifies:
-            weights = {name.replace("classifier.", "classifier.out_proj."): value for name, value in weights.items()}
-        weights |= {f"{head}.{name.rpartition('.')[2]}": value for name, value in pooler.items()}
-        pooler = {}
-    weights = {name.replace("bert.", "roformer.", 1) if name.startswith("bert.") else name: v for name, v in weights.items()}
+    pooler = {name: weights.pop(name) for name in list(weights) if "pooler." in name}
+    if chooses := target is RoFormerForMultipleChoice:
+        weights |= {f"sequence_summary.summary.{name.rpartition('.')[2]}": value for name, value in pooler.items()}
+        left_out = ()
     base = "" if stock is model.architecture.base_class else "roformer."
     length, still = config.max_position_embeddings, (positions.geometry.head_dim - positions.rotary_dim) // 2
     angles = positions.angles(torch.arange(length, device=model.device)[None], length)
     # RoFormer's table, (L, D): sines, then cosines; unrotated dimensions have angle 0.
     cos, sin = (nn.functional.pad(part[0, 0], (0, still), value=value) for part, value in zip(angles, (1.0, 0.0), strict=True))
     weights[f"{base}encoder.embed_positions.weight"] = torch.cat([sin, cos], dim=-1).to(model.dtype)
-    fields = native.common(config, *_SAME, "max_position_embeddings", "is_decoder", "add_cross_attention")
+    fields = native.common(config, *_SAME, "max_position_embeddings", "is_decoder", "add_cross_attention", "embedding_size")
+    if family == "distilbert":
+        fields |= {theirs: getattr(config, ours) for theirs, ours in _DISTILBERT_FIELDS.items()}
+    if family == "albert":
+        fields["num_hidden_layers"] *= config.inner_group_num
     if chooses:
-        fields |= {"summary_type": "first", "summary_use_proj": True, "summary_activation": "tanh"}
-    exported = native.build(ROFORMER[stock], RoFormerConfig(**fields, tie_word_embeddings=tied), weights, model)
+        fields |= {"summary_type": "first", "summary_use_proj": True, "summary_activation": _CHOOSES.get(family, "tanh")}
+    exported = native.build(target, RoFormerConfig(**fields, tie_word_embeddings=tied), weights, model)
     counted = "positions that count from the first token on: RoFormer takes no position_ids"
-    return exported, tuple(pooler), (counted, *holds_for)
+    return exported, left_out, (counted, *holds_for)
+
+
+_ELECTRA_GELU = ("ElectraForMaskedLM", "ElectraForCausalLM", "ElectraForSequenceClassification")
+_CHOOSES = {"electra": "gelu", "distilbert": "relu"}  # the activation before the choice
+_DISTILBERT_FIELDS = {
+    "intermediate_size": "hidden_dim",
+    "hidden_act": "activation",
+    "hidden_dropout_prob": "dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+}
+_BERT_NAMES = {  # of each family's weights, in this order, since some are parts of others
+    "bert": {},
+    "electra": {"generator_predictions.": "cls.predictions.transform.", "generator_lm_head.": "cls.predictions.decoder."},
+    "distilbert": {
+        "transformer.layer.": "encoder.layer.",
+        "attention.q_lin": "attention.self.query",
+        "attention.k_lin": "attention.self.key",
+        "attention.v_lin": "attention.self.value",
+        "attention.out_lin": "attention.output.dense",
+        "sa_layer_norm": "attention.output.LayerNorm",
+        "ffn.lin1": "intermediate.dense",
+        "ffn.lin2": "output.dense",
+        "output_layer_norm": "output.LayerNorm",
+        "pre_classifier.": "pooler.dense.",
+        "vocab_transform": "cls.predictions.transform.dense",
+        "vocab_layer_norm": "cls.predictions.transform.LayerNorm",
+        "vocab_projector": "cls.predictions.decoder",
+    },
+    "albert": {
+        "encoder.embedding_hidden_mapping_in": "embeddings_project",
+        "attention.query": "attention.self.query",
+        "attention.key": "attention.self.key",
+        "attention.value": "attention.self.value",
+        "attention.dense": "attention.output.dense",
+        "attention.LayerNorm": "attention.output.LayerNorm",
+        "ffn_output": "output.dense",
+        "ffn.": "intermediate.dense.",
+        "full_layer_layer_norm": "output.LayerNorm",
+        "pooler.": "pooler.dense.",
+        "predictions.dense": "predictions.transform.dense",
+        "predictions.LayerNorm": "predictions.transform.LayerNorm",
+        "predictions.": "cls.predictions.",
+    },
+}
+
+
+def _as_bert(model: SwappedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the weights under RoFormer's names, which are BERT's."""
+    config, ours, named = model.config, f"{model.base_model_prefix}.", {}
+    for name, value in weights.items():
+        name = f"roformer.{name.removeprefix(ours)}" if name.startswith(ours) else name
+        for old, new in _BERT_NAMES[model.architecture.model_type].items():
+            name = name.replace(old, new)
+        named[name] = value
+    if "cls.predictions.decoder.bias" in named:
+        named["cls.predictions.bias"] = named["cls.predictions.decoder.bias"]
+    for layer in range(config.num_hidden_layers if model.architecture.model_type == "albert" else 0):
+        group, inner = layer * config.num_hidden_groups // config.num_hidden_layers, config.inner_group_num
+        for name in [name for name in named if f"albert_layer_groups.{group}." in name]:
+            for part in range(inner):
+                shared = f"albert_layer_groups.{group}.albert_layers.{part}."
+                if shared in name:
+                    named[name.replace(shared, f"layer.{layer * inner + part}.")] = named[name]
+    return {name: value for name, value in named.items() if "albert_layer_groups." not in name}
 
 
 def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
-    """Export a RoBERTa, XLM-RoBERTa or CamemBERT to JinaEmbeddingsV3: the same post-norm layers with other names."""
+    """Export a RoBERTa, XLM-RoBERTa, CamemBERT or BERT to JinaEmbeddingsV3: the same post-norm layers with other names."""
     config, positions = model.config, model.architecture.self_attentions(model.base_model)[0].positions
     if config.is_decoder:
         raise UnsupportedModelError("JinaEmbeddingsV3 is no decoder")
@@ -83,6 +163,9 @@ def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
     native.reorder(own, native.halves_first(positions), config.num_attention_heads)
     weights = {}
     for name, value in own.items():
+        if model.architecture.model_type == "bert":
+            for ours, theirs in _JINA_CLASSIFIER.items():
+                name = name.replace(ours, theirs)
         for ours, theirs in _JINA_NAMES.items() if "encoder.layer." in name else ():
             name = name.replace(ours, theirs)
         weights[name] = value
@@ -91,6 +174,8 @@ def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
     return exported, (), (native.COUNTED.format("JinaEmbeddingsV3"), *holds_for)
 
 
+# A BERT's pooler and classifier are RoBERTa's head.
+_JINA_CLASSIFIER = {"classifier.": "classifier.out_proj.", "bert.pooler.": "classifier.", "bert.": "roberta."}
 _JINA_NAMES = {  # in this order, since the last two are also parts of names above
     "encoder.layer.": "layers.",
     "attention.self.query": "self_attn.q_proj",
