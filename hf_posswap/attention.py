@@ -6,11 +6,13 @@ cache. A function registered with transformers' AttentionInterface would not do:
 `set_attn_implementation`, leaves padding unmasked under a new name, and sees cached keys without their positions.
 """
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.masking_utils import create_causal_mask
 
 from hf_posswap.architectures import Architecture
 from hf_posswap.errors import PosswapError
@@ -30,6 +32,8 @@ class Shared(NamedTuple):
     mask: torch.Tensor | None = None  # replaces the mask that the layers pass on
 
 
+# What models and layers call their cache: transformers 5.24 has another name for it.
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 # Attention implementations that can add a bias to scores.
 BIAS_IMPLEMENTATIONS = ("eager", "sdpa", "flex_attention")
 
@@ -43,7 +47,6 @@ class PositionedAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        past_key_values=None,
         *,
         shared_positions: tuple[Shared, ...],
         **kwargs,
@@ -59,14 +62,17 @@ class PositionedAttention(nn.Module):
         attention_mask = attention_mask if mine.mask is None else mine.mask
         query = self.positions("rotate", query, shared)  # one after the other: the second reuses the first's memory
         key = self.positions("rotate", key, shared)
-        if past_key_values is not None:
-            if isinstance(past_key_values, EncoderDecoderCache):
-                past_key_values = past_key_values.self_attention_cache
+        cache = kwargs.pop(CACHE, None)
+        if cache is not None:
+            if isinstance(cache, EncoderDecoderCache):
+                cache = cache.self_attention_cache
             written, head_dim = mine.written, key.shape[-1]
             carries = written is not None and mine.carrier in (None, self.layer_idx)
             if carries:
                 key = write_positions(key, written)
-            key, value = past_key_values.update(key, value, self.layer_idx)
+            # A paged cache reads keywords and changes them. Before 5.24 it came under another name, and attention called it.
+            more = {"kwargs": kwargs} if CACHE == "cache" else {}
+            key, value = cache.update(key, value, self.layer_idx, **more)
             if carries:
                 key = key[..., :head_dim]
         dropout = self.architecture.dropout(self) if self.training else 0.0

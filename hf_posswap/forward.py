@@ -9,10 +9,10 @@ import inspect
 import warnings
 
 import torch
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_posswap.architectures import Inputs
-from hf_posswap.attention import Shared, check_implementation, key_positions, let_carry
+from hf_posswap.attention import CACHE, Shared, check_implementation, key_positions, let_carry
 from hf_posswap.errors import PosswapError, SequenceTooLongError
 from hf_posswap.span_cache import PADDING, keep_span
 from hf_posswap.surgery import state_of
@@ -27,6 +27,8 @@ def positioned_forward(base_class: type):
     @functools.wraps(base_class.forward)
     def forward(self, *args, **kwargs):
         arguments = dict(zip(names, args, strict=False), **kwargs)
+        if "past_key_values" in arguments:
+            arguments[CACHE] = arguments.pop("past_key_values")
         inputs = Inputs(*(arguments.get(name) for name in Inputs._fields))
         if (inputs.input_ids is None) == (inputs.inputs_embeds is None):
             return base_class.forward(self, **arguments)  # transformers says what is wrong
@@ -35,7 +37,7 @@ def positioned_forward(base_class: type):
         if implementation != "sdpa" and _is_4d(inputs.attention_mask) and inputs.attention_mask.dtype == torch.bool:
             # Eager and flex attention add masks: True would count as 1.0, where sdpa takes it for "attend".
             arguments["attention_mask"] = _additive(inputs.attention_mask, self.dtype)
-        past, slots = _slots(arguments.get("past_key_values"), inputs)
+        past, slots = _slots(arguments.get(CACHE), inputs)
         ids, positions = _positions(self, inputs, arguments.get("position_ids"), past, slots)
         known = past + slots.shape[-1] if positions is slots and isinstance(past, int) else None
         _check_length(self, scheme, positions, past, slots.shape[-1], known)
@@ -57,7 +59,8 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _slots(cache, inputs: Inputs) -> tuple[int | torch.Tensor, torch.Tensor]:
     """Return how many tokens are cached, and the places of the new ones behind them, (1, L)."""
-    past = 0 if cache is None else cache.get_seq_length()
+    # The paged cache of generate_batch, which is none of these, comes with position_ids.
+    past = cache.get_seq_length() if isinstance(cache, Cache) else 0
     # Not added in place: a static cache returns its own counter, which the first layer then advances.
     slots = torch.arange(inputs.shape[-1], device=inputs.device)[None] + past
     if isinstance(past, torch.Tensor) and past.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -112,7 +115,7 @@ def _check_length(base, scheme, positions: torch.Tensor, past, length: int, know
 def _share(base, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, past, known: int | None) -> dict:
     """Return the arguments to replace: what layers share of positions, by kind, the mask and the cache."""
     state, causal = state_of(base), base.architecture.is_causal(base.config)
-    mask, cache = arguments.get("attention_mask"), arguments.get("past_key_values")
+    mask, cache = arguments.get("attention_mask"), arguments.get(CACHE)
     modules = [attention.positions for attention in base.architecture.self_attentions(base)]
     firsts = [modules[kind.first] for kind in state.kinds]
     spans = [state.kinds[module.kind].span for module in modules]
@@ -131,7 +134,7 @@ def _share(base, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, 
             crossing = arguments.get("encoder_hidden_states") is not None
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()
         cache = keep_span(cache, spans, counted=positions is slots)
-    given = {} if cache is None else {"past_key_values": cache}
+    given = {} if cache is None else {CACHE: cache}
     shared = tuple(
         _share_kind(base, first, kind, mask, cache, positions, slots, past, known, causal)
         for first, kind in zip(firsts, state.kinds, strict=True)

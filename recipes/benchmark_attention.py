@@ -32,6 +32,7 @@ import torch
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, PreTrainedModel
 
 import hf_posswap as posswap
+from hf_posswap.attention import CACHE
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.options import RunOptions
@@ -143,11 +144,11 @@ def make_step(config: Config, phase: str, batch: int, length: int) -> Callable[[
     if phase != "decode":
         return train if phase == "train" else forward
     with torch.no_grad():
-        cache = model(tokens, use_cache=True).past_key_values
+        cache = model(tokens, use_cache=True)[CACHE]
 
     @torch.no_grad()
     def decode() -> None:
-        model(tokens[:, :1], past_key_values=cache, use_cache=True)  # the cache grows in place
+        model(tokens[:, :1], use_cache=True, **{CACHE: cache})  # the cache grows in place
 
     return decode
 

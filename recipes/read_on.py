@@ -26,6 +26,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_posswap.architectures import longest_input
+from hf_posswap.attention import CACHE
 from hf_posswap.data.text import cut_blocks, split_tokens, spread, token_lists
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
@@ -116,7 +117,7 @@ def generation(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, window
     mine = longest_input(model.config)
     for _ in range(min(tokens, mine - prompt.shape[1])):
         started = _now()
-        token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+        token = model(token, **{CACHE: cache}).logits[:, -1:].argmax(-1)
         seconds.append(_now() - started)
     again = []
     for _ in range(20):

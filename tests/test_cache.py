@@ -60,6 +60,21 @@ def test_beams(model, prompt):
     assert torch.equal(with_cache, generate(model, prompt, num_beams=3, use_cache=False))
 
 
+@pytest.mark.only(families=("bert-decoder",), backends=("sdpa",), cases=("rotary", "relative", "buckets"))
+@pytest.mark.parametrize("kin", ["electra-decoder", "roberta-decoder", "opt", "biogpt"])
+def test_decoders_of_kin(make_swapped, kin, case):
+    """A row padded on the left writes what it writes alone; beams are found with a cache and without."""
+    model = make_swapped(kin, case.scheme, "sdpa", max_positions=64)
+    prompt = torch.randint(3, 98, (2, 40), generator=torch.Generator().manual_seed(3))
+    mask = torch.ones_like(prompt)
+    mask[1, :9] = 0
+    prompt = prompt.masked_fill(mask == 0, model.config.pad_token_id or 0)
+    for options in ({}, {"num_beams": 3}):
+        both = generate(model, prompt, attention_mask=mask, **options)
+        assert torch.equal(both, generate(model, prompt, attention_mask=mask, use_cache=False, **options))
+        assert torch.equal(both[1, 9:], generate(model, prompt[1:, 9:], **options)[0])
+
+
 @pytest.mark.only(backends=("eager",), cases=KINDS)
 def test_assisted_decoding(model, make_swapped, family, case, prompt):
     """Tokens drafted by another model, or looked up in the prompt, change nothing in what is generated."""

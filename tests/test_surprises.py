@@ -9,7 +9,7 @@ import torch
 from conftest import refused
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, DynamicCache, GenerationConfig, StaticCache
 
 import hf_posswap as posswap
 from hf_posswap.contract.subject import padded
@@ -220,6 +220,17 @@ def test_continuous_batching(make_model, family, scheme, span):
     """A paged cache shows attention no distances: an error, where there were empty lists. RoBERTa's ids would be padding's."""
     model = posswap.swap(make_model(family, "sdpa"), scheme, span=span)
     refused(f"{scheme[:4]}.* cannot use the paged cache of generate_batch", model.generate_batch, [[5, 6, 7], [8, 9]])
+
+
+@pytest.mark.parametrize("scheme", ["rotary", "sinusoidal"])
+def test_continuous_batching_generates(make_model, scheme):
+    """Where the paged cache serves, it writes what `generate` does."""
+    model = posswap.swap(make_model("gpt2", "sdpa"), scheme)
+    prompts, length = [[5, 6, 7], [8, 9, 10, 11, 12]], 6
+    config = GenerationConfig(max_new_tokens=length, do_sample=False, eos_token_id=98, pad_token_id=0)
+    found = [one.generated_tokens for one in model.generate_batch(prompts, generation_config=config).values()]
+    expected = [model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :] for prompt in prompts]
+    assert found == [one.tolist() for one in expected] and len(set(map(tuple, found))) == 2
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, Cache, PreTrainedConfig, PreTrainedModel
 
 from hf_posswap.architectures import ARCHITECTURES, Architecture
+from hf_posswap.attention import CACHE
 from hf_posswap.errors import PosswapError
 from hf_posswap.schemes import SCHEMES, Scheme, register_scheme
 from hf_posswap.surgery import geometry_of, position_modules
@@ -166,7 +167,7 @@ def in_parts(model: PreTrainedModel, sizes: tuple[int, ...], cache: Cache, padde
         start, end = end, end + part.shape[1]
         if padded is not None:
             inputs = {"attention_mask": padded["attention_mask"][:, :end], "position_ids": padded["position_ids"][:, start:end]}
-        logits.append(model(part, past_key_values=cache, use_cache=True, **inputs).logits)
+        logits.append(model(part, use_cache=True, **{CACHE: cache}, **inputs).logits)
     return torch.cat(logits, dim=1)
 
 

@@ -28,6 +28,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posswap.attention import CACHE
 from hf_posswap.data.text import Split, split_of, stdlib_prose
 from hf_posswap.errors import DataError
 from hf_posswap.evaluating import evaluating
@@ -175,11 +176,11 @@ def recall_keys(model: PreTrainedModel, texts: list[PasskeyText]) -> tuple[list[
     with evaluating(model):
         # The long prompt is read once; candidates are a few tokens each.
         prompt = model(input_ids=ids[:, :-size], use_cache=True, logits_to_keep=1)
-        cache, likelihoods = prompt.past_key_values, []
+        cache, likelihoods = prompt[CACHE], []
         for number in range(candidates.shape[1]):
             tokens, logits = candidates[:, number], prompt.logits
             if size > 1:
-                more = model(input_ids=tokens[:, :-1], past_key_values=cache, use_cache=True).logits
+                more = model(input_ids=tokens[:, :-1], use_cache=True, **{CACHE: cache}).logits
                 cache.crop(1 - size)  # negative: so many tokens fewer
                 logits = torch.cat([logits, more], dim=1)
             if number == 0:
