@@ -27,8 +27,9 @@ def positioned_forward(base_class: type):
     @functools.wraps(base_class.forward)
     def forward(self, *args, **kwargs):
         arguments = dict(zip(names, args, strict=False), **kwargs)
-        if "past_key_values" in arguments:
-            arguments[CACHE] = arguments.pop("past_key_values")
+        given = arguments.pop("past_key_values", None)
+        if given is not None and arguments.get(CACHE) is None:
+            arguments[CACHE] = given
         inputs = Inputs(*(arguments.get(name) for name in Inputs._fields))
         if (inputs.input_ids is None) == (inputs.inputs_embeds is None):
             return base_class.forward(self, **arguments)  # transformers says what is wrong

@@ -8,7 +8,7 @@ from transformers import DynamicCache, RobertaConfig, RobertaForCausalLM
 
 import hf_posswap as posswap
 from hf_posswap import architectures, attention
-from hf_posswap.attention import PositionedAttention, add_bias, read_positions, write_positions
+from hf_posswap.attention import CACHE, PositionedAttention, add_bias, read_positions, write_positions
 from hf_posswap.functional import distance_attention
 from hf_posswap.functional.distance_attention import attend_by_distance
 
@@ -30,6 +30,11 @@ def test_a_cache_counts_on(scheme):
     model = posswap.swap(original, scheme)
     whole, cache = model(tokens, use_cache=False).logits, DynamicCache(config=model.config)
     steps = [model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(12)]
+    # Headless models take the cache by its old name and by that of 5.24, and lose neither to a None.
+    for given in ({CACHE: cache}, {"past_key_values": None} | {CACHE: cache}, {CACHE: None} | {"past_key_values": cache}):
+        cache.crop(-1)
+        last = model.base_model(tokens[:, 11:12], **given).last_hidden_state
+        assert_close(last, model.base_model(tokens).last_hidden_state[:, 11:12], rtol=1e-4, atol=1e-4)
     assert_close(torch.cat(steps, dim=1), whole, rtol=1e-4, atol=1e-4)
     tokens[1, :5], options = PAD, {"do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     out = model.generate(tokens, attention_mask=tokens.ne(PAD).long(), max_new_tokens=4, eos_token_id=None, **options)
