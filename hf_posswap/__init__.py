@@ -27,8 +27,8 @@ _PUBLIC = {
     "errors": "CheckpointError DataError PosswapError SequenceTooLongError UnknownSchemeError UnsupportedModelError",
     "fitting.choosing": "choose",
     "fitting.fit": "FitReport fit",
-    "schemes": "SCHEMES Alibi Buckets Ladder Learned Mixed NoPositions Relative Rotary Scheme Sinusoidal register_scheme "
-    "set_relative_implementation",
+    "schemes": "SCHEMES Alibi Buckets Ladder Learned Mixed NoPositions Relative Rotary Scheme SelfExtend Sinusoidal "
+    "register_scheme set_relative_implementation",
     "sharing.card": "write_card",
     "sharing.delta": "load_delta save_delta",
     "sharing.export": "NativeExport export_native",

@@ -18,7 +18,7 @@ from hf_posswap.architectures import Architecture
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span, banded_attention
 from hf_posswap.functional.distance_attention import attend_by_distance
-from hf_posswap.schemes import Places, Scheme
+from hf_posswap.schemes import Scheme
 
 
 class Shared(NamedTuple):
@@ -119,7 +119,7 @@ class PositionedAttention(nn.Module):
 
         def attend(query, key, value, mask, queries, keys):
             shared = mine.scheme
-            if isinstance(shared, Places):
+            if hasattr(shared, "block"):
                 shared = shared.block(queries, keys)
             if self.positions.attend is not None:
                 options = {"scaling": scaling, "dropout": dropout, "causal": False, "return_probabilities": False}

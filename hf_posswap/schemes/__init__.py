@@ -15,16 +15,18 @@ from hf_posswap.schemes.mixed import Mixed
 from hf_posswap.schemes.none import NoPositions
 from hf_posswap.schemes.relative import Relative, set_relative_implementation
 from hf_posswap.schemes.rotary import Rotary
+from hf_posswap.schemes.self_extend import SelfExtend
 from hf_posswap.schemes.sinusoidal import Sinusoidal
 
 __all__ = [
     "SCHEMES", "Alibi", "AttentionPositions", "Buckets", "Constant", "Geometry", "Ladder", "Learned", "Mixed",
-    "NoPositions", "Places", "PositionEmbedding", "Relative", "Rotary", "Scheme", "Sinusoidal", "parse_scheme",
+    "NoPositions", "Places", "PositionEmbedding", "Relative", "Rotary", "Scheme", "SelfExtend", "Sinusoidal", "parse_scheme",
     "register_scheme", "scheme_from_dict", "set_relative_implementation",
 ]  # fmt: skip
 
 SCHEMES: dict[str, type[Scheme]] = {
-    scheme.name: scheme for scheme in (Learned, Sinusoidal, Relative, Rotary, Alibi, Buckets, NoPositions, Mixed, Ladder)
+    scheme.name: scheme
+    for scheme in (Learned, Sinusoidal, Relative, Rotary, SelfExtend, Alibi, Buckets, NoPositions, Mixed, Ladder)
 }
 
 

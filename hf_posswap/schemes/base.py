@@ -89,11 +89,11 @@ class Places(NamedTuple):
     key_mask: torch.Tensor | None = None  # (B, K) bool, True = attend; None if there is none, or it has another shape
     in_order: bool = False  # attended keys have no gaps in position, and only `key_mask` and causality mask
 
-    def distances(self, key_length: int) -> torch.Tensor:
-        """Return key position minus query position, (B or 1, Q, K)."""
+    def distances(self, key_length: int, queries: slice = slice(None)) -> torch.Tensor:
+        """Return key position minus query position, (B or 1, Q, K), of all queries or of a slice."""
         # A static cache is longer than what it holds, the rest is masked; a sliding one holds the last keys only.
         keys = nn.functional.pad(self.keys[:, -key_length:], (0, max(0, key_length - self.keys.shape[-1])))
-        return keys[:, None, :] - self.queries[:, :, None]
+        return keys[:, None, :] - self.queries[:, queries, None]
 
     def block(self, queries: slice, keys: torch.Tensor) -> "Places":
         """Return the places of a slice of the queries and of keys by index, without a mask."""
@@ -108,6 +108,17 @@ class Places(NamedTuple):
 def is_traced() -> bool:
     """Whether this code is being traced, for later use with other lengths and positions."""
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def weigh(scores: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:
+    """Return attention probabilities (B, H, Q, K), float32 or wider; a mask is additive, or boolean with True = attend."""
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None and not mask.is_floating_point():
+        raise PosswapError(f"a 4D attention mask must be boolean or floating point, this one is {mask.dtype}")
+    elif mask is not None:
+        scores = scores + mask
+    return nn.functional.dropout(scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)), dropout)
 
 
 class AttentionPositions(nn.Module):

@@ -27,7 +27,7 @@ from torch import nn
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.closed_form import fit_relative_keys, fit_relative_values, missing_scores
 from hf_posswap.functional.relative_attention import IMPLEMENTATIONS, attend
-from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number, is_traced
+from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number, is_traced, weigh
 from hf_posswap.schemes.sinusoidal import sinusoids
 
 
@@ -200,14 +200,7 @@ def attend_by_index(
     scores = by_distance.gather(-1, index) + query @ key.mT  # (B, H, Q, K)
     if key_query:
         scores = scores + (key * scaling @ key_table.mT).gather(-1, index.mT).mT
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    elif mask is not None and not mask.is_floating_point():
-        raise PosswapError(f"a 4D attention mask must be boolean or floating point, this one is {mask.dtype}")
-    elif mask is not None:
-        scores = scores + mask
-    probabilities = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    probabilities = nn.functional.dropout(probabilities, dropout)
+    probabilities = weigh(scores, mask, dropout).to(value.dtype)
     output = probabilities @ value
     if value_table is not None:
         mass = probabilities.new_zeros(by_distance.shape).scatter_add(-1, index, probabilities)  # (B, H, Q, R)

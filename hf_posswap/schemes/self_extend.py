@@ -1,0 +1,144 @@
+"""Self-Extend: rotary positions on two scales. Jin et al. 2024, "LLM Maybe LongLM: Self-Extend LLM Context Window Without
+Tuning", section 3 (https://arxiv.org/abs/2401.01325).
+
+Near keys keep their distance d = j - i, far ones get that of their groups of G tokens, moved so that both meet at |d| = near:
+
+    d'(i, j) = j - i                                       where |j - i| < near
+    d'(i, j) = j // G - i // G + sign(j - i) s             elsewhere,  s = near - near // G
+
+So a text of L tokens shows the model no distance above about L / G + s: with near = 128 and G = 8, 4,096 tokens look like 624.
+The order of near words is exact, that of far ones is known by groups. The paper has it for causal models; here far keys on the
+right of a query, in encoders, are the mirror image of those on the left.
+
+Keys are rotated by their own position before they enter the cache, as in `rotary`. For far scores they are turned again, by
+j // G - j, and the query by i // G - i plus or minus s: rotations add up.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from hf_posswap.schemes.base import (
+    AttentionPositions,
+    Constant,
+    Geometry,
+    Places,
+    Scheme,
+    check_choice,
+    check_number,
+    is_traced,
+    weigh,
+)
+from hf_posswap.schemes.rotary import Rotary, RotaryPositions
+
+_QUERIES = 256  # in a block: scores of one block are all that is in memory
+
+
+class Turns(NamedTuple):
+    """What all layers share: places, and angles as `RotaryPositions.prepare` returns them."""
+
+    places: Places
+    own: tuple  # of queries, or new keys, by their own positions
+    keys: tuple  # of all keys, from their own positions to their groups'
+    left: tuple  # of queries, from their own positions to those from which they look at groups on the left
+    right: tuple  # the same, on the right
+
+    def block(self, queries: slice, keys: torch.Tensor) -> "Turns":
+        """Return what belongs to a slice of the queries and to keys by index."""
+        own, left, right = ([one[..., queries, :] for one in angles] for angles in (self.own, self.left, self.right))
+        return Turns(self.places.block(queries, keys), own, [one[..., keys, :] for one in self.keys], left, right)
+
+    def of_keys(self, length: int) -> list[torch.Tensor]:
+        """Return the angles of the cache's keys: a static one is longer than what it holds, a sliding one holds the last."""
+        return [nn.functional.pad(k[..., -length:, :], (0, 0, 0, max(0, length - k.shape[-2]))) for k in self.keys]
+
+
+class SelfExtendPositions(RotaryPositions):
+    """Rotates queries and keys, and attends with far distances in groups."""
+
+    needs_key_positions = True
+
+    def __init__(self, scheme: "SelfExtend", geometry: Geometry):
+        super().__init__(scheme.rotary(), geometry)
+        self.near, self.group = scheme.near or max(1, geometry.trained_positions // 2), scheme.group
+
+    def prepare(self, position_ids, slots, length, key_positions, attention_mask=None) -> Turns:
+        keys = position_ids if key_positions is None else key_positions
+        shift, to_group = self.near - self.near // self.group, position_ids // self.group - position_ids
+        turns = position_ids, keys // self.group - keys, to_group + shift, to_group - shift
+        return Turns(
+            Places(position_ids, slots, keys), *(RotaryPositions.prepare(self, turn, slots, None, None) for turn in turns)
+        )
+
+    def rotate(self, states, shared):
+        return super().rotate(states, shared.own)
+
+    def attend(self, query, key, value, mask, shared: Turns, *, scaling, dropout, causal, return_probabilities):
+        """Return (B, H, Q, D), and the probabilities (B, H, Q, K) or None.
+
+        `mask` is additive, or boolean with True = attend.
+        """
+        turn, length = super().rotate, key.shape[-2]
+        grouped, query = turn(key, shared.of_keys(length)), query * scaling
+        left, right = turn(query, shared.left), None if causal else turn(query, shared.right)
+        seen = shared.places.causal(length)[None, None] if causal and mask is None else mask
+
+        def block(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            distances = shared.places.distances(length, rows)[:, None]
+            scores = torch.where(distances > -self.near, query[..., rows, :] @ key.mT, left[..., rows, :] @ grouped.mT)
+            if right is not None:
+                scores = torch.where(distances < self.near, scores, right[..., rows, :] @ grouped.mT)
+            probabilities = weigh(scores, None if seen is None else seen[..., rows, :], dropout).to(value.dtype)
+            return probabilities @ value, probabilities
+
+        if return_probabilities or is_traced():
+            return block(slice(None))
+        starts = range(0, query.shape[-2], _QUERIES)
+        return torch.cat([block(slice(start, start + _QUERIES))[0] for start in starts], dim=-2), None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfExtend(Scheme):
+    """Rotary positions, near ones exact and far ones in groups: reads many times the length that it was fitted on.
+
+    Args:
+        group: Tokens of a group, G. A text may then be about G times as long as what the model is used to.
+        near: Distances below it are exact; None: half of the trained length.
+        theta, fraction, mark_first: As in `Rotary`.
+
+    >>> str(SelfExtend(group=16))
+    'self-extend:group=16'
+    """
+
+    group: int = 8
+    near: int | None = None
+    theta: float = 10_000
+    fraction: float = 1.0
+    mark_first: bool = True
+
+    name: ClassVar[str] = "self-extend"
+    summary: ClassVar[str] = "RoPE with far distances in groups, for long texts"
+    implementations: ClassVar[tuple[str, ...] | None] = ("eager", "sdpa")  # it reads the mask that these two get
+
+    def __post_init__(self):
+        check_number(self, "group", int, 1, most=65_536)
+        if self.near is not None:
+            check_number(self, "near", int, 1)
+        check_choice(self, "mark_first", (True, False))
+        self.rotary()
+
+    def rotary(self) -> Rotary:
+        """Return the rotation at near distances."""
+        return Rotary(theta=self.theta, fraction=self.fraction, mark_first=self.mark_first)
+
+    def check(self, geometry: Geometry) -> None:
+        super().check(geometry)
+        self.rotary().check(geometry)
+
+    def embedding_module(self, geometry: Geometry) -> Constant:
+        return self.rotary().embedding_module(geometry)
+
+    def attention_module(self, geometry: Geometry) -> AttentionPositions:
+        return SelfExtendPositions(self, geometry)
