@@ -49,7 +49,9 @@ def build(kind: type, config: PreTrainedConfig, weights: dict[str, torch.Tensor]
     # RoFormer has only eager attention; with the others, the same implementation as before makes outputs equal bit for bit.
     attention = {} if issubclass(kind, RoFormerPreTrainedModel) else {"attn_implementation": model.config._attn_implementation}
     exported = kind._from_config(config, dtype=model.dtype, **attention)
-    exported.load_state_dict(weights)  # strict
+    # A bias or a norm's weight that the swapped model lacks is 0 or 1, as the class begins. Other names must fit: it is strict.
+    simple = {name: value for name, value in exported.state_dict().items() if value.dim() == 1}
+    exported.load_state_dict(simple | weights)
     return exported
 
 
