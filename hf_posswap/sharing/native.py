@@ -39,9 +39,10 @@ def family_config(model: SwappedModel, **changes) -> PreTrainedConfig:
     return model.architecture.config_class(**fields | changes)
 
 
-def pairs_of_heads(family: str, native: str, heads: Sequence[str]) -> dict[type, type]:
-    """Return {a family's class: the native class} for these heads."""
-    return {getattr(transformers, f"{family}{head}"): getattr(transformers, f"{native}{head}") for head in heads}
+def pairs_of_heads(families: Sequence[str], native: str, heads: Sequence[str]) -> dict[type, type]:
+    """Return {a family's class: the native class} for these families and heads."""
+    names = [(f"{family}{head}", f"{native}{head}") for family in families for head in heads]
+    return {getattr(transformers, ours): getattr(transformers, theirs) for ours, theirs in names}
 
 
 def build(kind: type, config: PreTrainedConfig, weights: dict[str, torch.Tensor], model: SwappedModel) -> PreTrainedModel:

@@ -5,7 +5,7 @@ GPT-NeoX rotates pairs (m, m + R/2) of the first R dimensions. Its one projectio
 
 import torch
 from torch import nn
-from transformers import GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, OPTForCausalLM
+from transformers import GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from hf_posswap.architectures import Architecture
@@ -14,16 +14,11 @@ from hf_posswap.errors import UnsupportedModelError
 from hf_posswap.sharing import native
 from hf_posswap.sharing.native import Converted
 
-_HEADS = ("Model", "ForSequenceClassification", "ForQuestionAnswering")
-GPT_NEOX = {
-    **native.pairs_of_heads("GPT2", "GPTNeoX", (*_HEADS, "ForTokenClassification")),
-    **native.pairs_of_heads("OPT", "GPTNeoX", _HEADS),
-    **native.pairs_of_heads(
-        "BioGpt", "GPTNeoX", ("Model", "ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
-    ),
-    GPT2LMHeadModel: GPTNeoXForCausalLM,
-    OPTForCausalLM: GPTNeoXForCausalLM,
-}
+GPT_NEOX = native.pairs_of_heads(("GPT2", "OPT", "BioGpt"), "GPTNeoX", ("Model", "ForSequenceClassification"))
+GPT_NEOX |= native.pairs_of_heads(("GPT2", "OPT"), "GPTNeoX", ("ForQuestionAnswering",))
+GPT_NEOX |= native.pairs_of_heads(("GPT2", "BioGpt"), "GPTNeoX", ("ForTokenClassification",))
+GPT_NEOX |= native.pairs_of_heads(("OPT", "BioGpt"), "GPTNeoX", ("ForCausalLM",))
+GPT_NEOX |= {GPT2LMHeadModel: GPTNeoXForCausalLM}
 
 _LAST_NORM = {"gpt2": "ln_f", "opt": "final_layer_norm", "biogpt": "layer_norm"}
 _IN_A_LAYER = {  # what a layer of GPT-NeoX has -> its name in GPT-2, and in OPT and BioGPT

@@ -27,23 +27,15 @@ from hf_posswap.sharing.native import Converted
 
 _HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 _TOKENS = ("Model", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
-ROFORMER = {
-    ours: theirs
-    for family in ("Bert", "Electra", "DistilBert", "Albert")
-    for ours, theirs in native.pairs_of_heads(family, "RoFormer", _TOKENS).items()
-}
-ROFORMER |= native.pairs_of_heads("Electra", "RoFormer", ("ForCausalLM", "ForSequenceClassification"))
+ROFORMER = native.pairs_of_heads(("Bert", "Electra", "DistilBert", "Albert"), "RoFormer", _TOKENS)
+ROFORMER |= native.pairs_of_heads(("Electra",), "RoFormer", ("ForCausalLM", "ForSequenceClassification"))
 ROFORMER |= {BertLMHeadModel: RoFormerForCausalLM}
-JINA = {
-    ours: theirs
-    for family in ("Roberta", "XLMRoberta", "Camembert")
-    for ours, theirs in native.pairs_of_heads(family, "JinaEmbeddingsV3", (*_HEADS, "ForQuestionAnswering")).items()
-}
-JINA |= native.pairs_of_heads("Bert", "JinaEmbeddingsV3", ("ForSequenceClassification",))
+JINA = native.pairs_of_heads(("Roberta", "XLMRoberta", "Camembert"), "JinaEmbeddingsV3", (*_HEADS, "ForQuestionAnswering"))
+JINA |= native.pairs_of_heads(("Bert",), "JinaEmbeddingsV3", ("ForSequenceClassification",))
 # Fields of a config that BERT and its kin share.
 _SAME = ("intermediate_size", "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size")
 _SAME += ("layer_norm_eps",)
-ESM = native.pairs_of_heads("Esm", "Esm", _HEADS)
+ESM = native.pairs_of_heads(("Esm",), "Esm", _HEADS)
 
 
 def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
