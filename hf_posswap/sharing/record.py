@@ -54,14 +54,14 @@ def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str 
     if not weights:
         raise CheckpointError(f"{folder} has no weights (.safetensors): save the model there first")
     kind, entry, about = _read_model(folder)
+    scheme = scheme_of(entry, folder)
     before = read_json(folder / RESULTS_FILE) if (folder / RESULTS_FILE).is_file() else {}
     old = before.get("model") if isinstance(before.get("model"), dict) else {}
     if results is None:
         comparisons = before.get("comparisons") if old.get("weights") == weights else []
     else:
         places = list(dict.fromkeys(Path(place).resolve() for place in results))
-        comparisons = [_comparison(place, scheme_of(entry, folder), folder) for place in places]
-    scheme = scheme_of(entry, folder)
+        comparisons = [_comparison(place, scheme, folder) for place in places]
     content = {
         "format": FORMAT,
         "model": {
