@@ -17,7 +17,7 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -218,10 +218,9 @@ def _scale(axes: Axes) -> None:
     values = [value for line in _named(axes) for value in line.get_ydata()]
     low, high = min(values), max(values)
     if low > 0 and high > 5 * low:
-        steps = [digit * 10.0**power for power in range(-12, 12) for digit in (1, 2, 5)]
         axes.set_yscale("log")
-        axes.set_yticks([step for step in steps if low / 2.5 < step < high * 2.5], minor=False)
         axes.set_ylim(0.85 * low, 1.2 * high)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=99))
         axes.minorticks_off()
         axes.yaxis.set_major_formatter("{x:g}")
 

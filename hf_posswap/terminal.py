@@ -94,25 +94,20 @@ def narrow_tables(lines: list[str], width: int) -> list[str]:
 
     >>> print(*narrow_tables(["| scheme | loss | tokens |", "|---|---:|---:|", "| rotary | 1.25 | 100 |"], 20), sep="\\n--\\n")
     | scheme | loss |
-    |---|---:|
+    | --- | ---: |
     | rotary | 1.25 |
     --
     | scheme | tokens |
-    |---|---:|
+    | --- | ---: |
     | rotary | 100 |
     """
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     if len(rows) < 2 or len({len(cells) for cells in rows}) > 1:  # a | in a cell: better wide than wrong
         return ["\n".join(lines)]
-    columns = list(zip(*rows, strict=True))
-    widths = [max(len(cell) for cell in (head, *cells)) + 2 for head, _, *cells in columns]  # a space on each side
+    widths = [max(map(len, (head, *cells))) + 2 for head, _, *cells in zip(*rows, strict=True)]  # a space on each side
     parts = [[0]]
-    for place in range(1, len(columns)):
+    for place in range(1, len(widths)):
         if len(parts[-1]) > 1 and sum(widths[one] for one in parts[-1]) + widths[place] + 2 > width:
             parts.append([0])
         parts[-1].append(place)
-
-    def row(cells: list[str]) -> str:
-        return f"|{'|'.join(cells)}|" if set("".join(cells)) <= set(":-") else f"| {' | '.join(cells)} |"
-
-    return ["\n".join(row([columns[one][number] for one in part]) for number in range(len(lines))) for part in parts]
+    return ["\n".join(f"| {' | '.join(cells[place] for place in part)} |" for cells in rows) for part in parts]

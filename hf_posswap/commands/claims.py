@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertFo
 from hf_posswap.assets import embedded_model
 from hf_posswap.contract.subject import tiny_config, tiny_model
 from hf_posswap.data.text import embedded_documents, token_blocks
+from hf_posswap.measure.damage import perplexity
 from hf_posswap.measure.losses import mean_loss, token_losses
 from hf_posswap.measure.positions import pair_rotation
 from hf_posswap.schemes import Alibi, Buckets, Geometry, Relative, Rotary
@@ -189,7 +190,7 @@ def precision() -> Iterator[Finding]:
 def generalises_to_longer() -> Iterator[Finding]:
     """It generalises to longer inputs without any effort."""
     ids = _text(1024, 4)
-    original = [math.exp(mean_loss(token_losses(_gpt2(), ids[:, low : low + 256]))) for low in (0, 768)]
+    original = [perplexity(_gpt2(), ids[:, low : low + 256]) for low in (0, 768)]
     for scheme in ("sinusoidal", "alibi", "buckets"):
         losses = token_losses(swap(_gpt2(), scheme, max_positions=1024), ids)
         if scheme == "sinusoidal":
@@ -215,9 +216,9 @@ def deterministic() -> Iterator[Finding]:
 def learned_and_fixed_alike() -> Iterator[Finding]:
     """Learned and sinusoidal positions work alike."""
     ids = _text(256, 8)
-    original = math.exp(mean_loss(token_losses(_gpt2(), ids)))
+    original = perplexity(_gpt2(), ids)
     for scheme, name in (("sinusoidal", "projected onto the learned table"), ("sinusoidal:project=false", "as printed")):
-        ratio = math.exp(mean_loss(token_losses(swap(_gpt2(), scheme), ids))) / original
+        ratio = perplexity(swap(_gpt2(), scheme), ids) / original
         found = f"perplexity {ratio:.{3 if ratio < 10 else 0}f} times the original's"
         yield Finding(f"sinusoids {name}, put into a GPT-2 that was not trained on them", ratio < 1.02, found)
 

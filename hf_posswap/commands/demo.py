@@ -105,30 +105,30 @@ def _encoder(show: Demo) -> None:
     original, tokenizer = AutoModel.from_pretrained(source).eval(), AutoTokenizer.from_pretrained(source)
     held_out = spread(token_blocks(embedded_documents("validation", causal=False), tokenizer, LENGTH), HELD_OUT["minilm"])
     states = pooled_states(original, held_out)
-    found = {("original", ""): original}
+    found = {"original": original}
     for scheme in SCHEMES:
         for start in ("cold", "swap"):
-            found[scheme, start] = swap(copy.deepcopy(original), scheme, warm_start=start == "swap")
-    cosines = {key: pooled_cosine(model, held_out, states) for key, model in found.items()}
-    show.table(["positions", "cosine"], [(_label(*key), value) for key, value in cosines.items()], digits=3)
+            found[f"{scheme}, {start}"] = swap(copy.deepcopy(original), scheme, warm_start=start == "swap")
+    cosines = {name: pooled_cosine(model, held_out, states) for name, model in found.items()}
+    show.table(["positions", "cosine"], list(cosines.items()), digits=3)
 
     show.step("A fit:", "each layer of the swapped model learns to say what the original's says, on text without labels:")
     batches = text_batches(embedded_documents("train", causal=False), tokenizer, LENGTH, tokens=show.fit_tokens)
     rows = []
     for scheme in SCHEMES:
-        show.fit(found[scheme, "swap"], batches)
-        found[scheme, "fit"] = found.pop((scheme, "swap"))
-        after = pooled_cosine(found[scheme, "fit"], held_out, states)
-        rows.append((scheme, *(cosines[scheme, start] for start in ("cold", "swap")), after, *FULL["minilm"][scheme]))
+        model = found[f"{scheme}, fit"] = found.pop(f"{scheme}, swap")
+        show.fit(model, batches)
+        before = (cosines[f"{scheme}, {start}"] for start in ("cold", "swap"))
+        rows.append((scheme, *before, pooled_cosine(model, held_out, states), *FULL["minilm"][scheme]))
     show.table(["positions", "cold", "swap", "this fit", "full fit", "it takes"], rows, digits=3)
     show.console.print("full fit: 65,536 tokens, 100 steps a layer, one thread (hf-posswap demo --help)")
 
     show.step(f"Which sentence is nearest to: {QUERY}", "Number: cosine of the two; the same sentence should win everywhere.")
     ids = [tokenizer(sentence, return_tensors="pt")["input_ids"] for sentence in (QUERY, *SENTENCES)]
-    for key in (("original", ""), *((scheme, start) for scheme in SCHEMES for start in ("cold", "fit"))):
-        query, *others = (pooled_states(found[key], one)[0] for one in ids)
+    for name in ("original", *(f"{scheme}, {start}" for scheme in SCHEMES for start in ("cold", "fit"))):
+        query, *others = (pooled_states(found[name], one)[0] for one in ids)
         score, sentence = max((float(query @ other), sentence) for other, sentence in zip(others, SENTENCES, strict=True))
-        show.console.print(f"{_label(*key):<16}{score:.2f}  {textwrap.shorten(sentence, 56)}", soft_wrap=True)
+        show.console.print(f"{name:<16}{score:.2f}  {textwrap.shorten(sentence, 56)}", soft_wrap=True)
 
 
 def _causal(show: Demo) -> None:
@@ -142,25 +142,26 @@ def _causal(show: Demo) -> None:
     documents = embedded_documents("validation", causal=True)
     longest = spread(token_blocks(documents, tokenizer, LONG), HELD_OUT["stdlib-gpt2"])
     cuts = {length: shorter_blocks(longest, tokenizer, length) for length in (256, 512, LONG)}
-    # The original has 256 positions. Repeating its table is the usual first attempt to read further.
-    found = {("original", "its table repeated"): swap(copy.deepcopy(original), "learned:extend=tile", max_positions=LONG)}
-    for scheme in SCHEMES:
-        found[scheme, "swap"] = swap(copy.deepcopy(original), scheme, max_positions=LONG)
-    figures = {key: {length: perplexity(model, cut) for length, cut in cuts.items()} for key, model in found.items()}
     # A tenth of the documents is enough, and tokenized more quickly.
     batches = text_batches(embedded_documents("train", causal=True)[::10], tokenizer, 256, tokens=show.fit_tokens, causal=True)
-    reports = {}
+
+    def perplexities(model: PreTrainedModel) -> dict[int, float]:
+        return {length: perplexity(model, cut) for length, cut in cuts.items()}
+
+    # The original has 256 positions. Repeating its table is the usual first attempt to read further.
+    repeated = swap(copy.deepcopy(original), "learned:extend=tile", max_positions=LONG)
+    figures, models, reports = {"original, its table repeated": perplexities(repeated)}, {}, {}
     for scheme in SCHEMES:
-        reports[scheme] = show.fit(found[scheme, "swap"], batches)
-        figures[scheme, "fit"] = {length: perplexity(found[scheme, "swap"], cut) for length, cut in cuts.items()}
-    rows = [
-        (_label(*key), *values.values(), FULL["stdlib-gpt2"][key[0]][0] if key[1] == "fit" else "")
-        for key, values in sorted(figures.items(), key=lambda item: ["original", *SCHEMES].index(item[0][0]))
-    ]
+        models[scheme] = swap(copy.deepcopy(original), scheme, max_positions=LONG)
+        figures[f"{scheme}, swap"] = perplexities(models[scheme])
+        reports[scheme] = show.fit(models[scheme], batches)
+        figures[f"{scheme}, fit"] = perplexities(models[scheme])
+    full = {f"{scheme}, fit": figure for scheme, (figure, _) in FULL["stdlib-gpt2"].items()}
+    rows = [(name, *values.values(), full.get(name, "")) for name, values in figures.items()]
     show.table(["positions", "256 tokens", "512", f"{LONG:,}", "256, full fit*"], rows, digits=2)
     show.console.print("* on other held-out text, where the original's is 24.29 (recipes/results/fit/stdlib-gpt2)")
 
-    model = found["rotary", "swap"]
+    model = models["rotary"]
     show.step("It writes on past its 256 positions,", "with rotary positions; what follows are tokens 257 to 320.")
     prose = "\n".join(text for name, text in stdlib_documents("validation").items() if name.startswith("topic:"))
     prompt = tokenizer(prose, return_tensors="pt", verbose=False)["input_ids"][:, :200]
@@ -174,8 +175,7 @@ def _causal(show: Demo) -> None:
     try:
         with extra():
             from hf_posswap.plots import plot_loss_by_length
-        lines = {_label(*key): values for key, values in figures.items()}
-        drawn = plot_loss_by_length(lines, 256, "held-out perplexity past the trained length", label="perplexity")
+        drawn = plot_loss_by_length(figures, 256, "held-out perplexity past the trained length", label="perplexity")
         drawn.savefig(show.folder / "perplexity.png", dpi=120)
         show.console.print("perplexity.png")
     except MissingExtraError as error:
@@ -187,7 +187,3 @@ def _causal(show: Demo) -> None:
     reports["rotary"].save(folder, command=provenance()["command"])
     write_card(folder, base_model="local:stdlib-gpt2", license="apache-2.0")
     show.console.print("stdlib-gpt2-rotary: loads with import hf_posswap and AutoModelForCausalLM; its card is README.md")
-
-
-def _label(scheme: str, start: str) -> str:
-    return ", ".join(filter(None, (scheme, start)))

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hf_posswap.commands.opening import TRUST_HELP, loading, open_tokenizer, open_whole
+from hf_posswap.commands.opening import Trust, loading, open_tokenizer, open_whole
 from hf_posswap.provenance import new_folder
 from hf_posswap.sharing.export import export_native
 from hf_posswap.terminal import say
@@ -14,7 +14,7 @@ from hf_posswap.terminal import say
 def export_command(
     model: Annotated[str, typer.Argument(help="The folder or Hub id of a swapped model.")],
     output: Annotated[Path, typer.Option(help="A new folder for the model, its tokenizer and parity.json.")],
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,
+    trust_remote_code: Trust = False,
 ):
     """Save a swapped model as a stock class of transformers that computes the same, and show the largest difference.
 

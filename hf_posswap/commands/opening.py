@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, HFValidationError, HTTPError, RepositoryNotFoundError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
@@ -18,7 +20,7 @@ from hf_posswap.provenance import read_json
 from hf_posswap.target import unsupported
 from hf_posswap.terminal import say
 
-TRUST_HELP = "Run code from the model's folder or repository."
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run code from the model's folder or repository.")]
 
 
 def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel:

@@ -9,7 +9,7 @@ import typer
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import family_of, longest_input
-from hf_posswap.commands.opening import TRUST_HELP, loading, open_tokenizer, open_whole
+from hf_posswap.commands.opening import Trust, loading, open_tokenizer, open_whole
 from hf_posswap.data.calibration import text_batches, written_text
 from hf_posswap.data.text import read_documents, stdlib_prose
 from hf_posswap.describing import describe
@@ -45,7 +45,7 @@ def swap_command(
         int | None, typer.Option(help="Steps per layer, more win more; 0: only the closed form. Default: 100.")
     ] = None,
     text_column: Annotated[str | None, typer.Option(help="The column of a table with the text. Default: text.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help=TRUST_HELP)] = False,
+    trust_remote_code: Trust = False,
 ):
     """Swap a checkpoint's positions, fit the new ones if asked to, and save the result.
 

@@ -10,7 +10,7 @@ Nothing is trained or downloaded. Random state and registered schemes of the pro
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated
 
@@ -95,7 +95,7 @@ def check_scheme(scheme: Scheme | type[Scheme] | str, *, models: Sequence[tuple[
     results = []
     with (
         torch.random.fork_rng(devices=[]),
-        nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"),
+        torch.device("cpu"),
         torch.inference_mode(False),
         torch.enable_grad(),
         _no_progress_bars(),

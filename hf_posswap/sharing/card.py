@@ -109,7 +109,7 @@ def write_card(
     name = repo_id or re.sub(r"[^\w.-]", "-", folder.resolve().name)
     pictures = {}  # path -> figure
     text, index = _body(content, name, pictures)
-    card = _merge(folder / CARD_FILE, text, _metadata(content, index, license, name))
+    card = _merge(folder / CARD_FILE, text, _metadata(content, license), index, name.rpartition("/")[2])
     entries = _eval_results(content, eval_results)
     with tempfile.TemporaryDirectory(prefix=".posswap-", dir=folder) as aside:  # an error leaves the folder unchanged
         aside = Path(aside)
@@ -263,7 +263,7 @@ def _on_unseen_text(run: dict) -> bool:
     return trained is None or trained not in others
 
 
-def _metadata(content: dict, index: list[EvalResult], license: str | None, name: str) -> dict:
+def _metadata(content: dict, license: str | None) -> dict:
     model = content["model"]
     base = model["base_model"]
     delta, pipeline = model["kind"] == "delta", model.get("pipeline")
@@ -275,8 +275,8 @@ def _metadata(content: dict, index: list[EvalResult], license: str | None, name:
         "tags": ["hf_posswap", f"position-{model['position_scheme']['name']}"],
     }
     if base["on_hub"]:
-        data |= {"base_model": base["id"], "base_model_relation": "adapter" if model["kind"] == "delta" else "finetune"}
-    return data | {"eval_results": index, "model_name": name.rpartition("/")[2]}
+        data |= {"base_model": base["id"], "base_model_relation": "adapter" if delta else "finetune"}
+    return data
 
 
 def own_text(path: Path) -> str:
@@ -303,23 +303,21 @@ def _split(path: Path, text: str) -> tuple[str, str, bool]:
     return text.rstrip() + "\n\n" if text.strip() else "", "", False
 
 
-def _merge(path: Path, text: str, ours: dict) -> str:
-    before, after, theirs, results = "", "", {}, []
+def _merge(path: Path, text: str, ours: dict, index: list[EvalResult], name: str) -> str:
+    before, after, theirs = "", "", {}
     if path.exists():
         old = _load(path)
         before, after, again = _split(path, old.text)
-        theirs = old.data.to_dict()
-        results = [one for one in old.data.eval_results or [] if not (one.task_name or "").startswith(_OURS)]
+        theirs = {key: value for key, value in old.data.to_dict().items() if key not in ("model-index", "model_name")}
+        index = [*(one for one in old.data.eval_results or [] if not (one.task_name or "").startswith(_OURS)), *index]
         if again:  # we wrote these, perhaps for another model in this folder
             theirs = {key: value for key, value in theirs.items() if key not in ("base_model", "base_model_relation")}
             theirs["tags"] = [tag for tag in theirs.get("tags", []) if not tag.startswith("position-")]
-    theirs = {key: value for key, value in theirs.items() if key not in ("model-index", "eval_results", "model_name")}
     users = {"pipeline_tag", "library_name"} & theirs.keys()  # the user may know better, such as sentence-similarity
     ours = {key: value for key, value in ours.items() if value is not None and key not in users}
     ours["tags"] = list(dict.fromkeys([*theirs.get("tags", []), *ours["tags"]]))
-    ours["eval_results"] = [*results, *ours["eval_results"]] or None
-    if not ours["eval_results"]:
-        del ours["eval_results"], ours["model_name"]
+    if index:
+        ours |= {"eval_results": index, "model_name": name}
     data = ModelCardData(**dict(sorted((theirs | ours).items())))
     block = f"{BEGIN}\n\n{text.strip()}\n\n{END}"
     return f"---\n{data.to_yaml()}\n---\n\n{before.lstrip(chr(10))}{block}\n{after}".rstrip() + "\n"

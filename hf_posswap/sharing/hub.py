@@ -24,13 +24,14 @@ from hf_posswap.sharing.record import RESULTS_FILE
 
 # Files of a shared model, at the top of its folder. Others are refused, not skipped: pickles can run code when they are loaded,
 # and notes, access tokens and remains of training do not belong to a model.
-NAMES = {
-    *(CARD_FILE, "LICENSE", "NOTICE", ".gitattributes", STUB),
-    *(RESULTS_FILE, FIT_FILE, PARITY_FILE, ABOUT),
-    *("config.json", "generation_config.json", "model.safetensors.index.json"),
+OF_ONE_MODEL = {  # and not of another one in its place
+    *(RESULTS_FILE, FIT_FILE, PARITY_FILE, ABOUT, STUB, "config.json", "generation_config.json"),
+    *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
+}
+NAMES = OF_ONE_MODEL | {
+    *(CARD_FILE, "LICENSE", "NOTICE", ".gitattributes", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.txt", "vocab.json", "merges.txt"),
-    *(PIPELINE := ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")),
 }
 BELOW = (rf"{PICTURES}/[\w.-]+\.png", rf"{re.escape(EVAL_RESULTS)}/[\w.-]+\.yaml")
 MODULE = r"\d+_\w+/(config\.json|model\.safetensors)"  # the further modules of a sentence-transformers pipeline
@@ -162,9 +163,9 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def _of_a_model(name: str) -> bool:
     """Whether a file on the Hub belongs to the model there; others, such as a licence, belong to the repository."""
-    own = {*PIPELINE, RESULTS_FILE, FIT_FILE, PARITY_FILE, ABOUT, STUB, "config.json", "generation_config.json"}
     weights = (MODULE, r"[\w.-]+\.safetensors", r".*\.index\.json", r"pytorch_model.*\.bin")
-    return name in own or _matches(name, (*weights, rf"{PICTURES}/\d+-.*\.png", rf"{re.escape(EVAL_RESULTS)}/hf_posswap\.yaml"))
+    drawn = (rf"{PICTURES}/\d+-.*\.png", rf"{re.escape(EVAL_RESULTS)}/hf_posswap\.yaml")
+    return name in OF_ONE_MODEL or _matches(name, (*weights, *drawn))
 
 
 def _take_over(api: HfApi, repo_id: str, revision: str, folder: Path, fresh: bool) -> bool:

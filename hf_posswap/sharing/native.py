@@ -39,9 +39,10 @@ def family_config(model: SwappedModel, **changes) -> PreTrainedConfig:
     return model.architecture.config_class(**fields | changes)
 
 
-def pairs_of_heads(family: str, native: str, heads: Sequence[str]) -> dict[type, type]:
-    """Return {a family's class: the native class} for these heads."""
-    return {getattr(transformers, f"{family}{head}"): getattr(transformers, f"{native}{head}") for head in heads}
+def pairs_of_heads(families: Sequence[str], native: str, heads: Sequence[str]) -> dict[type, type]:
+    """Return {a family's class: the native class} for these families and heads."""
+    names = [(f"{family}{head}", f"{native}{head}") for family in families for head in heads]
+    return {getattr(transformers, ours): getattr(transformers, theirs) for ours, theirs in names}
 
 
 def build(kind: type, config: PreTrainedConfig, weights: dict[str, torch.Tensor], model: SwappedModel) -> PreTrainedModel:
@@ -49,7 +50,9 @@ def build(kind: type, config: PreTrainedConfig, weights: dict[str, torch.Tensor]
     # RoFormer has only eager attention; with the others, the same implementation as before makes outputs equal bit for bit.
     attention = {} if issubclass(kind, RoFormerPreTrainedModel) else {"attn_implementation": model.config._attn_implementation}
     exported = kind._from_config(config, dtype=model.dtype, **attention)
-    exported.load_state_dict(weights)  # strict
+    # A bias or a norm's weight that the swapped model lacks is 0 or 1, as the class begins. Other names must fit: it is strict.
+    simple = {name: value for name, value in exported.state_dict().items() if value.dim() == 1}
+    exported.load_state_dict(simple | weights)
     return exported
 
 

@@ -27,23 +27,15 @@ from hf_posswap.sharing.native import Converted
 
 _HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 _TOKENS = ("Model", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
-ROFORMER = {
-    ours: theirs
-    for family in ("Bert", "Electra", "DistilBert", "Albert")
-    for ours, theirs in native.pairs_of_heads(family, "RoFormer", _TOKENS).items()
-}
-ROFORMER |= native.pairs_of_heads("Electra", "RoFormer", ("ForCausalLM", "ForSequenceClassification"))
+ROFORMER = native.pairs_of_heads(("Bert", "Electra", "DistilBert", "Albert"), "RoFormer", _TOKENS)
+ROFORMER |= native.pairs_of_heads(("Electra",), "RoFormer", ("ForCausalLM", "ForSequenceClassification"))
 ROFORMER |= {BertLMHeadModel: RoFormerForCausalLM}
-JINA = {
-    ours: theirs
-    for family in ("Roberta", "XLMRoberta", "Camembert")
-    for ours, theirs in native.pairs_of_heads(family, "JinaEmbeddingsV3", (*_HEADS, "ForQuestionAnswering")).items()
-}
-JINA |= native.pairs_of_heads("Bert", "JinaEmbeddingsV3", ("ForSequenceClassification",))
+JINA = native.pairs_of_heads(("Roberta", "XLMRoberta", "Camembert"), "JinaEmbeddingsV3", (*_HEADS, "ForQuestionAnswering"))
+JINA |= native.pairs_of_heads(("Bert",), "JinaEmbeddingsV3", ("ForSequenceClassification",))
 # Fields of a config that BERT and its kin share.
 _SAME = ("intermediate_size", "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size")
 _SAME += ("layer_norm_eps",)
-ESM = native.pairs_of_heads("Esm", "Esm", _HEADS)
+ESM = native.pairs_of_heads(("Esm",), "Esm", _HEADS)
 
 
 def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
@@ -133,22 +125,26 @@ _BERT_NAMES = {  # of each family's weights, in this order, since some are parts
 
 def _as_bert(model: SwappedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the weights under RoFormer's names, which are BERT's."""
-    config, ours, named = model.config, f"{model.base_model_prefix}.", {}
-    for name, value in weights.items():
-        name = f"roformer.{name.removeprefix(ours)}" if name.startswith(ours) else name
-        for old, new in _BERT_NAMES[model.architecture.model_type].items():
-            name = name.replace(old, new)
-        named[name] = value
+    config, family = model.config, model.architecture.model_type
+    named = _renamed(weights, {f"{model.base_model_prefix}.": "roformer.", **_BERT_NAMES[family]})
     if "cls.predictions.decoder.bias" in named:
         named["cls.predictions.bias"] = named["cls.predictions.decoder.bias"]
-    for layer in range(config.num_hidden_layers if model.architecture.model_type == "albert" else 0):
+    for layer in range(config.num_hidden_layers if family == "albert" else 0):
         group, inner = layer * config.num_hidden_groups // config.num_hidden_layers, config.inner_group_num
-        for name in [name for name in named if f"albert_layer_groups.{group}." in name]:
-            for part in range(inner):
-                shared = f"albert_layer_groups.{group}.albert_layers.{part}."
-                if shared in name:
-                    named[name.replace(shared, f"layer.{layer * inner + part}.")] = named[name]
+        for part in range(inner):
+            shared, own = f"albert_layer_groups.{group}.albert_layers.{part}.", f"layer.{layer * inner + part}."
+            named |= {name.replace(shared, own): value for name, value in named.items() if shared in name}
     return {name: value for name, value in named.items() if "albert_layer_groups." not in name}
+
+
+def _renamed(weights: dict[str, torch.Tensor], names: dict[str, str]) -> dict[str, torch.Tensor]:
+    """Return the weights with these parts of their names replaced, one after the other."""
+    named = {}
+    for name, value in weights.items():
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        named[name] = value
+    return named
 
 
 def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
@@ -161,14 +157,7 @@ def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
         raise UnsupportedModelError(f"JinaEmbeddingsV3 rotates all dimensions of a head, not {few}: swap with fraction=1")
     own, holds_for, tied = native.without_constant(model, tokenizer, "JinaEmbeddingsV3", onto="token_type")
     native.reorder(own, native.halves_first(positions), config.num_attention_heads)
-    weights = {}
-    for name, value in own.items():
-        if model.architecture.model_type == "bert":
-            for ours, theirs in _JINA_CLASSIFIER.items():
-                name = name.replace(ours, theirs)
-        for ours, theirs in _JINA_NAMES.items() if "encoder.layer." in name else ():
-            name = name.replace(ours, theirs)
-        weights[name] = value
+    weights = _renamed(own, (_JINA_CLASSIFIER if model.architecture.model_type == "bert" else {}) | _JINA_NAMES)
     fields = native.common(config, *_SAME, "classifier_dropout") | native.rope_fields(positions)
     exported = native.build(JINA[stock], JinaEmbeddingsV3Config(**fields, tie_word_embeddings=tied), weights, model)
     return exported, (), (native.COUNTED.format("JinaEmbeddingsV3"), *holds_for)

@@ -54,14 +54,14 @@ def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str 
     if not weights:
         raise CheckpointError(f"{folder} has no weights (.safetensors): save the model there first")
     kind, entry, about = _read_model(folder)
+    scheme = scheme_of(entry, folder)
     before = read_json(folder / RESULTS_FILE) if (folder / RESULTS_FILE).is_file() else {}
     old = before.get("model") if isinstance(before.get("model"), dict) else {}
     if results is None:
         comparisons = before.get("comparisons") if old.get("weights") == weights else []
     else:
         places = list(dict.fromkeys(Path(place).resolve() for place in results))
-        comparisons = [_comparison(place, scheme_of(entry, folder), folder) for place in places]
-    scheme = scheme_of(entry, folder)
+        comparisons = [_comparison(place, scheme, folder) for place in places]
     content = {
         "format": FORMAT,
         "model": {
@@ -182,14 +182,12 @@ def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:
     if not isinstance(found.get("runs"), list) or not isinstance(found.get("vary"), list):
         raise DataError(f"{file} is no comparison: {give}")
     runs = [{name: run[name] for name in _OF_A_RUN if name in run} for run in found["runs"] if isinstance(run, dict)]
-    known = (isinstance(run.get("command"), str) and isinstance(run.get("config"), dict) for run in runs)
-    runs = [published(run) if right else run for run, right in zip(runs, known, strict=True)]
-    comparison = {"vary": found["vary"], "runs": runs}
-    _check(comparison, str(file), comparison=True)
+    _check({"vary": found["vary"], "runs": runs}, str(file), comparison=True)
+    runs = [published(run) for run in runs]
     if not own_rows(runs, scheme):
         there = ", ".join(sorted({run["config"]["scheme"] for run in runs}))
         raise DataError(f"{file} has no run with {scheme}, the scheme of {folder}; it has {there}")
-    return comparison
+    return {"vary": found["vary"], "runs": runs}
 
 
 def own_rows(runs: list[dict], scheme: Scheme) -> list[dict]:
