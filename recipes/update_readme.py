@@ -30,8 +30,8 @@ from hf_posswap.experiments.differences import differences, interval_table
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "recipes" / "results"
 PICTURES = {
-    "read_on/reading-on.png": "Past the 256 tokens that a GPT-2 was trained on: a long fit on 1,024, without labels,\n"
-    "reads on near the original's sliding window up to there; trained on 2 million tokens alike, below it",
+    "read_on/reading-on.png": "Reading past 256 tokens: a GPT-2 with relative positions, fitted on 1,024, stays\n"
+    "near the original behind a sliding window up to there; trained on 2 million tokens, both, it is better",
     "length_extrapolation/reading-past-the-trained-length.png": "Past the 256 tokens that a GPT-2 was trained on, "
     "its own table breaks at once;\nrelative and rotary positions fitted to 256 tokens fade slowly; a sliding window holds",
 }
@@ -61,8 +61,9 @@ def schemes() -> str:
         rows.append([f"`{scheme.__name__}`", f"`{name}`", options, scheme.summary, where])
     found = table(["in Python", "as a string", "options", "what it is", "attention"], rows, align="---")
     kinds = [kind.config_class.model_type for kind in SWAPPED_CLASSES]
-    heads = " and ".join(f"{kinds.count(family)} of `{family}`" for family in sorted(ARCHITECTURES))
-    return f"{found}\n\nEach works in every class that transformers' Auto classes list: {heads}."
+    heads = ", ".join(f"{family} {kinds.count(family)}" for family in sorted(ARCHITECTURES))
+    but = "(`mixed` not in ALBERT, whose layers are one)"
+    return f"{found}\n\nEach works in every class that the Auto classes list {but}: {heads}."
 
 
 def tree() -> str:

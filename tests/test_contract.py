@@ -208,6 +208,13 @@ TURNS = {
         ({}, {"scaling": {"rope_type": "linear", "factor": 2.0}}),
         ({}, {"mark_first": False}),
     ],
+    "self-extend": [
+        ({}, {"theta": 100}),
+        ({}, {"fraction": 0.5}),
+        ({"group": 4}, {"group": 2}),
+        ({"group": 4}, {"group": 4, "near": 6}),
+        ({}, {"mark_first": False}),
+    ],
     "mixed": [({}, {"layers": ["rotary", "none"]})],
     "none": [],
     "ladder": [({}, {"rung": "dials"}), ({}, {"combine": "concatenate"})],

@@ -13,6 +13,7 @@ from hf_posswap.functional.banded import Span, banded_attention
 from hf_posswap.span_cache import SpanLayer
 
 SCHEMES = ["learned:extend=tile", "none", "rotary", "relative:clip=3", "relative:clip=3,key_query=true", "sinusoidal"]
+SCHEMES += ["self-extend:group=3,near=4"]
 
 
 @pytest.fixture(params=SCHEMES)

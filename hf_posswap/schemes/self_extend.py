@@ -85,18 +85,27 @@ class SelfExtendPositions(RotaryPositions):
         left, right = turn(query, shared.left), None if causal else turn(query, shared.right)
         seen = shared.places.causal(length)[None, None] if causal and mask is None else mask
 
-        def block(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-            distances = shared.places.distances(length, rows)[:, None]
-            scores = torch.where(distances > -self.near, query[..., rows, :] @ key.mT, left[..., rows, :] @ grouped.mT)
+        def block(rows: slice, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+            """Attend from some queries to the keys before `stop`; before `start` all are far."""
+            keys, close = slice(stop), slice(start, stop)
+            distances = shared.places.distances(length, rows)[:, None, :, close]
+            far = left[..., rows, :] @ grouped[..., keys, :].mT
+            near = torch.where(distances > -self.near, query[..., rows, :] @ key[..., close, :].mT, far[..., close])
             if right is not None:
-                scores = torch.where(distances < self.near, scores, right[..., rows, :] @ grouped.mT)
-            probabilities = weigh(scores, None if seen is None else seen[..., rows, :], dropout).to(value.dtype)
-            return probabilities @ value, probabilities
+                near = torch.where(distances < self.near, near, right[..., rows, :] @ grouped.mT)
+            scores = torch.cat([far[..., :start], near], dim=-1) if start else near
+            probabilities = weigh(scores, None if seen is None else seen[..., rows, keys], dropout).to(value.dtype)
+            return probabilities @ value[..., keys, :], probabilities
 
         if return_probabilities or is_traced():
-            return block(slice(None))
-        starts = range(0, query.shape[-2], _QUERIES)
-        return torch.cat([block(slice(start, start + _QUERIES))[0] for start in starts], dim=-2), None
+            return block(slice(None), 0, length)
+        outputs = []
+        for start in range(0, query.shape[-2], _QUERIES):
+            stop, ends = start + _QUERIES, (0, length)
+            if causal and shared.places.in_order:
+                ends = max(0, start - self.near + 1), min(stop, length)
+            outputs.append(block(slice(start, stop), *ends)[0])
+        return torch.cat(outputs, dim=-2), None
 
 
 @dataclass(frozen=True, kw_only=True)
