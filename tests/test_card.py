@@ -13,9 +13,10 @@ from huggingface_hub import ModelCard
 from transformers import GPT2DoubleHeadsModel
 
 import hf_posswap as posswap
+from hf_posswap.pipelines import KINDS
 from hf_posswap.provenance import weight_hashes
 from hf_posswap.sharing.card import BEGIN, END, _body
-from hf_posswap.sharing.record import RESULTS_FILE, read_results
+from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, read_results
 
 ROOT = Path(__file__).parent.parent
 BASE = "local:tiny"
@@ -221,6 +222,30 @@ def test_other_kinds(make_model, tmp_path, kind):
         assert words in text
     assert ModelCard(text).data.library_name == ("hf_posswap" if kind == "delta" else "transformers")
     assert read_results(folder)["model"]["kind"] == {"relative": "swapped", "double": "swapped"}.get(kind, kind)
+
+
+def test_every_kind_of_pipeline_has_a_place():
+    """The schema of results names every class of sentence-transformers that a swap takes."""
+    schema = json.loads(SCHEMA.read_text())
+    assert set(schema["properties"]["model"]["properties"]["pipeline"]["enum"]) == {*KINDS, None}
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "span", "exportable"),
+    [
+        ("roberta", "rotary", None, True), ("gpt2", "rotary", None, False), ("gpt2", "rotary:mark_first=false", None, True),
+        ("bert", "rotary", 8, False), ("bert", "learned", 8, False), ("bert", "self-extend", None, False),
+    ],
+)  # fmt: skip
+def test_span_and_export(make_model, tmp_path, family, scheme, span, exportable):
+    """The card names a span, and offers the export where there is one."""
+    model = posswap.swap(make_model(family), scheme, span=span)
+    model.save_pretrained(tmp_path)
+    text = posswap.write_card(tmp_path, base_model=BASE).read_text()
+    assert ("As a stock class" in text, "There is no third way" in text) == (exportable, not exportable)
+    assert ("| attention | to distances below 8 and the first 4 tokens |" in text) == (span is not None)
+    if not exportable:
+        refused("no class of transformers|no native counterpart|mark_first", posswap.export_native, model)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from hf_posswap.experiments.page import plots
 from hf_posswap.pipelines import KINDS
 from hf_posswap.provenance import write_json
 from hf_posswap.schemes import scheme_from_dict
+from hf_posswap.sharing.native_decoders import GPT_NEOX
 from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, data_of, gather, is_repo_id, own_rows
 
 CARD_FILE = "README.md"
@@ -185,8 +186,10 @@ def _auto_class(name: str | None) -> str | None:
 
 def _exportable(model: dict, scheme) -> bool:
     """Whether `export_native` will probably find a class; if it does not, its error says why."""
-    marked = getattr(scheme, "mark_first", False) and model["family"] != "bert"
-    return scheme.name in ("learned", "sinusoidal", "none", "ladder") or (scheme.name == "rotary" and not marked)
+    # A causal model has no place for the vector that marks the first token.
+    marked = getattr(scheme, "mark_first", False) and model["family"] in {kind.config_class.model_type for kind in GPT_NEOX}
+    there = scheme.name in ("learned", "sinusoidal", "none", "ladder") or (scheme.name == "rotary" and not marked)
+    return there and not model.get("span")
 
 
 def _part(fit: dict) -> str:

@@ -7,7 +7,7 @@
 | rotary, RoBERTa, XLM-RoBERTa, CamemBERT; BERT as a classifier of texts | JinaEmbeddingsV3 |
 | rotary, ESM | ESM with `position_embedding_type` "rotary" |
 | rotary, GPT-2, OPT, BioGPT | GPT-NeoX |
-| relative | none: no class has Shaw's vectors |
+| relative, self-extend, alibi, buckets, mixed; any span | none: no class computes the same |
 
 Weights are rewritten, exactly, to the conventions of the stock class (`native_encoders`, `native_decoders`). The mean vector
 that a swap keeps of the old table (`Constant`) is added to an embedding that every token has: token types, or words, whose

@@ -71,6 +71,7 @@ def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str 
             "pipeline": kind_of(folder),
             "tokenizer": (folder / "tokenizer_config.json").is_file(),
             "position_scheme": scheme.to_dict(),
+            "span": entry.get("span"),
             "trained_positions": entry["trained_positions"],
             "base_model": _base_model(entry.get("base_model"), base_model, old.get("base_model"), folder),
         },
