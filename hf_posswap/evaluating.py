@@ -9,8 +9,8 @@ from torch import nn
 
 
 @contextmanager
-def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Put models into evaluation mode; afterwards every module of theirs has its own mode back.
+def evaluating(*models: nn.Module, mode: bool = False) -> Iterator[None]:
+    """Put models into evaluation mode, or with `mode` into training mode; afterwards each module has its own mode back.
 
     >>> layer = nn.Dropout().train()
     >>> with evaluating(layer):
@@ -22,7 +22,7 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     modes = {module: module.training for model in models for module in model.modules()}
     try:
         for model in models:
-            model.eval()
+            model.train(mode)
         yield
     finally:
         for module, training in modes.items():

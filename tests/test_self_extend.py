@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import refused
 from torch.testing import assert_close
 
 import hf_posswap as posswap
@@ -47,7 +48,7 @@ def test_the_formula(monkeypatch, near, group, fraction, causal, blocks):
         shared = module.prepare(ids, ids, LENGTH, keys)
         turned = [module.rotate(states, shared).double() for states in (query, key)]  # rotation is in float32
         for whole in (False, True):
-            output, probabilities = module.attend(*turned, value, None, shared, return_probabilities=whole, **options)
+            output, probabilities = module.eval().attend(*turned, value, None, shared, return_probabilities=whole, **options)
             assert_close(output, expected, rtol=1e-5, atol=1e-5)
             assert probabilities is None or torch.allclose(probabilities.sum(-1), torch.ones(()).double())
 
@@ -55,15 +56,36 @@ def test_the_formula(monkeypatch, near, group, fraction, causal, blocks):
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_all_near_is_rotary(make_model, family):
     """A text no longer than `near` sees rotary positions; a longer one does not, and groups of one are rotary at any length."""
-    tokens = torch.randint(2, 98, (2, 30), generator=torch.Generator().manual_seed(1))
-    rotary = posswap.swap(make_model(family), "rotary")(tokens).logits
-    for scheme, same in (("near=30", True), ("near=4", False), ("near=4,group=1", True)):
-        other = posswap.swap(make_model(family), f"self-extend:{scheme}")(tokens).logits
-        assert torch.allclose(other, rotary, atol=1e-3) == same, scheme
+    tokens = torch.randint(2, 98, (2, 60), generator=torch.Generator().manual_seed(1))
+    rotary = posswap.swap(make_model(family), "rotary", max_positions=64)(tokens).logits
+    for scheme, same in (("near=60,group=3", True), ("near=4", False), ("near=4,group=1", True)):
+        other = posswap.swap(make_model(family), f"self-extend:{scheme}", max_positions=64)
+        assert torch.allclose(other(tokens).logits, rotary, atol=1e-3) == same, scheme
+        assert torch.allclose(other.train()(tokens).logits, rotary, atol=1e-3), scheme  # all is exact while it learns
 
 
-def test_near_is_half_of_the_trained_length():
-    """Unless it is given."""
-    geometry = Geometry(hidden_size=16, num_heads=2, head_dim=8, max_positions=64, trained_positions=32)
-    assert posswap.SelfExtend().attention_module(geometry).near == 16
-    assert posswap.SelfExtend(near=3).attention_module(geometry).near == 3
+def test_a_fit_is_that_of_rotary(make_model):
+    """Which leaves the same weights, and the model in the mode in which it was."""
+    text = torch.randint(2, 98, (80, 32), generator=torch.Generator().manual_seed(2))
+    models = [posswap.swap(make_model("gpt2"), scheme, max_positions=64) for scheme in ("rotary", "self-extend:near=4")]
+    for model in models:
+        posswap.fit(model, text, reconstruct=20, progress=False)
+        assert not any(module.training for module in model.modules())
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(("longest", "group"), [(20, 1), (32, 1), (33, 2), (64, 5), (1024, 125)])
+def test_the_longest_input_stays_within_the_trained_length(longest, group):
+    """Unless numbers are given: the farthest distance is then no larger than the original's table had rows."""
+    geometry = Geometry(hidden_size=16, num_heads=2, head_dim=8, max_positions=longest, trained_positions=32)
+    assert posswap.SelfExtend().scales(geometry) == (24, group)
+    farthest = 24 - 24 // group + (longest - 1) // group if longest > 24 else longest - 1
+    assert farthest <= 32
+    assert posswap.SelfExtend(near=3, group=7).scales(geometry) == (3, 7)
+
+
+def test_no_room_for_groups(make_model):
+    """Near distances that fill the trained length need a given group."""
+    refused("near=32 leaves no room below 32: give group", posswap.swap, make_model("gpt2"), "self-extend:near=32")
+    posswap.swap(make_model("gpt2"), "self-extend:near=32,group=2")

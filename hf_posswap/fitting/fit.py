@@ -40,7 +40,7 @@ from hf_posswap.pipelines import reads as reads_whole
 from hf_posswap.pipelines import tokenizer_of
 from hf_posswap.provenance import provenance, weight_hashes, without_home, write_json
 from hf_posswap.sharing.delta import saved_weights_hash, weights_hash
-from hf_posswap.surgery import is_part, undo_of
+from hf_posswap.surgery import is_part, position_modules, undo_of
 from hf_posswap.swapping import is_unchanged, original, rewriting_attention
 from hf_posswap.target import find_target
 from hf_posswap.warm_start import plain_projections
@@ -248,10 +248,12 @@ def fit(
         after, read_after, layers = before, read, ()
         if window or start > 1e-7:  # otherwise it is the original's own table, with nothing to fit
             with rewriting_attention(target), tempfile.TemporaryDirectory(prefix="posswap-") as folder:
-                walk = Walk(target, teacher, architecture, fitted, select, Path(folder), seed, window)
                 quiet = {} if progress else {"disable": True}  # None or False would overrule TQDM_DISABLE
-                with tqdm(total=len(walk.stages) * (reconstruct + 1), desc="fit", unit="step", **quiet) as bar:
-                    layers = tuple(f for stage in walk.stages for f in walk.fit_layers(stage, reconstruct, learning_rate, bar))
+                with evaluating(*position_modules(target, architecture), mode=True):  # self-extend learns exact distances
+                    walk = Walk(target, teacher, architecture, fitted, select, Path(folder), seed, window)
+                    with tqdm(total=len(walk.stages) * (reconstruct + 1), desc="fit", unit="step", **quiet) as bar:
+                        stages = (walk.fit_layers(stage, reconstruct, learning_rate, bar) for stage in walk.stages)
+                        layers = tuple(fit for stage in stages for fit in stage)
                 if not reconstruct and not any(fit.kept for fit in layers):
                     scheme = target.base_model.position_scheme
                     raise PosswapError(f"no closed form of {scheme} makes a layer better: give reconstruct a number of steps")

@@ -1,4 +1,4 @@
-"""Self-Extend: rotary positions on two scales. Jin et al. 2024, "LLM Maybe LongLM: Self-Extend LLM Context Window Without
+"""Self-Extend: rotary positions, read on two scales. Jin et al. 2024, "LLM Maybe LongLM: Self-Extend LLM Context Window Without
 Tuning", section 3 (https://arxiv.org/abs/2401.01325).
 
 Near keys keep their distance d = j - i, far ones get that of their groups of G tokens, moved so that both meet at |d| = near:
@@ -6,9 +6,11 @@ Near keys keep their distance d = j - i, far ones get that of their groups of G 
     d'(i, j) = j - i                                       where |j - i| < near
     d'(i, j) = j // G - i // G + sign(j - i) s             elsewhere,  s = near - near // G
 
-So a text of L tokens shows the model no distance above about L / G + s: with near = 128 and G = 8, 4,096 tokens look like 624.
-The order of near words is exact, that of far ones is known by groups. The paper has it for causal models; here far keys on the
-right of a query, in encoders, are the mirror image of those on the left.
+So a text of L tokens shows the model no distance above near + (L - near) / G: for near = 192 and G = 64, 4,096 tokens look like
+253. The order of near words is exact, that of far ones is known by groups. The paper has it for causal models; here far keys on
+the right of a query, in encoders, are the mirror image of those on the left.
+
+It is a way to read, not to learn: while a model trains, and in a fit, all distances are exact.
 
 Keys are rotated by their own position before they enter the cache, as in `rotary`. For far scores they are turned again, by
 j // G - j, and the query by i // G - i plus or minus s: rotations add up.
@@ -20,6 +22,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from hf_posswap.errors import PosswapError
 from hf_posswap.schemes.base import (
     AttentionPositions,
     Constant,
@@ -62,7 +65,7 @@ class SelfExtendPositions(RotaryPositions):
 
     def __init__(self, scheme: "SelfExtend", geometry: Geometry):
         super().__init__(scheme.rotary(), geometry)
-        self.near, self.group = scheme.near or max(1, geometry.trained_positions // 2), scheme.group
+        self.near, self.group = scheme.scales(geometry)
 
     def prepare(self, position_ids, slots, length, key_positions, attention_mask=None) -> Turns:
         keys = position_ids if key_positions is None else key_positions
@@ -75,7 +78,12 @@ class SelfExtendPositions(RotaryPositions):
     def rotate(self, states, shared):
         return super().rotate(states, shared.own)
 
-    def attend(self, query, key, value, mask, shared: Turns, *, scaling, dropout, causal, return_probabilities):
+    @property
+    def attend(self):
+        """None while training or fitting, for attention as with `rotary`: so distances up to the text's length are learned."""
+        return None if self.training else self._attend
+
+    def _attend(self, query, key, value, mask, shared: Turns, *, scaling, dropout, causal, return_probabilities):
         """Return (B, H, Q, D), and the probabilities (B, H, Q, K) or None.
 
         `mask` is additive, or boolean with True = attend.
@@ -110,19 +118,21 @@ class SelfExtendPositions(RotaryPositions):
 
 @dataclass(frozen=True, kw_only=True)
 class SelfExtend(Scheme):
-    """Rotary positions, near ones exact and far ones in groups: reads many times the length that it was fitted on.
+    """Rotary positions; in evaluation, distances are exact near by and counted in groups far away.
+
+    So a model reads many times the length that it was fitted or trained on. In training mode it is `Rotary`.
 
     Args:
-        group: Tokens of a group, G. A text may then be about G times as long as what the model is used to.
-        near: Distances below it are exact; None: half of the trained length.
+        near: Distances below it are exact, in tokens; None: three quarters of the trained length.
+        group: Tokens of a group, G; None: as many as keep the farthest distance within the trained length.
         theta, fraction, mark_first: As in `Rotary`.
 
     >>> str(SelfExtend(group=16))
     'self-extend:group=16'
     """
 
-    group: int = 8
     near: int | None = None
+    group: int | None = None
     theta: float = 10_000
     fraction: float = 1.0
     mark_first: bool = True
@@ -132,9 +142,9 @@ class SelfExtend(Scheme):
     implementations: ClassVar[tuple[str, ...] | None] = ("eager", "sdpa")  # it reads the mask that these two get
 
     def __post_init__(self):
-        check_number(self, "group", int, 1, most=65_536)
-        if self.near is not None:
-            check_number(self, "near", int, 1)
+        for field in ("near", "group"):
+            if getattr(self, field) is not None:
+                check_number(self, field, int, 1)
         check_choice(self, "mark_first", (True, False))
         self.rotary()
 
@@ -142,9 +152,19 @@ class SelfExtend(Scheme):
         """Return the rotation at near distances."""
         return Rotary(theta=self.theta, fraction=self.fraction, mark_first=self.mark_first)
 
+    def scales(self, geometry: Geometry) -> tuple[int, int]:
+        """Return near and G in tokens."""
+        near = self.near or max(1, geometry.trained_positions * 3 // 4)
+        far, room = geometry.max_positions - near, max(1, geometry.trained_positions - near)
+        return near, self.group or max(1, -(-far // room))
+
     def check(self, geometry: Geometry) -> None:
         super().check(geometry)
         self.rotary().check(geometry)
+        if self.group is None and self.scales(geometry)[0] >= geometry.trained_positions:
+            raise PosswapError(
+                f"self-extend: near={self.near} leaves no room below {geometry.trained_positions}: give group, too"
+            )
 
     def embedding_module(self, geometry: Geometry) -> Constant:
         return self.rotary().embedding_module(geometry)
