@@ -3,7 +3,7 @@
     s_ij = (1 + slope * ln(max(1, (i + 1) / known))) * scale * q_i . k_j,      i the query's position
 
 More keys make a softmax flatter, and this sharpens it again ("log-n" scaling; Chiang and Cholak 2022, section 5.3,
-https://arxiv.org/abs/2202.12172). It wins less than `self-extend`, so it is no scheme of the package. Its rows were measured with
+https://arxiv.org/abs/2202.12172). It wins less than `self-extend`, so it is no scheme of the package. Measured with
 
     python recipes/read_on.py --schemes-from recipes/results/read_on/far/tempered.py --scheme tempered ...
 """
