@@ -30,15 +30,15 @@ from hf_posswap.experiments.differences import differences, interval_table
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "recipes" / "results"
 PICTURES = {
-    "read_on/reading-on.png": "Reading past 256 tokens: a GPT-2 with relative positions, fitted on 1,024, stays\n"
-    "near the original behind a sliding window up to there; trained on 2 million tokens, both, it is better",
+    "read_on/reading-on.png": "Reading past 256 tokens: a GPT-2 with rotary positions (self-extend), fitted on 1,024 without\n"
+    "labels, stays near the original's sliding window; trained on 2 million tokens, both, it is better",
     "length_extrapolation/reading-past-the-trained-length.png": "Past the 256 tokens that a GPT-2 was trained on, "
     "its own table breaks at once;\nrelative and rotary positions fitted to 256 tokens fade slowly; a sliding window holds",
 }
 
 # Other pages that show figures of a result file.
 SHOWN_IN = {
-    "README.md": ("card/", "fit/minilm/", "fit/stdlib-gpt2/", "read_on/span-262k/", "read_on/tuned/"),
+    "README.md": ("card/", "fit/minilm/", "fit/stdlib-gpt2/", "read_on/far/", "read_on/span-262k/"),
     "notebooks/02_see_the_schemes.ipynb": ("ladder/",),
     "notebooks/04_read_the_results.ipynb": ("cola/", "length_extrapolation/", "movie_reviews/", "passkey/", "sst2/"),
 }
@@ -201,11 +201,11 @@ def draw() -> None:
     """Draw the picture of README.md and one of the results: perplexity by how far into a text, or by its length."""
     from hf_posswap.plots import plot_loss_by_length  # matplotlib: no page needs it
 
-    window, fitted = "original, sliding window", "relative, fit"
+    window, fitted, far = "original, sliding window", "relative, fit", "self-extend, fit"
     shown = {
-        "read_on/tuned": {
-            window: ("original", "start_loss"), "relative, long fit": (fitted, "start_loss"),
-            "original, trained": ("original", "loss"), "relative, trained": (fitted, "loss"),
+        "read_on/far": {
+            window: ("original", "start_loss"), "self-extend, long fit": (far, "start_loss"),
+            "original, trained": ("original", "loss"), "self-extend, trained": (far, "loss"),
         },
         "length_extrapolation": {
             "learned, repeated": ("learned:extend=tile, fit", "loss"), fitted: (fitted, "loss"),
@@ -213,11 +213,12 @@ def draw() -> None:
         },
     }  # fmt: skip
     for (picture, title), (folder, chosen) in zip(PICTURES.items(), shown.items(), strict=True):
-        found, sizes = rows(RESULTS / folder / "comparison.json"), (256, 512, 1024, 2048)
+        found = rows(RESULTS / folder / "comparison.json")
+        sizes = [n for n in (256, 512, 1024, 2048, 4096) if f"loss_{n}" in found["original"]]
         lines = {name: {n: [exp(x) for x in found[row][f"{kind}_{n}"]] for n in sizes} for name, (row, kind) in chosen.items()}
         figure = plot_loss_by_length(lines, 256, "", label="perplexity")
         figure.suptitle(title, fontsize=10)
-        if folder == "read_on/tuned":  # all of them read 2,048 tokens
+        if folder == "read_on/far":  # all of them read 4,096 tokens
             figure.axes[0].set_xlabel("position in the text, up to this token (trained with 256)")
         figure.savefig(RESULTS / picture, dpi=120)
 

@@ -67,8 +67,9 @@ def _about(
     """Swap the position scheme of pretrained encoders and decoders, and measure what it costs.
 
     Schemes are learned, sinusoidal, relative, rotary, self-extend, alibi, buckets, none, mixed and ladder. Models are folders
-    and Hub ids of bert, roberta, xlm-roberta, camembert, albert, distilbert, electra, esm, gpt2, opt and biogpt models, with any head, and
-    pipelines of sentence-transformers; minilm and stdlib-gpt2 are built in. `hf-posswap COMMAND --help` has the options.
+    and Hub ids of bert, roberta, xlm-roberta, camembert, albert, distilbert, electra, esm, gpt2, opt and biogpt models, with
+    any head, and pipelines of sentence-transformers; minilm and stdlib-gpt2 are built in. `hf-posswap COMMAND --help` has the
+    options.
     """
 
 
