@@ -9,12 +9,12 @@ et al. 2020, https://arxiv.org/abs/1912.00582). Only the choice of sentences is 
 """
 
 import random
-import re
 
 import numpy
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posswap.data.text import sentences_of
 from hf_posswap.errors import DataError
 from hf_posswap.evaluating import evaluating
 from hf_posswap.extras import extra
@@ -26,7 +26,7 @@ def word_order_examples(paragraphs: list[str], count: int, *, seed: int = 0) -> 
     >>> word_order_examples(["The quick brown fox jumps over the lazy dog."], 2)
     (['The quick brown fox jumps over the lazy dog.', 'The quick brown fox jumps over lazy the dog.'], [0, 1])
     """
-    sentences = {s.strip() for p in paragraphs for s in re.split(r"(?<=[.!?])\s+(?=[A-Z])", p)}
+    sentences = sentences_of(paragraphs)
     usable = sorted(s for s in sentences if 6 <= len(words := s.split()) <= 24 and len({w.lower() for w in words}) > 4)
     if len(usable) * 2 < count:
         raise DataError(f"{count // 2} sentences of 6 to 24 words are needed, and the text has {len(usable)}: give more prose")
