@@ -2,10 +2,9 @@
 
 import base64
 import html
-import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,26 +25,23 @@ def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = ()
     comparison.check_budgets(runs, vary)  # paths that are cut short must not make one row of two
     asked = {"vary": vary, "figures": figures}
     parts = [part(runs, **asked) for part in (verdict, comparison.markdown, interval_table, paired_table)]
-    pictures = plots(runs, **asked)
+    pictures = {output / f"{name}.png": figure for name, figure in plots(runs, **asked).items()}
     text = "\n\n".join(part for part in (*parts, comparison.budgets(runs, vary), comparison.background(runs)) if part) + "\n"
     output.mkdir(parents=True, exist_ok=True)
     written = [output / "comparison.json", output / "comparison.md", output / "comparison.html"]
+    for file, figure in pictures.items():
+        figure.savefig(file, dpi=150)
     write_json(written[0], {"format": 1, "vary": list(vary), "runs": runs})
     written[1].write_text(text)
     written[2].write_text(_page(runs, text, pictures))
-    for name, figure in pictures.items():
-        written.append(output / f"{name}.png")
-        figure.savefig(written[-1], dpi=150)
-    return written
+    return [*written, *pictures]
 
 
-def _page(runs: list[dict], text: str, pictures: "dict[str, Figure]") -> str:
+def _page(runs: list[dict], text: str, pictures: Iterable[Path]) -> str:
     parts = [MarkdownIt("commonmark", {"html": False}).enable("table").render(text)]
-    for name, figure in pictures.items():
-        memory = io.BytesIO()
-        figure.savefig(memory, format="png", dpi=150)
-        data = base64.b64encode(memory.getvalue()).decode()
-        parts.append(f'<figure><img alt="{html.escape(name)}" src="data:image/png;base64,{data}"></figure>')
+    for file in pictures:
+        data = base64.b64encode(file.read_bytes()).decode()
+        parts.append(f'<figure><img alt="{html.escape(file.stem)}" src="data:image/png;base64,{data}"></figure>')
     for run in runs:
         config = html.escape(json.dumps(run["config"], indent=2))
         parts.append(f"<details><summary><code>{html.escape(run['command'])}</code></summary><pre>{config}</pre></details>")
