@@ -11,7 +11,7 @@ from conftest import refused
 
 from hf_posswap.data.tables import Rows
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments import classification, curve
+from hf_posswap.experiments import classification
 from hf_posswap.experiments.classification import encode
 
 WORDS = "the a sat ran on under mat log and then it was happy sad".split()
@@ -194,14 +194,14 @@ def test_resuming(recipe, folder):
     """A run that stopped goes on with the measurements that it has made."""
     module = recipe("downstream_classification")
     config = module.Config(**_files(folder, max_steps=6, eval_steps=2, checkpoint_every=3))
-    whole, write, calls = module.run(config, folder / "whole", False), curve.write_json, itertools.count(1)
+    whole, average, calls = module.run(config, folder / "whole", False), classification.averaged, itertools.count(1)
 
-    def stop(path, content):
-        write(path, content)
+    def stop(figures):
         if next(calls) == 2:
             raise KeyboardInterrupt
+        return average(figures)
 
-    with patch.object(curve, "write_json", stop), pytest.raises(KeyboardInterrupt):
+    with patch.object(classification, "averaged", stop), pytest.raises(KeyboardInterrupt):
         module.run(config, folder / "cut", False)
     cut = module.run(config, folder / "cut", True)
     assert cut["losses"] == whole["losses"] and cut["figures"] == whole["figures"]

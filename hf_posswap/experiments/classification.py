@@ -19,7 +19,6 @@ from hf_posswap.data.tables import Rows, TableConfig, Task, read_task
 from hf_posswap.data.text import embedded_documents, stdlib_prose
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.curve import add_point, points
 from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_family, load_model, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig
@@ -60,7 +59,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     """Read the rows, train on them, measure; return {"figures", "cost", ...} for the result file of a recipe.
 
     With `split_at`, there are also figures of only those texts with more tokens than that (`accuracy_long`). `folder` keeps
-    checkpoints and the measurements of `eval_steps`, so that a run can be resumed.
+    checkpoints, so that a run can be resumed.
 
     PosswapError: data, options or model are invalid; raised before training starts.
     """
@@ -116,7 +115,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
         step = len(run.losses)
         if step % config.eval_steps == 0 and step < config.max_steps:
             figures = averaged(measure(model, validation.rows))["figures"]
-            add_point(folder, step, {"tokens": run.tokens, "seconds": run.seconds, **figures})
+            run.points.append({"step": step, "tokens": run.tokens, "seconds": run.seconds, **figures})
 
     model, run = train(
         model,
@@ -141,7 +140,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
         "metric": metrics[0],
         "cost": cost(model, run),
         "model": model,
-        "curve": [one for one in points(folder) if one["step"] < point["step"]] + [point],
+        "curve": [*run.points, point],
         "losses": run.losses,
         "data": {
             "source": task.source,

@@ -104,6 +104,7 @@ class TrainingRun:
     tokens: int = 0  # without padding, over all processes
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
+    points: list[dict] = field(default_factory=list)  # what `after_step` measures and puts here, kept in checkpoints
 
     @property
     def tokens_per_second(self) -> float:

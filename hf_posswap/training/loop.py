@@ -53,7 +53,8 @@ def train(
     a batch, on several processes or accumulated, are weighted by that count, so uneven padding does not change the loss.
 
     `after_step(model, run)` is called on all processes after each optimizer step with the unwrapped model, to measure it
-    (it is set back to training mode afterwards) or to change weights that are not trained. Its time is not counted.
+    (it is set back to training mode afterwards), or to change weights that are not trained. Its time is not counted. What it
+    adds to `run.points` is there again after an interruption.
 
     With `output`, the first SIGTERM or Ctrl-C lets the step finish, saves a checkpoint and raises `Interrupted`; several
     processes agree on that step within about a second. Checkpoints, also those of `checkpoint_every`, are renamed into place
