@@ -18,7 +18,7 @@ from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.schemes import parse_scheme
 from hf_posswap.schemes.importing import import_schemes
 from hf_posswap.training import TrainingConfig
-from hf_posswap.training.budget import check_least, check_seed
+from hf_posswap.training.budget import check_numbers
 
 STARTS = ("cold", "swap", "fit", "scratch")
 
@@ -40,8 +40,7 @@ class RunOptions:
     seed: Annotated[int, "Seed of all random draws."] = 0
 
     def __post_init__(self):
-        check_least(self)
-        check_seed(self.seed)
+        check_numbers(self)
         if self.scheme != ORIGINAL:
             parse_scheme(self.scheme)
         known = [start for start in STARTS if start not in self.FORBIDDEN_STARTS]
