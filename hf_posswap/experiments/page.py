@@ -1,13 +1,13 @@
 """A comparison as one HTML file to share: conclusion, tables, pictures, and the configuration of every run."""
 
 import base64
-import html
 import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jinja2
 from markdown_it import MarkdownIt
 
 from hf_posswap.experiments import comparison
@@ -16,6 +16,8 @@ from hf_posswap.provenance import published, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_TEMPLATE = Path(__file__).parents[1] / "assets" / "comparison.html.jinja"
 
 
 def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> list[Path]:
@@ -38,22 +40,13 @@ def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = ()
 
 
 def _page(runs: list[dict], text: str, pictures: Iterable[Path]) -> str:
-    parts = [MarkdownIt("commonmark", {"html": False}).enable("table").render(text)]
-    for file in pictures:
-        data = base64.b64encode(file.read_bytes()).decode()
-        parts.append(f'<figure><img alt="{html.escape(file.stem)}" src="data:image/png;base64,{data}"></figure>')
-    for run in runs:
-        config = html.escape(json.dumps(run["config"], indent=2))
-        parts.append(f"<details><summary><code>{html.escape(run['command'])}</code></summary><pre>{config}</pre></details>")
-    style = (
-        "body{font:15px system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222}"
-        "table{border-collapse:collapse}td,th{padding:.3rem .7rem;border-bottom:1px solid #ddd}"
-        "img{max-width:100%}summary{overflow-wrap:anywhere;margin:.3rem 0}"
-    )
-    title = html.escape(": ".join(filter(None, (runs[0]["recipe"], runs[0]["config"].get("model")))))
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{style}</style></head>'
-        f"<body><h1>{title}</h1>{''.join(parts)}</body></html>\n"
+    template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True).from_string(_TEMPLATE.read_text())
+    return template.render(
+        title=": ".join(filter(None, (runs[0]["recipe"], runs[0]["config"].get("model")))),
+        tables=MarkdownIt("commonmark", {"html": False}).enable("table").render(text),
+        pictures={file.stem: base64.b64encode(file.read_bytes()).decode() for file in pictures},
+        runs=runs,
+        dumps=json.dumps,
     )
 
 
