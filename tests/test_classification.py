@@ -156,6 +156,7 @@ def test_pairs_and_cuts(bert_tokenizer, gpt2_tokenizer):
         ({"text_column": "text"}, r"no column 'text'; it has \['sentence', 'label'\]"),
         ({"train_file": None}, "one of them"),
         ({"eval_steps": -1}, "eval_steps=-1"),
+        ({"max_train_samples": 0}, "max_train_samples=0 must be at least 1"),
         ({"dataset": "glue/cola"}, "one of them"),
         (
             {"dataset": "glue/cola", "train_file": None, "validation_file": None},

@@ -73,11 +73,11 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     if longest > held:
         raise PosswapError(f"max_length={longest}, but the model will read {held} tokens: raise max_positions, or lower it")
     metrics = metric_names(len(task.label_names))
-    if config.metric:
-        if config.metric not in metrics:
-            kind = "a regression" if task.is_regression else f"{len(task.label_names)} labels"
-            raise PosswapError(f"metric={config.metric!r} does not fit {kind}; there are {', '.join(metrics)}")
-        metrics = (config.metric, *(name for name in metrics if name != config.metric))
+    main = config.metric or metrics[0]
+    if main not in metrics:
+        kind = "a regression" if task.is_regression else f"{len(task.label_names)} labels"
+        raise PosswapError(f"metric={main!r} does not fit {kind}; there are {', '.join(metrics)}")
+    metrics = tuple(sorted(metrics, key=lambda name: name != main))  # the main one first
     if len(task.train) < config.batch_size:
         raise DataError(f"{len(task.train)} training rows do not fill one batch of {config.batch_size}")
     parts = {"train": task.train, "validation": task.validation} | ({"test": task.test} if task.test else {})
@@ -137,7 +137,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
         figures |= {f"{name}_long": value for name, value in measure(model, long).items()}
     return {
         **averaged(figures),
-        "metric": metrics[0],
+        "metric": main,
         "cost": cost(model, run),
         "model": model,
         "curve": [*run.points, point],
