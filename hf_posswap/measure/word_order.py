@@ -86,16 +86,12 @@ def word_order_preference(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 def sentence_vectors(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> numpy.ndarray:
     """Return the means over tokens of all layers' states, one after the other: (N, (layers + 1) * E)."""
     by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # batches of similar lengths need little padding
-    vectors = [None] * len(texts)
+    vectors = []
     for start in range(0, len(texts), 64):
-        chosen = by_length[start : start + 64]
-        batch = tokenizer(
-            [texts[i] for i in chosen], padding=True, padding_side="right", truncation=True, return_tensors="pt"
-        ).to(model.device)
+        chosen = [texts[i] for i in by_length[start : start + 64]]
+        batch = tokenizer(chosen, padding=True, padding_side="right", truncation=True, return_tensors="pt").to(model.device)
         with evaluating(model):
             states = model.base_model(**batch, output_hidden_states=True).hidden_states
         mask = batch["attention_mask"][..., None]
-        means = torch.cat([(layer.float() * mask).sum(1) / mask.sum(1) for layer in states], dim=-1)
-        for i, vector in zip(chosen, means.cpu().numpy(), strict=True):
-            vectors[i] = vector
-    return numpy.stack(vectors)
+        vectors.append(torch.cat([(layer.float() * mask).sum(1) / mask.sum(1) for layer in states], dim=-1).cpu().numpy())
+    return numpy.concatenate(vectors)[numpy.argsort(by_length)]
