@@ -109,12 +109,11 @@ def read_task(config: TableConfig) -> Task:
         for name in filter(None, (text, pair)):
             read_texts(table, name, where[split])  # or raises, saying why not
     values = {split: _label_column(table, label, where[split]) for split, table in tables.items()}
-    feature = tables["train"].features[label]
-    is_float = str(getattr(feature, "dtype", "")).startswith(("float", "double", "decimal"))
-    if config.task == "regression" or config.task == "auto" and is_float:
+    fractions = all(isinstance(value, float) for value in values["train"])
+    if config.task == "regression" or config.task == "auto" and fractions:
         names, labels = (), {split: _numbers(values[split], label, where[split]) for split in values}
     else:
-        names, labels = _number_labels(values, getattr(feature, "names", None), label, where)
+        names, labels = _number_labels(values, getattr(tables["train"].features[label], "names", None), label, where)
     places = {split: list(range(len(table))) for split, table in tables.items()}
     if "validation" not in tables:
         places |= hold_out(len(tables["train"]), config.data_seed)

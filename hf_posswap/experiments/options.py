@@ -93,8 +93,8 @@ def read_config(config_class: type[RunOptions], file: Path | None, given: dict) 
             try:
                 type_validator(name, values[name], hints[name])
             except TypeError:
-                kind = getattr(hints[name], "__name__", None) if not get_args(hints[name]) else None
-                raise PosswapError(f"{file}: {name} must be {kind or hints[name]}, not {value!r}") from None
+                kind = inspect.formatannotation(hints[name])
+                raise PosswapError(f"{file}: {name} must be {kind}, not {value!r}") from None
         for name in given:
             for replaced in config_class.REPLACES.get(name, ()):
                 values.pop(replaced, None)

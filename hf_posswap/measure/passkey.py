@@ -34,7 +34,7 @@ from hf_posswap.evaluating import evaluating
 
 FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 NAMES = ("pass", "door", "house", "car", "garden", "office", "school", "water", "fire", "red", "first", "last")
-CANDIDATES = 10
+CANDIDATES = 10  # keys to choose from; fewer than there are names
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class PasskeyTexts:
     ):
         if filler not in ("repeat", "text"):
             raise DataError(f"filler={filler!r} is not known; known are repeat, text")
-        if not 0 <= decoys < min(len(NAMES), CANDIDATES):
-            raise DataError(f"decoys={decoys} must be from 0 to {min(len(NAMES), CANDIDATES) - 1}")
+        if not 0 <= decoys < CANDIDATES:
+            raise DataError(f"decoys={decoys} must be from 0 to {CANDIDATES - 1}")
         self.causal, self.decoys = causal, decoys
         # Parts are tokenized one by one, with the space in front of them: a key is the same tokens wherever it stands.
         self._tokens = lambda texts: tokenizer([f" {text}" for text in texts], add_special_tokens=False)["input_ids"]
