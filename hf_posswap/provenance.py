@@ -26,11 +26,8 @@ LOCK = ".lock"
 def prepare_output(config: dict, output: Path, resume: bool) -> None:
     """Begin a run in a folder, or check that a resumed one was begun with the same configuration."""
     wanted = json.loads(json.dumps(config))  # lists, not tuples, come back from JSON
-    file, rows = output / "config.json", output / "rows"
-    # A run that stopped before its first row left nothing worth keeping.
-    started = any(rows.glob("*.json"))
-    foreign = output.exists() and {path.name for path in output.iterdir()} - {file.name, rows.name, LOCK}
-    if started or foreign:
+    file = output / "config.json"
+    if output.exists() and {path.name for path in output.iterdir()} - {file.name, LOCK}:  # a run leaves these two at once
         if not resume:
             raise CheckpointError(f"{output} exists and is not empty: choose another --output, or pass --resume")
         if not file.exists() or json.loads(file.read_text()) != wanted:

@@ -29,6 +29,7 @@ from statistics import median, quantiles
 from typing import Annotated, Literal
 
 import torch
+from torch.utils.benchmark import timer
 from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, PreTrainedModel
 
 import hf_posswap as posswap
@@ -155,15 +156,12 @@ def make_step(config: Config, phase: str, batch: int, length: int) -> Callable[[
 
 def paired_times(config: Config, steps: list[Callable[[], None]]) -> dict:
     """Call the reference and the model in turn; return the ratio with its quartiles, and the least milliseconds of both."""
-    cuda = torch.cuda.is_available()
-    # CPU time is not affected by other processes, but means little with several threads.
-    clock = time.process_time if config.threads == 1 and not cuda else time.perf_counter
+    # CPU time is not affected by other processes, but means little with several threads. torch's timer waits for a GPU.
+    clock = time.process_time if config.threads == 1 and not torch.cuda.is_available() else timer
 
     def milliseconds(step: Callable[[], None]) -> float:
         before = clock()
         step()
-        if cuda:
-            torch.cuda.synchronize()
         return 1e3 * (clock() - before)
 
     for step in WARM_UP * steps:  # compiles or chooses kernels, starts threads

@@ -18,14 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from accelerate import PartialState
 from transformers import PreTrainedModel
 
 import hf_posswap as posswap
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.curve import add_point, points
 from hf_posswap.experiments.models import cost, load_original
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextConfig
@@ -83,17 +81,16 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     if config.scheme != ORIGINAL:
         cold = measure(posswap.swap(load_original(config.model).to(model.device), config.scheme, warm_start=False))["damage"]
     looks = measured_steps(config.max_steps)
-    add_point(folder, 0, {"tokens": 0, **measure(model)})
+    begin = {"step": 0, "tokens": 0, **measure(model)}
 
     def look(model: PreTrainedModel, run: TrainingRun) -> None:
         if len(run.losses) in looks:
-            add_point(folder, len(run.losses), {"tokens": run.tokens, **measure(model)})
+            run.points.append({"step": len(run.losses), "tokens": run.tokens, **measure(model)})
 
     rows, loss = [{"input_ids": row} for row in blocks], distillation_loss(original, text_weight=config.text_weight)
     place = {"output": folder, "resume": resume, "description": "distillation"}
     model, done = train(model, rows, config, compute_loss=loss, after_step=look, **place)
-    PartialState().wait_for_everyone()  # until the main process has written the points that all read
-    curve = points(folder)
+    curve = [begin, *done.points]
     for point in curve if causal else ():
         point["ratio"] = point["perplexity"] / before["perplexity"]
     # With --text-weight the model also learns from the text, so low damage is not the aim.

@@ -94,10 +94,13 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     announce("measuring")
     losses = {n: token_losses(model, *cut) for n, cut in held.items()}
     every = max(1, len(done.losses) // 10)
-    figures = {"perplexity": row_perplexities(losses[block_size])}
-    figures |= {f"perplexity_{n}": row_perplexities(found) for n, found in losses.items()}
-    figures |= {"loss": row_losses(losses[block_size]), "start_perplexity": row_perplexities(start[block_size])}
-    figures |= {"start_loss": row_losses(start[block_size])}
+    figures = {
+        "perplexity": row_perplexities(losses[block_size]),
+        **{f"perplexity_{n}": row_perplexities(found) for n, found in losses.items()},
+        "loss": row_losses(losses[block_size]),
+        "start_perplexity": row_perplexities(start[block_size]),
+        "start_loss": row_losses(start[block_size]),
+    }
     return {
         **averaged(figures),
         "cost": cost(model, done),

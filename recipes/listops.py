@@ -23,13 +23,12 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments.classification import predict
 from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_model
 from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.experiments.recipe import main
 from hf_posswap.measure.listops import TOKEN_IDS, ListOpsExamples, depth, listops_expressions
-from hf_posswap.training import pad, train
+from hf_posswap.training import pad, predict, train
 
 _SIZES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_heads": "num_attention_heads"}
 _LENGTH_GROUPS = 4

@@ -17,12 +17,14 @@ Figures in nats per token: loss_N, held-out tokens at positions from N / 2 (the 
 start_loss_N, the same before it, and select_loss, over all positions of training text that is kept out of training.
 """
 
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 from typing import Annotated
 
 import torch
+from torch.utils.benchmark import timer
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_posswap.architectures import longest_input
@@ -113,40 +115,36 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
 def generation(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, window: int) -> dict[str, float]:
     """Return median milliseconds per token, of the first and last thousand and of reading a window anew, and cached keys."""
     model = model.eval()
-    cache, seconds, token = DynamicCache(config=model.config), [], prompt.to(model.device)
-    mine = longest_input(model.config)
-    for _ in range(min(tokens, mine - prompt.shape[1])):
-        started = _now()
+    cache, token = DynamicCache(config=model.config), prompt.to(model.device)
+
+    def write() -> None:
+        nonlocal token
         token = model(token, **{CACHE: cache}).logits[:, -1:].argmax(-1)
-        seconds.append(_now() - started)
-    again = []
-    for _ in range(20):
-        started = _now()
+
+    def read() -> None:
         model(prompt.repeat(1, window // prompt.shape[1]).to(model.device), use_cache=False)
-        again.append(_now() - started)
-    milliseconds = {"first": seconds[1:1001], "last": seconds[-1000:], "window read for each token": again}
-    return {name: 1000 * sorted(times)[len(times) // 2] for name, times in milliseconds.items()} | {
-        "tokens": len(seconds),
-        "keys in the cache": cache.layers[0].keys.shape[-2],
-    }
+
+    written = milliseconds(write, min(tokens, longest_input(model.config) - prompt.shape[1]))
+    times = {"first": written[1:1001], "last": written[-1000:], "window read for each token": milliseconds(read, 20)}
+    counts = {"tokens": len(written), "keys in the cache": cache.layers[0].keys.shape[-2]}
+    return {name: median_high(some) for name, some in times.items()} | counts
 
 
 @torch.no_grad()
 def reading(model: PreTrainedModel, text: torch.Tensor) -> float:
     """Return milliseconds a token of reading (N, L) at once, the median of five; N * L is the same for all lengths."""
-    times, text = [], text.to(model.device)
-    for _ in range(5):
-        started = _now()
-        model.base_model(text, use_cache=False)
-        times.append(_now() - started)
-    return 1000 * sorted(times)[2] / text.numel()
+    text = text.to(model.device)
+    return median_high(milliseconds(lambda: model.base_model(text, use_cache=False), 5)) / text.numel()
 
 
-def _now() -> float:
-    """Return the time in seconds, once a GPU has done what it was asked to."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def milliseconds(call: Callable, times: int) -> list[float]:
+    """Return how long each of several calls takes; torch's timer waits until a GPU has done what it was asked to."""
+    found = []
+    for _ in range(times):
+        started = timer()
+        call()
+        found.append(1000 * (timer() - started))
+    return found
 
 
 if __name__ == "__main__":

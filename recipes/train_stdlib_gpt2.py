@@ -50,30 +50,7 @@ def shifted_blocks(documents: list[str], tokenizer: PreTrainedTokenizerFast, pas
 def card(report: dict) -> ModelCard:
     """Return the model card for a run's report; huggingface_hub checks its metadata."""
     data = ModelCardData(language="en", license="apache-2.0", library_name="transformers", pipeline_tag="text-generation")
-    config, versions = report["config"], report["versions"]
-    budget = f"{config['max_steps']} steps of {config['batch_size']} x {CONTEXT} tokens, {report['train_tokens_seen']:,} in all"
-    return ModelCard(f"""---
-{data.to_yaml()}
----
-
-# stdlib-gpt2
-
-A GPT-2 of {report["parameters"]:,} parameters with learned absolute positions, {CONTEXT} of them. It is small enough to ship
-and real enough to see what happens when its positions are swapped. It writes Python and documentation, roughly.
-
-- Data: the sources of Python {versions["python"]}'s standard library and the topics of `help()`. Every tenth document, by
-  the SHA-256 of its name, is held out. {report["train_tokens_distinct"]:,} distinct training tokens, byte-level BPE of
-  2,048 learned from the same text.
-- Training: `{report["command"]}`;
-  {budget}, seed {config["seed"]}, AdamW at {config["learning_rate"]:g} with
-  cosine decay, {report["seconds"] / 60:.0f} minutes on {report["processes"]} CPU process.
-- Held-out perplexity: **{report["held_out_perplexity"]:.2f}** a token, over {report["held_out_tokens"]:,} tokens in
-  blocks of {CONTEXT}.
-- Weights are float16 on disk and load as float32. torch {versions["torch"]}, transformers {versions["transformers"]}.
-
-Not for use as a language model: it knows nothing but the standard library. The text is under the Python Software
-Foundation License; generated text may repeat it.
-""")
+    return ModelCard.from_template(data, str(Path(__file__).with_suffix(".md.jinja")), context=CONTEXT, **report)
 
 
 def main(

@@ -11,7 +11,7 @@ from conftest import refused
 
 from hf_posswap.data.tables import Rows
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments import classification, curve
+from hf_posswap.experiments import classification
 from hf_posswap.experiments.classification import encode
 
 WORDS = "the a sat ran on under mat log and then it was happy sad".split()
@@ -156,6 +156,7 @@ def test_pairs_and_cuts(bert_tokenizer, gpt2_tokenizer):
         ({"text_column": "text"}, r"no column 'text'; it has \['sentence', 'label'\]"),
         ({"train_file": None}, "one of them"),
         ({"eval_steps": -1}, "eval_steps=-1"),
+        ({"max_train_samples": 0}, "max_train_samples=0 must be at least 1"),
         ({"dataset": "glue/cola"}, "one of them"),
         (
             {"dataset": "glue/cola", "train_file": None, "validation_file": None},
@@ -194,14 +195,14 @@ def test_resuming(recipe, folder):
     """A run that stopped goes on with the measurements that it has made."""
     module = recipe("downstream_classification")
     config = module.Config(**_files(folder, max_steps=6, eval_steps=2, checkpoint_every=3))
-    whole, write, calls = module.run(config, folder / "whole", False), curve.write_json, itertools.count(1)
+    whole, average, calls = module.run(config, folder / "whole", False), classification.averaged, itertools.count(1)
 
-    def stop(path, content):
-        write(path, content)
+    def stop(figures):
         if next(calls) == 2:
             raise KeyboardInterrupt
+        return average(figures)
 
-    with patch.object(curve, "write_json", stop), pytest.raises(KeyboardInterrupt):
+    with patch.object(classification, "averaged", stop), pytest.raises(KeyboardInterrupt):
         module.run(config, folder / "cut", False)
     cut = module.run(config, folder / "cut", True)
     assert cut["losses"] == whole["losses"] and cut["figures"] == whole["figures"]

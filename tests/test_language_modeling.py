@@ -145,7 +145,7 @@ def test_a_new_head(bert, bert_tokenizer):
         missing = set(loading["missing_keys"])
         encoder = {name: value.clone() for name, value in model.bert.state_dict().items()}
         before = mean_loss(token_losses(model, *held))
-        train_head(model, missing, MaskedBlocks(blocks, bert_tokenizer, 0.3, seed=0, examples=240), config, progress=False)
+        train_head(model, missing, MaskedBlocks(blocks, bert_tokenizer, 0.3, seed=0, examples=240), config)
         assert mean_loss(token_losses(model, *held)) < before - 0.3
         assert all(torch.equal(value, encoder[name]) for name, value in model.bert.state_dict().items())
         assert all(parameter.requires_grad for parameter in model.parameters())

@@ -38,6 +38,8 @@ _SHORT_NAMES = {  # names that people write without an owner
 class TableConfig:
     """Where the rows of a task come from; mixed into the configuration of a recipe."""
 
+    LEAST = {"max_train_samples": 1, "max_eval_samples": 1}
+
     dataset: Annotated[str | None, "A Hub data set: owner/name, owner/name/config, or glue/cola."] = None
     dataset_config: Annotated[str | None, "Its configuration, if the name does not say it."] = None
     train_file: Annotated[str | None, "A csv, tsv, json, jsonl or parquet file; all but parquet may be .gz."] = None
@@ -92,9 +94,6 @@ def read_task(config: TableConfig) -> Task:
         DataError: No such file, data set or column; a split without rows; texts or labels that are missing or of another type;
             labels to measure on that are not in the training rows.
     """
-    for name in ("max_train_samples", "max_eval_samples"):
-        if (count := getattr(config, name)) is not None and count < 1:
-            raise DataError(f"{name}={count} must be at least 1")
     of_hub, of_files = ("dataset", "dataset_config", "validation_split"), ("train_file", "validation_file", "test_file")
     given = [tuple(getattr(config, name) for name in names) for names in (of_hub, of_files)]
     if any(given[0]) == any(given[1]) or not (config.dataset or config.train_file):
@@ -110,12 +109,11 @@ def read_task(config: TableConfig) -> Task:
         for name in filter(None, (text, pair)):
             read_texts(table, name, where[split])  # or raises, saying why not
     values = {split: _label_column(table, label, where[split]) for split, table in tables.items()}
-    feature = tables["train"].features[label]
-    is_float = str(getattr(feature, "dtype", "")).startswith(("float", "double", "decimal"))
-    if config.task == "regression" or config.task == "auto" and is_float:
+    fractions = all(isinstance(value, float) for value in values["train"])
+    if config.task == "regression" or config.task == "auto" and fractions:
         names, labels = (), {split: _numbers(values[split], label, where[split]) for split in values}
     else:
-        names, labels = _number_labels(values, getattr(feature, "names", None), label, where)
+        names, labels = _number_labels(values, getattr(tables["train"].features[label], "names", None), label, where)
     places = {split: list(range(len(table))) for split, table in tables.items()}
     if "validation" not in tables:
         places |= hold_out(len(tables["train"]), config.data_seed)

@@ -68,6 +68,12 @@ def stdlib_prose(split: Split) -> list[str]:
     return list(dict.fromkeys(paragraphs))
 
 
+def sentences_of(paragraphs: list[str]) -> list[str]:
+    """Return the sentences of English paragraphs, each once."""
+    found = (sentence.strip() for text in paragraphs for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z])", text))
+    return list(dict.fromkeys(found))
+
+
 def embedded_documents(split: Split, *, causal: bool) -> list[str]:
     """Return the embedded text of one split as documents: for an encoder the English, for a causal model the code, too."""
     return list(stdlib_documents(split).values()) if causal else ["\n".join(stdlib_prose(split))]

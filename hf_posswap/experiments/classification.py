@@ -19,7 +19,6 @@ from hf_posswap.data.tables import Rows, TableConfig, Task, read_task
 from hf_posswap.data.text import embedded_documents, stdlib_prose
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.curve import add_point, points
 from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_family, load_model, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig
@@ -60,7 +59,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     """Read the rows, train on them, measure; return {"figures", "cost", ...} for the result file of a recipe.
 
     With `split_at`, there are also figures of only those texts with more tokens than that (`accuracy_long`). `folder` keeps
-    checkpoints and the measurements of `eval_steps`, so that a run can be resumed.
+    checkpoints, so that a run can be resumed.
 
     PosswapError: data, options or model are invalid; raised before training starts.
     """
@@ -74,11 +73,11 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     if longest > held:
         raise PosswapError(f"max_length={longest}, but the model will read {held} tokens: raise max_positions, or lower it")
     metrics = metric_names(len(task.label_names))
-    if config.metric:
-        if config.metric not in metrics:
-            kind = "a regression" if task.is_regression else f"{len(task.label_names)} labels"
-            raise PosswapError(f"metric={config.metric!r} does not fit {kind}; there are {', '.join(metrics)}")
-        metrics = (config.metric, *(name for name in metrics if name != config.metric))
+    main = config.metric or metrics[0]
+    if main not in metrics:
+        kind = "a regression" if task.is_regression else f"{len(task.label_names)} labels"
+        raise PosswapError(f"metric={main!r} does not fit {kind}; there are {', '.join(metrics)}")
+    metrics = tuple(sorted(metrics, key=lambda name: name != main))  # the main one first
     if len(task.train) < config.batch_size:
         raise DataError(f"{len(task.train)} training rows do not fill one batch of {config.batch_size}")
     parts = {"train": task.train, "validation": task.validation} | ({"test": task.test} if task.test else {})
@@ -116,7 +115,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
         step = len(run.losses)
         if step % config.eval_steps == 0 and step < config.max_steps:
             figures = averaged(measure(model, validation.rows))["figures"]
-            add_point(folder, step, {"tokens": run.tokens, "seconds": run.seconds, **figures})
+            run.points.append({"step": step, "tokens": run.tokens, "seconds": run.seconds, **figures})
 
     model, run = train(
         model,
@@ -138,10 +137,10 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
         figures |= {f"{name}_long": value for name, value in measure(model, long).items()}
     return {
         **averaged(figures),
-        "metric": metrics[0],
+        "metric": main,
         "cost": cost(model, run),
         "model": model,
-        "curve": [one for one in points(folder) if one["step"] < point["step"]] + [point],
+        "curve": [*run.points, point],
         "losses": run.losses,
         "data": {
             "source": task.source,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from accelerate import PartialState
@@ -12,15 +13,12 @@ from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.tables import read_pairs
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.models import give_positions
 from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.experiments.text_tasks import TextOptions
 from hf_posswap.extras import extra
-from hf_posswap.fitting.fit import fit
 from hf_posswap.measure.retrieval import Way
 from hf_posswap.pipelines import unwrap
-from hf_posswap.swapping import swap
-from hf_posswap.training.launching import share_weights
-from hf_posswap.training.run_log import announce
 
 with extra():
     from sentence_transformers import SentenceTransformer
@@ -56,17 +54,13 @@ def swap_embedder(
 ) -> None:
     """Give an embedder the positions of a run, in place; it reads at least `longest` and `tokens`, unless max_positions is set.
 
-    For the start `fit`, the main process fits it on texts of up to `tokens`, which the original reads in windows of --window.
+    For the start `fit` it is fitted on texts of up to `tokens`, which the original reads in windows of --window.
     """
     longest = config.max_positions or max(tokens, longest, longest_input(unwrap(embedder).config))
-    warm, window = config.start != "cold", config.window if config.window < tokens else None
-    swap(embedder, config.scheme, max_positions=longest, warm_start=warm, span=config.span, first=config.first)
-    if config.start == "fit" and PartialState().is_main_process:
-        announce("fitting")
-        options = {"tokens": config.fit_tokens, "window": window, "seed": config.seed}
-        text = text_batches(list(texts), embedder.tokenizer, tokens, **options)
-        fit(embedder, text, reconstruct=config.fit_steps, seed=config.seed, window=window)
-    share_weights(embedder)
+    window = config.window if config.window < tokens else None
+    options = {"tokens": config.fit_tokens, "window": window, "seed": config.seed}
+    batches = partial(text_batches, list(texts), embedder.tokenizer, tokens, **options)
+    give_positions(embedder, config, longest, batches, window=window)
 
 
 def sts(embedder: SentenceTransformer, path: str) -> float:

@@ -64,9 +64,9 @@ def load_model(
     """Load the checkpoint with one of transformers' Auto classes, and give it the positions of the run.
 
     A head that the checkpoint lacks is drawn with the run's seed, so it is the same for every scheme. `max_positions` is what
-    the recipe needs, unless the user gives it. `fit_batches()` returns the text for the start `fit` (see `text_batches`); only
-    the main process fits, and the others get its weights. `prepare(model, missing)` is called before the swap with the names
-    of weights that the checkpoint lacks: a recipe can train a new head there that all schemes start from.
+    the recipe needs, unless the user gives it. `fit_batches()` returns the text for the start `fit` (see `text_batches`).
+    `prepare(model, missing)` is called before the swap with the names of weights that the checkpoint lacks: a recipe can train
+    a new head there that all schemes start from.
     """
     announce(f"loading {config.model}: {config.scheme}, start {config.start}, seed {config.seed}")
     set_seed(config.seed)
@@ -89,18 +89,26 @@ def load_model(
         if prepare is not None:
             prepare(model, set(loading["missing_keys"]))
     if config.scheme != ORIGINAL:
-        warm = config.start in ("swap", "fit")
-        swap(model, config.scheme, max_positions=longest, warm_start=warm, span=config.span, first=config.first)
-        if config.start == "fit":
-            if fit_batches is None:
-                raise PosswapError("this recipe has no text to fit on: take another --start")
-            model.to(PartialState().device)
-            announce("fitting")
-            if PartialState().is_main_process:
-                steps, rate = config.fit_steps, fit_learning_rate
-                fit(model, fit_batches(), reconstruct=steps, learning_rate=rate, seed=config.seed, progress=progress)
-            share_weights(model)
+        give_positions(model, config, longest, fit_batches, learning_rate=fit_learning_rate, progress=progress)
     return model.to(PartialState().device).eval()
+
+
+def give_positions(model, config: SwapOptions, longest: int, fit_batches: Callable[[], list] | None, **fit_options) -> None:
+    """Give a model, or a pipeline, the positions of a run, in place, `longest` of them.
+
+    For the start `fit` only the main process fits, on the text that `fit_batches()` returns, and the others get its weights.
+    """
+    warm = config.start in ("swap", "fit")
+    swap(model, config.scheme, max_positions=longest, warm_start=warm, span=config.span, first=config.first)
+    if config.start != "fit":
+        return
+    if fit_batches is None:
+        raise PosswapError("this recipe has no text to fit on: take another --start")
+    model.to(PartialState().device)
+    announce("fitting")
+    if PartialState().is_main_process:
+        fit(model, fit_batches(), reconstruct=config.fit_steps, seed=config.seed, **fit_options)
+    share_weights(model)
 
 
 def cost(model: PreTrainedModel, run: TrainingRun | None = None) -> dict:

@@ -18,7 +18,7 @@ from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.schemes import parse_scheme
 from hf_posswap.schemes.importing import import_schemes
 from hf_posswap.training import TrainingConfig
-from hf_posswap.training.budget import check_least, check_seed
+from hf_posswap.training.budget import check_numbers
 
 STARTS = ("cold", "swap", "fit", "scratch")
 
@@ -40,8 +40,7 @@ class RunOptions:
     seed: Annotated[int, "Seed of all random draws."] = 0
 
     def __post_init__(self):
-        check_least(self)
-        check_seed(self.seed)
+        check_numbers(self)
         if self.scheme != ORIGINAL:
             parse_scheme(self.scheme)
         known = [start for start in STARTS if start not in self.FORBIDDEN_STARTS]
@@ -94,8 +93,8 @@ def read_config(config_class: type[RunOptions], file: Path | None, given: dict) 
             try:
                 type_validator(name, values[name], hints[name])
             except TypeError:
-                kind = getattr(hints[name], "__name__", None) if not get_args(hints[name]) else None
-                raise PosswapError(f"{file}: {name} must be {kind or hints[name]}, not {value!r}") from None
+                kind = inspect.formatannotation(hints[name])
+                raise PosswapError(f"{file}: {name} must be {kind}, not {value!r}") from None
         for name in given:
             for replaced in config_class.REPLACES.get(name, ()):
                 values.pop(replaced, None)

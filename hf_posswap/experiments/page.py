@@ -1,14 +1,13 @@
 """A comparison as one HTML file to share: conclusion, tables, pictures, and the configuration of every run."""
 
 import base64
-import html
-import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jinja2
 from markdown_it import MarkdownIt
 
 from hf_posswap.experiments import comparison
@@ -18,6 +17,8 @@ from hf_posswap.provenance import published, write_json
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+_TEMPLATE = Path(__file__).parents[1] / "assets" / "comparison.html.jinja"
+
 
 def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> list[Path]:
     """Check budgets; write comparison.json, comparison.md, a self-contained comparison.html and PNGs; return their paths."""
@@ -26,38 +27,26 @@ def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = ()
     comparison.check_budgets(runs, vary)  # paths that are cut short must not make one row of two
     asked = {"vary": vary, "figures": figures}
     parts = [part(runs, **asked) for part in (verdict, comparison.markdown, interval_table, paired_table)]
-    pictures = plots(runs, **asked)
+    pictures = {output / f"{name}.png": figure for name, figure in plots(runs, **asked).items()}
     text = "\n\n".join(part for part in (*parts, comparison.budgets(runs, vary), comparison.background(runs)) if part) + "\n"
     output.mkdir(parents=True, exist_ok=True)
     written = [output / "comparison.json", output / "comparison.md", output / "comparison.html"]
+    for file, figure in pictures.items():
+        figure.savefig(file, dpi=150)
     write_json(written[0], {"format": 1, "vary": list(vary), "runs": runs})
     written[1].write_text(text)
     written[2].write_text(_page(runs, text, pictures))
-    for name, figure in pictures.items():
-        written.append(output / f"{name}.png")
-        figure.savefig(written[-1], dpi=150)
-    return written
+    return [*written, *pictures]
 
 
-def _page(runs: list[dict], text: str, pictures: "dict[str, Figure]") -> str:
-    parts = [MarkdownIt("commonmark", {"html": False}).enable("table").render(text)]
-    for name, figure in pictures.items():
-        memory = io.BytesIO()
-        figure.savefig(memory, format="png", dpi=150)
-        data = base64.b64encode(memory.getvalue()).decode()
-        parts.append(f'<figure><img alt="{html.escape(name)}" src="data:image/png;base64,{data}"></figure>')
-    for run in runs:
-        config = html.escape(json.dumps(run["config"], indent=2))
-        parts.append(f"<details><summary><code>{html.escape(run['command'])}</code></summary><pre>{config}</pre></details>")
-    style = (
-        "body{font:15px system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222}"
-        "table{border-collapse:collapse}td,th{padding:.3rem .7rem;border-bottom:1px solid #ddd}"
-        "img{max-width:100%}summary{overflow-wrap:anywhere;margin:.3rem 0}"
-    )
-    title = html.escape(": ".join(filter(None, (runs[0]["recipe"], runs[0]["config"].get("model")))))
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{style}</style></head>'
-        f"<body><h1>{title}</h1>{''.join(parts)}</body></html>\n"
+def _page(runs: list[dict], text: str, pictures: Iterable[Path]) -> str:
+    template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True).from_string(_TEMPLATE.read_text())
+    return template.render(
+        title=": ".join(filter(None, (runs[0]["recipe"], runs[0]["config"].get("model")))),
+        tables=MarkdownIt("commonmark", {"html": False}).enable("table").render(text),
+        pictures={file.stem: base64.b64encode(file.read_bytes()).decode() for file in pictures},
+        runs=runs,
+        dumps=json.dumps,
     )
 
 

@@ -169,23 +169,17 @@ def masked_lm_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> to
     return functional.cross_entropy(logits.float(), batch["labels"][chosen])
 
 
-def train_head(
-    model: PreTrainedModel, missing: set[str], blocks: MaskedBlocks, config: TrainingConfig, *, progress: bool = True
-) -> TrainingRun:
+def train_head(model: PreTrainedModel, missing: set[str], blocks: MaskedBlocks, config: TrainingConfig) -> TrainingRun:
     """Train a new masked-LM head, in place; the encoder and weights tied to it stay as they are.
 
     `missing` are the names of the new weights, which are drawn here with a fixed seed.
     """
     generator = torch.Generator().manual_seed(FIXED_SEED)
-    encoder = {id(parameter) for parameter in model.base_model.parameters()}
-    trained = {parameter: parameter.requires_grad for parameter in model.parameters()}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(id(parameter) not in encoder)
             if name in missing and parameter.dim() > 1:  # norms and biases are not random
                 parameter.copy_(torch.empty(parameter.shape).normal_(0, model.config.initializer_range, generator=generator))
-    try:
-        return train(model, blocks, config, compute_loss=masked_lm_loss, progress=progress, description="new head")[1]
-    finally:
-        for parameter, was in trained.items():
-            parameter.requires_grad_(was)
+    model.base_model.requires_grad_(False)
+    _, run = train(model, blocks, config, compute_loss=masked_lm_loss, description="new head")
+    model.base_model.requires_grad_(True)
+    return run

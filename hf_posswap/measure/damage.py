@@ -57,11 +57,10 @@ def damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[
             states.append([layer.float().cpu() for layer in seen])
             if head:
                 logits = outputs.logits if "logits" in outputs else outputs.prediction_logits
-                predictions.append(logits.float().cpu())
+                predictions.append(logits.cpu())
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool().cpu()
         if head:
-            target, got = (one.log_softmax(-1) for one in predictions)
-            cost = functional.kl_div(got, target, reduction="none", log_target=True).sum(-1)  # (B, L)
+            cost = _token_kl(*predictions)  # (B, L)
             rows = (cost * mask).sum(1) / mask.sum(1)
         else:
             cost = 1 - functional.cosine_similarity(states[0][-1], states[1][-1], dim=-1)
@@ -86,6 +85,12 @@ def damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[
         by_length={length: fmean(values) for length, values in lengths.items()},
         sequences={length: len(values) for length, values in lengths.items()},
     )
+
+
+def _token_kl(target: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    """Return KL(target || given) of predictions, logits (B, L, V): (B, L) in nats."""
+    target, given = (logits.float().log_softmax(-1) for logits in (target, given))
+    return functional.kl_div(given, target, reduction="none", log_target=True).sum(-1)
 
 
 def _ranges(length: int):
@@ -124,10 +129,9 @@ def block_kl(model: PreTrainedModel, original: PreTrainedModel, blocks: torch.Te
     found = []
     with evaluating(model, original):
         for rows in _batches(blocks, model):
-            target = original(input_ids=rows.to(original.device), use_cache=False).logits.float().log_softmax(-1)
-            given = model(input_ids=rows, use_cache=False).logits.float().log_softmax(-1)
-            kl = functional.kl_div(given, target.to(rows.device), reduction="none", log_target=True)
-            found.append(kl.sum(-1).mean(1).cpu())
+            target = original(input_ids=rows.to(original.device), use_cache=False).logits
+            given = model(input_ids=rows, use_cache=False).logits
+            found.append(_token_kl(target.to(rows.device), given).mean(1).cpu())
     return torch.cat(found)
 
 

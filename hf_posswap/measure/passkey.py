@@ -18,7 +18,6 @@ digits and all the same number of tokens; the two splits share no keys.
 """
 
 import random
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,13 +28,13 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.attention import CACHE
-from hf_posswap.data.text import Split, split_of, stdlib_prose
+from hf_posswap.data.text import Split, sentences_of, split_of, stdlib_prose
 from hf_posswap.errors import DataError
 from hf_posswap.evaluating import evaluating
 
 FILLER = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 NAMES = ("pass", "door", "house", "car", "garden", "office", "school", "water", "fire", "red", "first", "last")
-CANDIDATES = 10
+CANDIDATES = 10  # keys to choose from; fewer than there are names
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,8 @@ class PasskeyTexts:
     ):
         if filler not in ("repeat", "text"):
             raise DataError(f"filler={filler!r} is not known; known are repeat, text")
-        if not 0 <= decoys < min(len(NAMES), CANDIDATES):
-            raise DataError(f"decoys={decoys} must be from 0 to {min(len(NAMES), CANDIDATES) - 1}")
+        if not 0 <= decoys < CANDIDATES:
+            raise DataError(f"decoys={decoys} must be from 0 to {CANDIDATES - 1}")
         self.causal, self.decoys = causal, decoys
         # Parts are tokenized one by one, with the space in front of them: a key is the same tokens wherever it stands.
         self._tokens = lambda texts: tokenizer([f" {text}" for text in texts], add_special_tokens=False)["input_ids"]
@@ -95,9 +94,9 @@ class PasskeyTexts:
             raise DataError("an encoder's tokenizer needs a [CLS] and a [SEP] token")
         sentences = FILLER
         if filler == "text":
-            found = (s for p in stdlib_prose(split) for s in re.split(r"(?<=[.!?])\s+(?=[A-Z])", p))
+            found = sentences_of(stdlib_prose(split))
             # No numbers: they could be taken for the key.
-            sentences = [s for s in dict.fromkeys(found) if len(s.split()) <= 40 and not any(c.isdigit() for c in s)]
+            sentences = [s for s in found if len(s.split()) <= 40 and not any(c.isdigit() for c in s)]
         self._filler = self._tokens(sentences)
         said = max(map(len, self._said.values())) + size + len(self._after)
         answer = max(map(len, self._said.values())) + size if causal else 3
@@ -112,10 +111,11 @@ class PasskeyTexts:
         names = chance.sample(self.names, 1 + self.decoys)
         keys = chance.sample(self.keys, CANDIDATES)
         said = [[*self._said[name], *key, *self._after] for name, key in zip(names, keys, strict=False)]
-        asked = self._asked[names[0]]
-        question, end = ([*asked, *self._said[names[0]], *keys[0]], []) if self.causal else (asked, self._edges[1:])
-        front = [] if self.causal else [self._edges[0], *question, self._edges[1]]
-        size = length - len(front) - sum(map(len, said)) - (len(question) if self.causal else len(end))
+        front, end = [], [*self._asked[names[0]], *self._said[names[0]], *keys[0]]
+        if not self.causal:
+            cls, sep = self._edges
+            front, end = [cls, *self._asked[names[0]], sep], [sep]
+        size = length - len(front) - sum(map(len, said)) - len(end)
         first, filler, ends = chance.randrange(len(self._filler)), [], [0]  # sentences from a random one on; the last is cut
         while len(filler) < size:
             filler += self._filler[(first + len(ends) - 1) % len(self._filler)][: size - len(filler)]
@@ -131,8 +131,7 @@ class PasskeyTexts:
             if which == 0:
                 start = len(ids) + len(self._said[names[0]])
             ids += said[which]
-        ids += filler[told:]
-        return PasskeyText(ids + (question if self.causal else end), start, len(front), keys)
+        return PasskeyText(ids + filler[told:] + end, start, len(front), keys)
 
 
 class PasskeyExamples(Dataset):

@@ -10,6 +10,7 @@ sentence-transformers' own trainer can train the model as it will be used:
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 import torch
@@ -34,9 +35,8 @@ def cut_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, toke
     """Cut texts between words into documents of `tokens` tokens, without rests or duplicates; DataError: no text is so long."""
     documents = []
     for text in texts:
-        ends = _word_ends(text, tokenizer)
-        starts = range(0, len(ends) - tokens + 1, tokens)
-        documents += [text[ends[start - 1] if start else 0 : ends[start + tokens - 1]].strip() for start in starts]
+        cuts = _cuts(text, tokenizer)
+        documents += [text[start:end].strip() for start, end in pairwise(cuts[::tokens])]
     if not documents:
         raise DataError(f"no text has {tokens:,} tokens, the length of a document: give longer texts, or ask for fewer tokens")
     return list(dict.fromkeys(documents))
@@ -48,25 +48,26 @@ def draw_passages(
     """Draw passages of `tokens` tokens, one from each of `each` equal parts of a document; DataError: one is too short."""
     generator, passages = torch.Generator().manual_seed(seed), []
     for number, document in enumerate(documents):
-        ends = _word_ends(document, tokenizer)
-        room = (len(ends) - tokens) / each
+        cuts = _cuts(document, tokenizer)
+        size = len(cuts) - 1
+        room = (size - tokens) / each
         if room < 1:
-            raise DataError(f"a document has {len(ends)} tokens, too few for {each} passages of {tokens}: give longer ones")
+            raise DataError(f"a document has {size} tokens, too few for {each} passages of {tokens}: give longer ones")
         for part in range(each):
             start = int(room * (part + float(torch.rand(1, generator=generator))))
-            text = document[ends[start - 1] if start else 0 : ends[start + tokens - 1]].strip()
-            passages.append(Passage(text, number, start / len(ends)))
+            text = document[cuts[start] : cuts[start + tokens]].strip()
+            passages.append(Passage(text, number, start / size))
     return passages
 
 
-def _word_ends(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return where the word of each token ends, so that no cut goes through one."""
+def _cuts(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return where to cut a text before each token, and after the last, but never in a word: 0, then the ends of words."""
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ends, words = [end for _, end in found["offset_mapping"]], found.word_ids()
     for place in range(len(ends) - 2, -1, -1):
         if words[place] is not None and words[place] == words[place + 1]:
             ends[place] = ends[place + 1]
-    return ends
+    return [0, *ends]
 
 
 def pieces_of(ids: list[int], tokenizer: PreTrainedTokenizerBase, way: Way, size: int) -> list[list[int]]:

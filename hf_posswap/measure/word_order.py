@@ -9,12 +9,12 @@ et al. 2020, https://arxiv.org/abs/1912.00582). Only the choice of sentences is 
 """
 
 import random
-import re
 
 import numpy
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posswap.data.text import sentences_of
 from hf_posswap.errors import DataError
 from hf_posswap.evaluating import evaluating
 from hf_posswap.extras import extra
@@ -26,7 +26,7 @@ def word_order_examples(paragraphs: list[str], count: int, *, seed: int = 0) -> 
     >>> word_order_examples(["The quick brown fox jumps over the lazy dog."], 2)
     (['The quick brown fox jumps over the lazy dog.', 'The quick brown fox jumps over lazy the dog.'], [0, 1])
     """
-    sentences = {s.strip() for p in paragraphs for s in re.split(r"(?<=[.!?])\s+(?=[A-Z])", p)}
+    sentences = sentences_of(paragraphs)
     usable = sorted(s for s in sentences if 6 <= len(words := s.split()) <= 24 and len({w.lower() for w in words}) > 4)
     if len(usable) * 2 < count:
         raise DataError(f"{count // 2} sentences of 6 to 24 words are needed, and the text has {len(usable)}: give more prose")
@@ -86,16 +86,12 @@ def word_order_preference(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
 def sentence_vectors(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> numpy.ndarray:
     """Return the means over tokens of all layers' states, one after the other: (N, (layers + 1) * E)."""
     by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # batches of similar lengths need little padding
-    vectors = [None] * len(texts)
+    vectors = []
     for start in range(0, len(texts), 64):
-        chosen = by_length[start : start + 64]
-        batch = tokenizer(
-            [texts[i] for i in chosen], padding=True, padding_side="right", truncation=True, return_tensors="pt"
-        ).to(model.device)
+        chosen = [texts[i] for i in by_length[start : start + 64]]
+        batch = tokenizer(chosen, padding=True, padding_side="right", truncation=True, return_tensors="pt").to(model.device)
         with evaluating(model):
             states = model.base_model(**batch, output_hidden_states=True).hidden_states
         mask = batch["attention_mask"][..., None]
-        means = torch.cat([(layer.float() * mask).sum(1) / mask.sum(1) for layer in states], dim=-1)
-        for i, vector in zip(chosen, means.cpu().numpy(), strict=True):
-            vectors[i] = vector
-    return numpy.stack(vectors)
+        vectors.append(torch.cat([(layer.float() * mask).sum(1) / mask.sum(1) for layer in states], dim=-1).cpu().numpy())
+    return numpy.concatenate(vectors)[numpy.argsort(by_length)]

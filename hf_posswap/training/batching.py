@@ -32,19 +32,17 @@ class BatchOrder:
 
     def _shuffled(self, epoch: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self.seed + epoch)
-        order = torch.randperm(self.examples, generator=generator).tolist()
         size = self.batch_size
-        order = order[: self.examples // size * size]
+        order = torch.randperm(self.examples, generator=generator)[: self.examples // size * size]
         if self.lengths is None:
-            return [order[start : start + size] for start in range(0, len(order), size)]
-        stretch = _SORTED_TOGETHER * size
-        parts = [order[start : start + stretch] for start in range(0, len(order), stretch)]
-        order = [example for part in parts for example in sorted(part, key=lambda example: -self.lengths[example])]
-        batches = [order[start : start + size] for start in range(0, len(order), size)]
-        batches = [batches[place] for place in torch.randperm(len(batches), generator=generator).tolist()]
+            return order.view(-1, size).tolist()
+        lengths = torch.tensor(self.lengths)
+        parts = order.split(_SORTED_TOGETHER * size)
+        order = torch.cat([part[lengths[part].argsort(descending=True, stable=True)] for part in parts]).view(-1, size)
+        batches = order[torch.randperm(len(order), generator=generator)].tolist()
         if epoch == 0:
-            longest = max(range(len(batches)), key=lambda place: self.lengths[batches[place][0]])
-            batches.insert(0, batches.pop(longest))
+            longest = max(batches, key=lambda batch: self.lengths[batch[0]])
+            batches.insert(0, batches.pop(batches.index(longest)))
         return batches
 
 

@@ -17,14 +17,13 @@ NOT_BUDGET = {
 }  # fmt: skip
 
 
-def check_seed(seed: int) -> None:
-    """Raise for a seed that NumPy or torch does not accept."""
-    if not 0 <= seed < 2**32:
-        raise PosswapError(f"seed={seed} must be from 0 to {2**32 - 1}")
+def check_numbers(config) -> None:
+    """Raise for an option below the least that LEAST of its class, or of a parent, names, or a seed that NumPy does not take.
 
-
-def check_least(config) -> None:
-    """Raise for an option below the least that LEAST of its class, or of a parent, names; None means not given."""
+    None means not given.
+    """
+    if not 0 <= config.seed < 2**32:
+        raise PosswapError(f"seed={config.seed} must be from 0 to {2**32 - 1}")
     least = {name: bound for kind in reversed(type(config).__mro__) for name, bound in vars(kind).get("LEAST", {}).items()}
     for name, bound in least.items():
         value = getattr(config, name)
@@ -71,8 +70,7 @@ class TrainingConfig:
     checkpoints_kept: Annotated[int, "How many checkpoints to keep."] = 2
 
     def __post_init__(self):
-        check_least(self)
-        check_seed(self.seed)
+        check_numbers(self)
         if self.batch_size % (parts := self.gradient_accumulation_steps):
             raise PosswapError(f"batch_size={self.batch_size} does not divide into gradient_accumulation_steps={parts}")
         for name, known in (("lr_scheduler_type", SCHEDULES), ("train_sampling_strategy", SAMPLING_STRATEGIES)):
@@ -104,6 +102,7 @@ class TrainingRun:
     tokens: int = 0  # without padding, over all processes
     seconds: float = 0.0
     losses: list[float] = field(default_factory=list)
+    points: list[dict] = field(default_factory=list)  # what `after_step` measures and puts here, kept in checkpoints
 
     @property
     def tokens_per_second(self) -> float:

@@ -53,7 +53,8 @@ def train(
     a batch, on several processes or accumulated, are weighted by that count, so uneven padding does not change the loss.
 
     `after_step(model, run)` is called on all processes after each optimizer step with the unwrapped model, to measure it
-    (it is set back to training mode afterwards) or to change weights that are not trained. Its time is not counted.
+    (it is set back to training mode afterwards), or to change weights that are not trained. Its time is not counted. What it
+    adds to `run.points` is there again after an interruption.
 
     With `output`, the first SIGTERM or Ctrl-C lets the step finish, saves a checkpoint and raises `Interrupted`; several
     processes agree on that step within about a second. Checkpoints, also those of `checkpoint_every`, are renamed into place
@@ -207,8 +208,7 @@ def _with_fitting_batches(loop: _Loop, *, resume: bool) -> tuple[torch.nn.Module
             if parts == config.batch_size:
                 raise PosswapError(f"memory does not suffice for a single sequence at a time: {error}") from error
         # Outside of `except`, where the error's traceback no longer keeps activations alive.
-        smaller = [d for d in range(2 * parts, config.batch_size + 1) if config.batch_size % d == 0]
-        parts = smaller[0] if smaller else config.batch_size
+        parts = next(d for d in range(2 * parts, config.batch_size + 1) if config.batch_size % d == 0)
         logging.getLogger(__name__).warning(
             "memory does not suffice: starting again with %d gradient_accumulation_steps of %d sequences, the same batch of %d",
             *(parts, config.batch_size // parts, config.batch_size),

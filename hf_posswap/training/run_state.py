@@ -93,6 +93,7 @@ class Checkpoints:
             raise CheckpointError(f"{newest} is of a run that differs ({'; '.join(differences)}): resume with the same options")
         self.accelerator.load_state(str(newest))
         run.tokens, run.seconds, run.losses = progress["tokens"], progress["seconds"], progress["losses"]
+        run.points = progress.get("points", [])  # older checkpoints have none
 
 
 class StopRequest:
