@@ -25,7 +25,7 @@ from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES, config_entry
 from hf_posswap.schemes import parse_scheme
 
 KEPT = Path(__file__).parents[2] / "runs" / "peer"
-SCHEMES = ("learned", "sinusoidal", "relative:clip=4", "rotary", "alibi", "buckets", "none", "mixed")
+SCHEMES = ("learned", "sinusoidal", "relative:clip=4", "rotary", "self-extend", "alibi", "buckets", "none", "mixed")
 SIZES = {
     "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 66,
     "intermediate_size": 37, "pad_token_id": 1, "bos_token_id": 97, "eos_token_id": 97,
