@@ -62,19 +62,7 @@ class PositionedAttention(nn.Module):
         attention_mask = attention_mask if mine.mask is None else mine.mask
         query = self.positions("rotate", query, shared)  # one after the other: the second reuses the first's memory
         key = self.positions("rotate", key, shared)
-        cache = kwargs.pop(CACHE, None)
-        if cache is not None:
-            if isinstance(cache, EncoderDecoderCache):
-                cache = cache.self_attention_cache
-            written, head_dim = mine.written, key.shape[-1]
-            carries = written is not None and mine.carrier in (None, self.layer_idx)
-            if carries:
-                key = write_positions(key, written)
-            # A paged cache reads keywords and changes them. Before 5.24 it came under another name, and attention called it.
-            more = {"kwargs": kwargs} if CACHE == "cache" else {}
-            key, value = cache.update(key, value, self.layer_idx, **more)
-            if carries:
-                key = key[..., :head_dim]
+        key, value = self._cached(key, value, mine, kwargs)
         dropout = self.architecture.dropout(self) if self.training else 0.0
         causal = self.architecture.is_causal(self.config)
         if mine.span is not None:
@@ -108,6 +96,19 @@ class PositionedAttention(nn.Module):
             )
         return self.architecture.output(self, output.flatten(-2), hidden_states), probabilities
 
+    def _cached(self, key, value, mine: Shared, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of all tokens so far; the new ones go into the cache, if there is one."""
+        cache = self_cache(kwargs.pop(CACHE, None))
+        if cache is None:
+            return key, value
+        head_dim, carries = key.shape[-1], mine.written is not None and mine.carrier in (None, self.layer_idx)
+        if carries:
+            key = write_positions(key, mine.written)
+        # A paged cache reads keywords and changes them. Before 5.24 it came under another name, and attention called it.
+        more = {"kwargs": kwargs} if CACHE == "cache" else {}
+        key, value = cache.update(key, value, self.layer_idx, **more)
+        return key[..., :head_dim] if carries else key, value
+
     def _all_by_distance(self, query, key, mask, dropout: float, shared) -> bool:
         """Whether `attend_by_distance` serves: on CPUs in sdpa's place, with each token once and none masked."""
         plain = mask is None and query.shape[-2] == key.shape[-2] and dropout == 0
@@ -130,6 +131,11 @@ class PositionedAttention(nn.Module):
             return backend(self, query, key, value, mask, dropout=dropout, scaling=scaling)[0].transpose(1, 2)
 
         return banded_attention(attend, query, key, value, mine.span, mine.key_mask, causal=causal)
+
+
+def self_cache(cache: Cache | None) -> Cache | None:
+    """Return the cache of self-attention, which may be a part of one that cross-attention has, too."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def add_bias(mask, bias: torch.Tensor, seen: torch.Tensor | None, implementation: str):
@@ -173,7 +179,7 @@ def read_positions(keys: torch.Tensor) -> torch.Tensor:
 
 def let_carry(cache: Cache | None, layers: list[int], head_dim: int) -> None:
     """Count from 0 the keys of these layers that something else has put there: a learned prefix, or the room for later ones."""
-    cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    cache = self_cache(cache)
     for layer in () if cache is None else (cache.layers[index] for index in layers if index < len(cache.layers)):
         if layer.is_initialized and layer.keys.shape[-1] == head_dim:
             layer.keys = write_positions(layer.keys, torch.arange(layer.keys.shape[-2], device=layer.keys.device)[None])
@@ -186,7 +192,7 @@ def key_positions(
 
     The cache holds them in the layer `carrier`.
     """
-    cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    cache = self_cache(cache)
     layer = cache.layers[carrier] if cache is not None and len(cache.layers) > carrier else None
     if layer is None or not layer.is_initialized or (isinstance(past, int) and past == 0):
         return positions

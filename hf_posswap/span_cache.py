@@ -5,9 +5,9 @@ keys to keep, rows may be padded on the left, and reordering or copying keys mov
 """
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from hf_posswap.attention import MOST_POSITIONS, read_positions, write_positions
+from hf_posswap.attention import MOST_POSITIONS, read_positions, self_cache, write_positions
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
 
@@ -73,7 +73,7 @@ def keep_span(cache: Cache | None, spans: list[Span | None], *, counted: bool) -
     """
     if cache is None:
         return None
-    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    own = self_cache(cache)
     made = [layer.span if isinstance(layer, SpanLayer) else None for layer in own.layers]
     if any(made) and made != spans:
         raise PosswapError(f"this cache was made for {_told(made)}, the model has {_told(spans)}: start with a new cache")
