@@ -231,7 +231,7 @@ def rewriting_attention(model: PreTrainedModel) -> Iterator[None]:
     """
     target, architecture = find_target(model, dispatched=True)
     attentions = architecture.self_attentions(target.base_model)
-    fresh, before = is_unchanged(target), surgery.copy_attention_weights(attentions, positions=True)
+    fresh, before = is_unchanged(target), surgery.copy_attention_weights(attentions)
     try:
         yield
     except BaseException:
