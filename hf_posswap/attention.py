@@ -58,42 +58,15 @@ class PositionedAttention(nn.Module):
         """
         query, key, value = self.architecture.project(self, hidden_states)
         mine = shared_positions[self.positions.kind]
-        shared, scaling = mine.scheme, self.architecture.scaling(self)
-        attention_mask = attention_mask if mine.mask is None else mine.mask
-        query = self.positions("rotate", query, shared)  # one after the other: the second reuses the first's memory
-        key = self.positions("rotate", key, shared)
+        query = self.positions("rotate", query, mine.scheme)  # one after the other: the second reuses the first's memory
+        key = self.positions("rotate", key, mine.scheme)
         key, value = self._cached(key, value, mine, kwargs)
-        dropout = self.architecture.dropout(self) if self.training else 0.0
         causal = self.architecture.is_causal(self.config)
-        if mine.span is not None:
-            output, probabilities = self._banded(query, key, value, mine, causal, dropout).transpose(1, 2), None
-        elif self.positions.attend is not None:
-            output, probabilities = self.positions(
-                "attend",
-                query,
-                key,
-                value,
-                attention_mask,
-                shared,
-                scaling=scaling,
-                dropout=dropout,
-                causal=causal,
-                return_probabilities=self.config._attn_implementation == "eager",  # as sdpa: only eager attention does
-            )
-            output = output.transpose(1, 2)
-        elif self._all_by_distance(query, key, attention_mask, dropout, shared):
-            bias = self.positions("by_distance", torch.arange(key.shape[-2] - 1, -key.shape[-2], -1)).to(query.dtype)
-            output, probabilities = attend_by_distance(query, key, value, bias, scaling, causal).transpose(1, 2), None
+        if mine.span is None:
+            mask = attention_mask if mine.mask is None else mine.mask
+            output, probabilities = self._attend(query, key, value, mask, mine.scheme, causal, **kwargs)
         else:
-            if self.positions.bias is not None:
-                bias = self.positions("bias", shared, key.shape[-2]).to(query.dtype)
-                seen = shared.causal(key.shape[-2]) if causal else None
-                attention_mask = add_bias(attention_mask, bias, seen, self.config._attn_implementation)
-                if self.config._attn_implementation == "flex_attention":
-                    kwargs["position_bias"] = bias.expand(len(query), query.shape[1], *bias.shape[2:])
-            output, probabilities = self.architecture.backend(self)(
-                self, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-            )
+            output, probabilities = self._banded(query, key, value, mine, causal), None
         return self.architecture.output(self, output.flatten(-2), hidden_states), probabilities
 
     def _cached(self, key, value, mine: Shared, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,28 +82,39 @@ class PositionedAttention(nn.Module):
         key, value = cache.update(key, value, self.layer_idx, **more)
         return key[..., :head_dim] if carries else key, value
 
+    def _attend(self, query, key, value, mask, shared, causal: bool, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (B, Q, H, D), and the probabilities from what returns any, by the scheme or by the model's implementation."""
+        scaling, implementation = self.architecture.scaling(self), self.config._attn_implementation
+        dropout = self.architecture.dropout(self) if self.training else 0.0
+        if self.positions.attend is not None:
+            options = {"scaling": scaling, "dropout": dropout, "causal": causal}
+            options["return_probabilities"] = implementation == "eager"  # as sdpa: only eager attention does
+            output, probabilities = self.positions("attend", query, key, value, mask, shared, **options)
+            return output.transpose(1, 2), probabilities
+        if self._all_by_distance(query, key, mask, dropout, shared):
+            bias = self.positions("by_distance", torch.arange(key.shape[-2] - 1, -key.shape[-2], -1)).to(query.dtype)
+            return attend_by_distance(query, key, value, bias, scaling, causal).transpose(1, 2), None
+        if self.positions.bias is not None:
+            bias = self.positions("bias", shared, key.shape[-2]).to(query.dtype)
+            mask = add_bias(mask, bias, shared.causal(key.shape[-2]) if causal else None, implementation)
+            if implementation == "flex_attention":
+                kwargs["position_bias"] = bias.expand(len(query), query.shape[1], *bias.shape[2:])
+        return self.architecture.backend(self)(self, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+
     def _all_by_distance(self, query, key, mask, dropout: float, shared) -> bool:
         """Whether `attend_by_distance` serves: on CPUs in sdpa's place, with each token once and none masked."""
         plain = mask is None and query.shape[-2] == key.shape[-2] and dropout == 0
         sdpa = self.config._attn_implementation == "sdpa" and query.device.type == "cpu"
         return plain and sdpa and self.positions.by_distance is not None and shared.in_order
 
-    def _banded(self, query, key, value, mine: Shared, causal: bool, dropout: float) -> torch.Tensor:
-        scaling = self.architecture.scaling(self)
+    def _banded(self, query, key, value, mine: Shared, causal: bool) -> torch.Tensor:
+        """Return (B, Q, H, D), a block of queries after the other."""
 
         def attend(query, key, value, mask, queries, keys):
-            shared = mine.scheme
-            if isinstance(shared, Places):
-                shared = shared.block(queries, keys)
-            if self.positions.attend is not None:
-                options = {"scaling": scaling, "dropout": dropout, "causal": False, "return_probabilities": False}
-                return self.positions("attend", query, key, value, mask, shared, **options)[0]
-            if self.positions.bias is not None:
-                mask = add_bias(mask, self.positions("bias", shared, key.shape[-2]).to(query.dtype), None, "sdpa")
-            backend = self.architecture.backend(self)
-            return backend(self, query, key, value, mask, dropout=dropout, scaling=scaling)[0].transpose(1, 2)
+            shared = mine.scheme.block(queries, keys) if isinstance(mine.scheme, Places) else mine.scheme
+            return self._attend(query, key, value, mask, shared, causal=False)[0].transpose(1, 2)  # the mask is causal
 
-        return banded_attention(attend, query, key, value, mine.span, mine.key_mask, causal=causal)
+        return banded_attention(attend, query, key, value, mine.span, mine.key_mask, causal=causal).transpose(1, 2)
 
 
 def self_cache(cache: Cache | None) -> Cache | None:
