@@ -102,7 +102,7 @@ def sum_keys_by_distance(values: torch.Tensor, reach: int) -> torch.Tensor:
     return summed.scatter_add_(-1, distance_index(values, reach), values)
 
 
-def by_distance(values: torch.Tensor) -> torch.Tensor:
+def sum_diagonals(values: torch.Tensor) -> torch.Tensor:
     """Sum (B, H, L, L) over batch and diagonals: (H, 2 L - 1) float64, distance j - i from -(L - 1) to L - 1."""
     length = values.shape[-1]
     steps = torch.arange(length, device=values.device)
@@ -129,9 +129,9 @@ def kernel_moments(weights: torch.Tensor, missing: torch.Tensor, frequencies: to
     rows = (weights.to(turns.dtype) @ turns) * turns.conj()  # each query's sum over keys, (B, H, L, planes)
     rows = torch.cat([rows.real, -rows.imag], dim=-1)
     total = weights.sum(-1, keepdim=True).clamp_min(1e-30)
-    gram = torch.einsum("nf,hn,ng->hfg", features, by_distance(weights), features)
+    gram = torch.einsum("nf,hn,ng->hfg", features, sum_diagonals(weights), features)
     gram = gram - torch.einsum("bhif,bhig->hfg", rows / total, rows)
-    target = by_distance(weights * missing) @ features
+    target = sum_diagonals(weights * missing) @ features
     return gram, target - torch.einsum("bhif,bhi->hf", rows / total, (weights * missing).sum(-1))
 
 

@@ -32,7 +32,7 @@ from hf_posswap.functional.closed_form import (
     missing_scores,
     sum_keys_by_distance,
 )
-from hf_posswap.functional.relative_attention import IMPLEMENTATIONS, attend
+from hf_posswap.functional.relative_attention import IMPLEMENTATIONS, attend_in_order
 from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number, is_traced
 from hf_posswap.schemes.sinusoidal import sinusoids
 
@@ -91,6 +91,11 @@ class RelativePositions(AttentionPositions):
         if self.key_query:
             return
         shared = self.key_vectors().dim() == 2
+        self._solve_keys(observe, scaling, shared)
+        if self.value_table is not None:
+            self._solve_values(observe, scaling, shared)
+
+    def _solve_keys(self, observe, scaling: float, shared: bool) -> None:
         queries, masses, targets = [], [], []
         for evidence in observe():
             weights, missing = missing_scores(evidence, evidence.query @ evidence.key.transpose(-1, -2), scaling)
@@ -103,8 +108,8 @@ class RelativePositions(AttentionPositions):
         else:
             seen = sum(part.sum(1) for part in masses)  # (H, R)
             self.key_projection.copy_(_project(self._signal().double(), table, seen).view_as(self.key_projection))
-        if self.value_table is None:
-            return
+
+    def _solve_values(self, observe, scaling: float, shared: bool) -> None:
         moment, product = 0.0, 0.0
         for evidence in observe():
             scores = evidence.query @ evidence.key.transpose(-1, -2)
@@ -144,8 +149,8 @@ class RelativePositions(AttentionPositions):
                 key_mask = key_mask[:, -key.shape[-2] :]
             if not return_probabilities and not is_traced() and not self.key_query:
                 mask = None if key_mask is None else key_mask.expand(len(query), -1)
-                output = attend(query, key, value, *tables, self.clip, causal, mask, dropout, scaling, self.implementation)
-                return output, None
+                options = self.clip, causal, mask, dropout, scaling, self.implementation
+                return attend_in_order(query, key, value, *tables, *options), None
             mask = None if key_mask is None else key_mask[:, None, None]
         if causal and (mask is None or shared.in_order):
             seen = shared.causal(key.shape[-2])[None, None]
