@@ -51,6 +51,15 @@ class FitReport:
         return self.after.total if self.window is None else self.layers[-1].after
 
     def __str__(self) -> str:
+        console = Console(width=100, highlight=False, color_system=None, force_jupyter=False)
+        with console.capture() as capture:
+            for table in self._tables():
+                console.print(table, "")
+            console.print(*self._notes(), self._verdict(), sep="\n")
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+    def _tables(self) -> list[Table]:
+        """Return the damage, the reading of long text, and the layers."""
         rows = [(self.before.measure, self.before.total, self.after.total)]
         for name in ("length", "position"):
             before, after = (getattr(one, f"by_{name}") for one in (self.before, self.after))
@@ -70,6 +79,10 @@ class FitReport:
                 (str(fit.layer), fit.before, solved, f"{fit.after:.4f}" + " (no steps)" * (not fit.reconstructed), *states)
             )
         heads = ("layer", "error before", "closed form", "after steps", "states before", "states after")
+        return [*tables, _table(heads, rows)]
+
+    def _notes(self) -> list[str]:
+        """Return what the figures are, and on what text they were measured."""
         told = "which decided nothing" if self.part == "report" else "which also told what to keep"
         words = [
             f"damage: {_MEASURES[self.before.measure]}; 0 is the original. error: of a layer's output, after the layers before "
@@ -82,12 +95,7 @@ class FitReport:
                 f"no sequence was longer than {self.longest} tokens, and the original reads {self.trained_positions}: give "
                 "longer ones too if the model is to read them"
             )
-        console = Console(width=100, highlight=False, color_system=None, force_jupyter=False)
-        with console.capture() as capture:
-            for table in (*tables, _table(heads, rows)):
-                console.print(table, "")
-            console.print(*words, self._verdict(), sep="\n")
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+        return words
 
     def _verdict(self) -> str:
         """Return a sentence on what the figures mean and what to do next."""
