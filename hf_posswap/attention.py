@@ -58,55 +58,48 @@ class PositionedAttention(nn.Module):
         """
         query, key, value = self.architecture.project(self, hidden_states)
         mine = shared_positions[self.positions.kind]
-        shared, scaling = mine.scheme, self.architecture.scaling(self)
-        attention_mask = attention_mask if mine.mask is None else mine.mask
-        query = self.positions("rotate", query, shared)  # one after the other: the second reuses the first's memory
-        key = self.positions("rotate", key, shared)
-        cache = kwargs.pop(CACHE, None)
-        if cache is not None:
-            if isinstance(cache, EncoderDecoderCache):
-                cache = cache.self_attention_cache
-            written, head_dim = mine.written, key.shape[-1]
-            carries = written is not None and mine.carrier in (None, self.layer_idx)
-            if carries:
-                key = write_positions(key, written)
-            # A paged cache reads keywords and changes them. Before 5.24 it came under another name, and attention called it.
-            more = {"kwargs": kwargs} if CACHE == "cache" else {}
-            key, value = cache.update(key, value, self.layer_idx, **more)
-            if carries:
-                key = key[..., :head_dim]
-        dropout = self.architecture.dropout(self) if self.training else 0.0
+        query = self.positions("rotate", query, mine.scheme)  # one after the other: the second reuses the first's memory
+        key = self.positions("rotate", key, mine.scheme)
+        key, value = self._cached(key, value, mine, kwargs)
         causal = self.architecture.is_causal(self.config)
-        if mine.span is not None:
-            output, probabilities = self._banded(query, key, value, mine, causal, dropout).transpose(1, 2), None
-        elif self.positions.attend is not None:
-            output, probabilities = self.positions(
-                "attend",
-                query,
-                key,
-                value,
-                attention_mask,
-                shared,
-                scaling=scaling,
-                dropout=dropout,
-                causal=causal,
-                return_probabilities=self.config._attn_implementation == "eager",  # as sdpa: only eager attention does
-            )
-            output = output.transpose(1, 2)
-        elif self._all_by_distance(query, key, attention_mask, dropout, shared):
-            bias = self.positions("by_distance", torch.arange(key.shape[-2] - 1, -key.shape[-2], -1)).to(query.dtype)
-            output, probabilities = attend_by_distance(query, key, value, bias, scaling, causal).transpose(1, 2), None
+        if mine.span is None:
+            mask = attention_mask if mine.mask is None else mine.mask
+            output, probabilities = self._attend(query, key, value, mask, mine.scheme, causal, **kwargs)
         else:
-            if self.positions.bias is not None:
-                bias = self.positions("bias", shared, key.shape[-2]).to(query.dtype)
-                seen = shared.causal(key.shape[-2]) if causal else None
-                attention_mask = add_bias(attention_mask, bias, seen, self.config._attn_implementation)
-                if self.config._attn_implementation == "flex_attention":
-                    kwargs["position_bias"] = bias.expand(len(query), query.shape[1], *bias.shape[2:])
-            output, probabilities = self.architecture.backend(self)(
-                self, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-            )
+            output, probabilities = self._banded(query, key, value, mine, causal), None
         return self.architecture.output(self, output.flatten(-2), hidden_states), probabilities
+
+    def _cached(self, key, value, mine: Shared, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of all tokens so far; the new ones go into the cache, if there is one."""
+        cache = self_cache(kwargs.pop(CACHE, None))
+        if cache is None:
+            return key, value
+        head_dim, carries = key.shape[-1], mine.written is not None and mine.carrier in (None, self.layer_idx)
+        if carries:
+            key = write_positions(key, mine.written)
+        # A paged cache reads keywords and changes them. Before 5.24 it came under another name, and attention called it.
+        more = {"kwargs": kwargs} if CACHE == "cache" else {}
+        key, value = cache.update(key, value, self.layer_idx, **more)
+        return key[..., :head_dim] if carries else key, value
+
+    def _attend(self, query, key, value, mask, shared, causal: bool, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (B, Q, H, D), and the probabilities from what returns any, by the scheme or by the model's implementation."""
+        scaling, implementation = self.architecture.scaling(self), self.config._attn_implementation
+        dropout = self.architecture.dropout(self) if self.training else 0.0
+        if self.positions.attend is not None:
+            options = {"scaling": scaling, "dropout": dropout, "causal": causal}
+            options["return_probabilities"] = implementation == "eager"  # as sdpa: only eager attention does
+            output, probabilities = self.positions("attend", query, key, value, mask, shared, **options)
+            return output.transpose(1, 2), probabilities
+        if self._all_by_distance(query, key, mask, dropout, shared):
+            bias = self.positions("by_distance", torch.arange(key.shape[-2] - 1, -key.shape[-2], -1)).to(query.dtype)
+            return attend_by_distance(query, key, value, bias, scaling, causal).transpose(1, 2), None
+        if self.positions.bias is not None:
+            bias = self.positions("bias", shared, key.shape[-2]).to(query.dtype)
+            mask = add_bias(mask, bias, shared.causal(key.shape[-2]) if causal else None, implementation)
+            if implementation == "flex_attention":
+                kwargs["position_bias"] = bias.expand(len(query), query.shape[1], *bias.shape[2:])
+        return self.architecture.backend(self)(self, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
 
     def _all_by_distance(self, query, key, mask, dropout: float, shared) -> bool:
         """Whether `attend_by_distance` serves: on CPUs in sdpa's place, with each token once and none masked."""
@@ -114,22 +107,19 @@ class PositionedAttention(nn.Module):
         sdpa = self.config._attn_implementation == "sdpa" and query.device.type == "cpu"
         return plain and sdpa and self.positions.by_distance is not None and shared.in_order
 
-    def _banded(self, query, key, value, mine: Shared, causal: bool, dropout: float) -> torch.Tensor:
-        scaling = self.architecture.scaling(self)
+    def _banded(self, query, key, value, mine: Shared, causal: bool) -> torch.Tensor:
+        """Return (B, Q, H, D), a block of queries after the other."""
 
         def attend(query, key, value, mask, queries, keys):
-            shared = mine.scheme
-            if hasattr(shared, "block"):
-                shared = shared.block(queries, keys)
-            if self.positions.attend is not None:
-                options = {"scaling": scaling, "dropout": dropout, "causal": False, "return_probabilities": False}
-                return self.positions("attend", query, key, value, mask, shared, **options)[0]
-            if self.positions.bias is not None:
-                mask = add_bias(mask, self.positions("bias", shared, key.shape[-2]).to(query.dtype), None, "sdpa")
-            backend = self.architecture.backend(self)
-            return backend(self, query, key, value, mask, dropout=dropout, scaling=scaling)[0].transpose(1, 2)
+            shared = mine.scheme.block(queries, keys) if hasattr(mine.scheme, "block") else mine.scheme
+            return self._attend(query, key, value, mask, shared, causal=False)[0].transpose(1, 2)  # the mask is causal
 
-        return banded_attention(attend, query, key, value, mine.span, mine.key_mask, causal=causal)
+        return banded_attention(attend, query, key, value, mine.span, mine.key_mask, causal=causal).transpose(1, 2)
+
+
+def self_cache(cache: Cache | None) -> Cache | None:
+    """Return the cache of self-attention, which may be a part of one that cross-attention has, too."""
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def add_bias(mask, bias: torch.Tensor, seen: torch.Tensor | None, implementation: str):
@@ -173,7 +163,7 @@ def read_positions(keys: torch.Tensor) -> torch.Tensor:
 
 def let_carry(cache: Cache | None, layers: list[int], head_dim: int) -> None:
     """Count from 0 the keys of these layers that something else has put there: a learned prefix, or the room for later ones."""
-    cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    cache = self_cache(cache)
     for layer in () if cache is None else (cache.layers[index] for index in layers if index < len(cache.layers)):
         if layer.is_initialized and layer.keys.shape[-1] == head_dim:
             layer.keys = write_positions(layer.keys, torch.arange(layer.keys.shape[-2], device=layer.keys.device)[None])
@@ -186,7 +176,7 @@ def key_positions(
 
     The cache holds them in the layer `carrier`.
     """
-    cache = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    cache = self_cache(cache)
     layer = cache.layers[carrier] if cache is not None and len(cache.layers) > carrier else None
     if layer is None or not layer.is_initialized or (isinstance(past, int) and past == 0):
         return positions

@@ -7,17 +7,42 @@ It then calls the headless model's own forward, with `position_ids` filled in an
 import functools
 import inspect
 import warnings
+from typing import NamedTuple
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_posswap.architectures import Inputs
-from hf_posswap.attention import CACHE, Shared, check_implementation, key_positions, let_carry
+from hf_posswap.attention import CACHE, Shared, check_implementation, key_positions, let_carry, self_cache
 from hf_posswap.errors import PosswapError, SequenceTooLongError
+from hf_posswap.schemes.base import is_traced
 from hf_posswap.span_cache import PADDING, keep_span
 from hf_posswap.surgery import state_of
 
 _FAR = 8  # an input of more than this many times the fitted length gives a warning
+
+
+class Tokens(NamedTuple):
+    """Where the new tokens of a forward stand, and how many are cached before them."""
+
+    positions: torch.Tensor  # counted from 0, (B or 1, Q)
+    slots: torch.Tensor  # places in the sequence or cache, (1, Q)
+    past: int | torch.Tensor  # a static cache on a GPU counts in a tensor
+
+    @property
+    def counted(self) -> bool:
+        """Whether positions count on from the cache, since no others were given."""
+        return self.positions is self.slots
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing is cached, as far as that is known without looking at values."""
+        return isinstance(self.past, int) and self.past == 0
+
+    @property
+    def length(self) -> int | None:
+        """The length of the sequence, where that is known without looking at values."""
+        return self.past + self.slots.shape[-1] if self.counted and isinstance(self.past, int) else None
 
 
 def positioned_forward(base_class: type):
@@ -39,12 +64,11 @@ def positioned_forward(base_class: type):
             # Eager and flex attention add masks: True would count as 1.0, where sdpa takes it for "attend".
             arguments["attention_mask"] = _additive(inputs.attention_mask, self.dtype)
         past, slots = _slots(arguments.get(CACHE), inputs)
-        ids, positions = _positions(self, inputs, arguments.get("position_ids"), past, slots)
-        known = past + slots.shape[-1] if positions is slots and isinstance(past, int) else None
-        _check_length(self, scheme, positions, past, slots.shape[-1], known)
-        arguments["position_ids"] = ids
+        arguments["position_ids"], positions = _positions(self, inputs, arguments.get("position_ids"), past, slots)
+        tokens = Tokens(positions, slots, past)
+        _check_length(self, scheme, tokens)
         if hasattr(self.architecture.self_attentions(self)[0], "positions"):
-            arguments |= _share(self, arguments, positions, slots, past, known)
+            arguments |= _share(self, arguments, tokens)
         return base_class.forward(self, **arguments)
 
     return forward
@@ -87,11 +111,12 @@ def _check_ids(position_ids: torch.Tensor, length: int) -> torch.Tensor:
     return position_ids.view(-1, length)
 
 
-def _check_length(base, scheme, positions: torch.Tensor, past, length: int, known: int | None) -> None:
+def _check_length(base, scheme, tokens: Tokens) -> None:
+    positions, slots, past = tokens
     limit = base.architecture.longest_input(base.config)
-    needed = past + length if isinstance(past, int) else 0
+    needed = past + slots.shape[-1] if isinstance(past, int) else 0
     # Values are read only where that costs nothing: not while tracing, and not where it would wait for a GPU.
-    look = known is None and positions.device.type == "cpu" and positions.numel()
+    look = tokens.length is None and positions.device.type == "cpu" and positions.numel()
     if look and not torch.compiler.is_compiling():
         needed = max(needed, int(positions.max()) + 1)
         if int(positions.min()) < 0:
@@ -113,15 +138,20 @@ def _check_length(base, scheme, positions: torch.Tensor, past, length: int, know
         )
 
 
-def _share(base, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, past, known: int | None) -> dict:
+def _share(base, arguments: dict, tokens: Tokens) -> dict:
     """Return the arguments to replace: what layers share of positions, by kind, the mask and the cache."""
     state, causal = state_of(base), base.architecture.is_causal(base.config)
     mask, cache = arguments.get("attention_mask"), arguments.get(CACHE)
     modules = [attention.positions for attention in base.architecture.self_attentions(base)]
+    kinds = [state.kinds[module.kind] for module in modules]
     firsts = [modules[kind.first] for kind in state.kinds]
-    spans = [state.kinds[module.kind].span for module in modules]
-    alone = [kind.first for kind, first in zip(state.kinds, firsts, strict=True) if first.needs_key_positions]
-    let_carry(cache, [layer for layer, span in enumerate(spans) if span or layer in alone], state.geometry.head_dim)
+    # With a span every layer needs the positions of its keys; without, those of a kind's first layer serve all of them.
+    carriers = [
+        layer
+        for layer, (module, kind) in enumerate(zip(modules, kinds, strict=True))
+        if kind.span or (module.needs_key_positions and layer == kind.first)
+    ]
+    let_carry(cache, carriers, state.geometry.head_dim)
     attends = state.span is not None or any(first.attend is not None for first in firsts)
     if attends and not (mask is None or isinstance(mask, torch.Tensor)):
         raise PosswapError(
@@ -134,40 +164,37 @@ def _share(base, arguments: dict, positions: torch.Tensor, slots: torch.Tensor, 
         if cache is None and wanted:
             crossing = arguments.get("encoder_hidden_states") is not None
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()
-        cache = keep_span(cache, spans, counted=positions is slots)
-    given = {} if cache is None else {CACHE: cache}
-    shared = tuple(
-        _share_kind(base, first, kind, mask, cache, positions, slots, past, known, causal)
-        for first, kind in zip(firsts, state.kinds, strict=True)
-    )
-    given["shared_positions"] = shared
+        cache = keep_span(cache, [kind.span for kind in kinds], counted=tokens.counted)
+    shared = tuple(_share_kind(base, first, kind, tokens, mask, cache) for first, kind in zip(firsts, state.kinds, strict=True))
+    given = {"shared_positions": shared} if cache is None else {"shared_positions": shared, CACHE: cache}
     if all(one.mask is not None for one in shared) and not base.architecture.embeddings_read_mask:
         given["attention_mask"] = shared[0].mask  # of 4 dimensions, passed on as it is: the model makes no (Q, K) mask
     return given
 
 
-def _share_kind(base, first, kind, mask, cache, positions, slots, past, known: int | None, causal: bool) -> Shared:
-    """Return what layers of a kind share; `first` is the module of the first one."""
+def _share_kind(base, first, kind, tokens: Tokens, mask, cache) -> Shared:
+    """Return what layers of a kind share; `first` is the scheme's module in the first of them."""
+    positions, slots, past = tokens
+    causal, head_dim = base.architecture.is_causal(base.config), state_of(base).geometry.head_dim
     written = keys = span = key_mask = own = None
     if first.needs_key_positions or kind.span is not None:
-        written, where = positions, (slots, past, state_of(base).geometry.head_dim, kind.first)
-        keys = key_positions(cache, positions, *where)
+        written = positions
+        keys = key_positions(cache, positions, slots, past, head_dim, kind.first)
     if kind.span is not None:
         written = _with_padding(positions, mask)
-        # A static cache on a GPU counts in a tensor, and its keys are longer than what it holds.
-        if causal and positions is not slots and isinstance(past, int) and (past or mask is not None):
-            _check_one_text(keys, written, mask)
+        seen = key_positions(cache, written, slots, past, head_dim, kind.first)  # as `keys`, but for padding
+        if causal and not tokens.counted and isinstance(past, int) and (past or mask is not None):
+            _check_one_text(seen, mask)
         # A text no longer than the span needs no mask for it, if its positions have no gaps.
-        if positions is not slots or not isinstance(past, int) or past or keys.shape[-1] > kind.span.span:
-            if _in_blocks(base, mask, positions, slots, past):
+        if not (tokens.counted and tokens.fresh) or keys.shape[-1] > kind.span.span:
+            if _in_blocks(base, tokens, mask):
                 span, key_mask = kind.span, None if mask is None else mask.bool()
                 mask = own = None if mask is None else key_mask[:, None, None]
             else:
-                seen = _of_the_whole_cache(key_positions(cache, written, *where), cache, slots)
-                keys = _of_the_whole_cache(keys, cache, slots)
-                mask = _near(kind.span, positions, seen, mask, slots, past, causal)
+                keys, seen = (_of_the_whole_cache(one, cache, slots) for one in (keys, seen))
+                mask = _near(kind.span, tokens, seen, mask, causal)
                 mask = own = _additive(mask, base.dtype) if base.config._attn_implementation == "eager" else mask
-    shared = first.prepare(positions, slots, known, keys, mask if isinstance(mask, torch.Tensor) else None)
+    shared = first.prepare(positions, slots, tokens.length, keys, mask if isinstance(mask, torch.Tensor) else None)
     if span is None and first.key_mask(shared) is not None:
         own = first.key_mask(shared)[:, None, None]
     return Shared(shared, written, kind.first if kind.span is None else None, span, key_mask, own)
@@ -175,10 +202,10 @@ def _share_kind(base, first, kind, mask, cache, positions, slots, past, known: i
 
 def _of_the_whole_cache(keys: torch.Tensor, cache, slots: torch.Tensor) -> torch.Tensor:
     """Return the positions of keys, with `PADDING` where a static cache has not been written to."""
-    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
-    if not isinstance(own, StaticCache):
+    cache = self_cache(cache)
+    if not isinstance(cache, StaticCache):
         return keys
-    size = own.layers[0].max_cache_len
+    size = cache.layers[0].max_cache_len
     keys = torch.nn.functional.pad(keys, (0, size - keys.shape[-1]), value=PADDING)
     return keys.masked_fill(torch.arange(size, device=keys.device) > slots[:, -1:], PADDING)
 
@@ -190,38 +217,36 @@ def _with_padding(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.T
     return positions.expand(len(mask), -1).masked_fill(~mask[:, -positions.shape[-1] :].bool(), PADDING)
 
 
-def _check_one_text(keys: torch.Tensor, new: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Raise PosswapError if positions of keys (B or 1, K) go back, padding apart; the last of them are `new` (B or 1, Q)."""
-    if (mask is not None and mask.dim() == 4) or torch.compiler.is_compiling() or torch.jit.is_tracing():
+def _check_one_text(keys: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Raise PosswapError if positions of keys (B or 1, K) go back, padding apart."""
+    if (mask is not None and mask.dim() == 4) or is_traced():
         return
-    old, rows = keys[:, : keys.shape[-1] - new.shape[-1]], max(len(keys), len(new))
-    all_keys = torch.cat([old.expand(rows, -1), new.expand(rows, -1)], dim=-1)
-    all_keys = all_keys.masked_fill(all_keys == PADDING, -1)
-    if bool(((all_keys[:, 1:] >= 0) & (all_keys[:, 1:] <= all_keys.cummax(-1).values[:, :-1])).any()):
+    keys = keys.masked_fill(keys == PADDING, -1)
+    if bool(((keys[:, 1:] >= 0) & (keys[:, 1:] <= keys.cummax(-1).values[:, :-1])).any()):
         raise PosswapError(
             "position_ids go back, as for several texts in a row: with a span, read such rows without a cache and without a 2D "
             "attention_mask, which keeps the texts apart, or give each text its own row"
         )
 
 
-def _in_blocks(base, mask: torch.Tensor | None, positions: torch.Tensor, slots: torch.Tensor, past) -> bool:
+def _in_blocks(base, tokens: Tokens, mask: torch.Tensor | None) -> bool:
     """Whether attention can go block by block: sdpa, an empty cache, positions 0, 1, 2, ..., padding on the right only."""
-    if base.config._attn_implementation != "sdpa" or torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if base.config._attn_implementation != "sdpa" or is_traced() or not tokens.fresh:
         return False
-    if not isinstance(past, int) or past or not (positions is slots or bool((positions == slots).all())):
+    if not tokens.counted and bool((tokens.positions != tokens.slots).any()):
         return False
     return mask is None or (mask.dim() == 2 and bool((mask.bool().int().diff(dim=-1) <= 0).all()))
 
 
-def _near(span, positions: torch.Tensor, keys: torch.Tensor, mask, slots: torch.Tensor, past, causal: bool) -> torch.Tensor:
+def _near(span, tokens: Tokens, keys: torch.Tensor, mask, causal: bool) -> torch.Tensor:
     """Return the whole mask, (B or 1, 1, Q, K) bool: within the span, no padding, and in packed texts the own text only."""
+    positions = tokens.positions
     allowed = (span.allowed(positions, keys, causal=causal) & (keys != PADDING)[:, None])[:, None]
-    fresh = isinstance(past, int) and past == 0
     if mask is not None and mask.dim() == 4:
         return allowed & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
     if mask is not None and mask.shape[-1] == keys.shape[-1]:
         allowed = allowed & mask.bool()[:, None, None]
-    if mask is None and fresh and causal and positions is not slots:
+    if mask is None and causal and tokens.fresh and not tokens.counted:
         text = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
         among = torch.nn.functional.pad(text, (0, keys.shape[-1] - text.shape[-1]), value=-1)  # a static cache is longer
         allowed = allowed & (text[:, :, None] == among[:, None])[:, None]

@@ -5,9 +5,9 @@ keys to keep, rows may be padded on the left, and reordering or copying keys mov
 """
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from hf_posswap.attention import MOST_POSITIONS, read_positions, write_positions
+from hf_posswap.attention import MOST_POSITIONS, read_positions, self_cache
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
 
@@ -27,20 +27,17 @@ class SpanLayer(DynamicLayer):
         """Return all keys and values that the new queries may see; keep what later ones may see."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         self.seen += key_states.shape[-2]
-        length, near = keys.shape[-2], self.span.span - 1
-        if length > self.span.first + near:
-            # Keep the first and the last tokens of each row's text, which may have padding around and inside it. Copies of
-            # those that are both become padding.
+        first, near = self.span.first, self.span.span - 1
+        if keys.shape[-2] > first + near:
+            # Keep the first and the last tokens of each row's text, which may have padding around and inside it; padding, too,
+            # where the row has fewer tokens.
             positions = read_positions(keys)
-            first = positions.argsort(dim=-1, stable=True)[:, : self.span.first]  # padding has the largest number
-            last = positions.masked_fill(positions == PADDING, -1).argsort(dim=-1, stable=True)[:, length - near :]
-            index = torch.cat([first, last], dim=-1)[:, None, :, None]
-            twice = torch.cat([(first[:, :, None] == last[:, None]).any(-1), torch.zeros_like(last, dtype=torch.bool)], dim=-1)
-            places = positions.gather(1, index[:, 0, :, 0]).masked_fill(twice, PADDING)
+            rank = positions.argsort(dim=-1, stable=True).argsort(dim=-1)  # in the text; padding has the largest number
+            count = (positions != PADDING).sum(-1, keepdim=True)
+            wanted = (rank < first) | ((rank >= count - near) & (rank < count))
+            index = wanted.int().argsort(dim=-1, descending=True, stable=True)[:, None, : first + near, None]
             self.keys = keys.gather(2, index.expand(-1, keys.shape[1], -1, keys.shape[-1]))
             self.values = values.gather(2, index.expand(-1, keys.shape[1], -1, values.shape[-1]))
-            if twice.any():
-                self.keys = write_positions(self.keys[..., : values.shape[-1]], places)
         return keys, values
 
     def get_seq_length(self) -> int:
@@ -73,7 +70,7 @@ def keep_span(cache: Cache | None, spans: list[Span | None], *, counted: bool) -
     """
     if cache is None:
         return None
-    own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    own = self_cache(cache)
     made = [layer.span if isinstance(layer, SpanLayer) else None for layer in own.layers]
     if any(made) and made != spans:
         raise PosswapError(f"this cache was made for {_told(made)}, the model has {_told(spans)}: start with a new cache")

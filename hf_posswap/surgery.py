@@ -244,16 +244,16 @@ def _checksum(parameters: Iterable[torch.Tensor]) -> int:
     return checksum
 
 
-def copy_attention_weights(attentions: list[nn.Module], *, positions: bool = False) -> list[dict[str, torch.Tensor]]:
-    """Return copies of each layer's own weights by name; those of the scheme's module only with `positions`."""
-    return [{name: p.detach().clone() for name, p in _own(attention, positions).items()} for attention in attentions]
+def copy_attention_weights(attentions: list[nn.Module]) -> list[dict[str, torch.Tensor]]:
+    """Return copies of each layer's weights by name, those of the scheme's module among them."""
+    return [{name: p.detach().clone() for name, p in _weights(attention).items()} for attention in attentions]
 
 
 @torch.no_grad()
 def write_attention_weights(attentions: list[nn.Module], weights: list[dict[str, torch.Tensor]]) -> None:
     """Put the copies back, even if adapters have been wrapped around the layers since."""
     for attention, values in zip(attentions, weights, strict=True):
-        parameters = _own(attention, positions=True)
+        parameters = _weights(attention)
         for name, value in values.items():
             parameters[name].copy_(value)
 
@@ -261,15 +261,14 @@ def write_attention_weights(attentions: list[nn.Module], weights: list[dict[str,
 def can_write_attention_weights(attentions: list[nn.Module], weights: list[dict[str, torch.Tensor]] | None) -> bool:
     """Whether there is a parameter of the same shape for each of these copies."""
     for attention, values in zip(attentions, weights or (), strict=weights is not None):
-        parameters = _own(attention, positions=True)
+        parameters = _weights(attention)
         if any(name not in parameters or parameters[name].shape != value.shape for name, value in values.items()):
             return False
     return True
 
 
-def _own(attention: nn.Module, positions: bool) -> dict[str, nn.Parameter]:
-    named = {name.replace("base_layer.", ""): p for name, p in attention.named_parameters()}  # PEFT's name for what it wraps
-    return {name: p for name, p in named.items() if positions or not name.startswith("positions.")}
+def _weights(attention: nn.Module) -> dict[str, nn.Parameter]:
+    return {name.replace("base_layer.", ""): p for name, p in attention.named_parameters()}  # PEFT's name for what it wraps
 
 
 def _set_config(model: PreTrainedModel, config: PreTrainedConfig, base_config: PreTrainedConfig) -> None:

@@ -84,6 +84,7 @@ def swap(
     if near is not None and not any(spans for _, spans in scheme.kinds()):
         raise PosswapError(f"span={span} holds in no layer of {scheme}: take span=false out of an entry, or leave out span")
     orders = balanced_order(target, architecture, scheme, geometry, start) if warm_start else None
+    # Three snapshots: `start` is what is swapped, `before` where an error goes back to, `original` where `restore` does.
     before = surgery.take_snapshot(target, architecture, weights=orders is not None or start.query_keys is not None)
     if start.attention_weights is not None:  # fitted since: going back to the original undoes that
         before.attention_weights = surgery.copy_attention_weights(architecture.self_attentions(target.base_model))
@@ -97,10 +98,14 @@ def swap(
         surgery.revert(target, architecture, before)
         raise
     beside = surgery.weights_beside_positions(target, architecture)
-    found = surgery.fingerprint(target, architecture), {name: surgery.Weight(p) for name, (p, _) in beside.items()}
-    name = target.name_or_path if undo is None else undo.name_or_path
-    reads = limit(model) if undo is None or undo.limit is None else undo.limit
-    state_of(target).undo = Undo(original, *found, copy.deepcopy(vars(target.config)), name, reads)
+    state_of(target).undo = Undo(
+        snapshot=original,
+        fingerprint=surgery.fingerprint(target, architecture),
+        weights={name: surgery.Weight(weight) for name, (weight, _) in beside.items()},
+        config_fields=copy.deepcopy(vars(target.config)),
+        name_or_path=target.name_or_path if undo is None else undo.name_or_path,
+        limit=limit(model) if undo is None or undo.limit is None else undo.limit,
+    )
     if asked is not None:
         set_limit(model, asked)
     # This path holds the original: an adapter saved with it as its base would load onto the original.
@@ -231,7 +236,7 @@ def rewriting_attention(model: PreTrainedModel) -> Iterator[None]:
     """
     target, architecture = find_target(model, dispatched=True)
     attentions = architecture.self_attentions(target.base_model)
-    fresh, before = is_unchanged(target), surgery.copy_attention_weights(attentions, positions=True)
+    fresh, before = is_unchanged(target), surgery.copy_attention_weights(attentions)
     try:
         yield
     except BaseException:

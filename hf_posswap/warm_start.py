@@ -22,9 +22,7 @@ def balances(architecture: Architecture, config) -> bool:
 
 
 @torch.no_grad()
-def query_key_moments(
-    model: PreTrainedModel, architecture: Architecture, *, rows: int = 16, length: int = 128
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def query_key_moments(model: PreTrainedModel, architecture: Architecture) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return E[q q^T] and E[k k^T] of every self-attention, each (H, D, D) float64, while the model reads random tokens.
 
     Tokens drawn uniformly from the vocabulary need no data, and come close to what real text gives. One that layers share
@@ -32,9 +30,9 @@ def query_key_moments(
     """
     base = model.base_model
     config = model.config
-    length = min(length, architecture.longest_input(config))
+    shape = 16, min(128, architecture.longest_input(config))
     generator = torch.Generator(device="cpu").manual_seed(0)
-    tokens = torch.randint(config.vocab_size, (rows, length), generator=generator, device="cpu")
+    tokens = torch.randint(config.vocab_size, shape, generator=generator, device="cpu")
     attentions = architecture.self_attentions(base)
     moments = [(0.0, 0.0)] * len(attentions)
 

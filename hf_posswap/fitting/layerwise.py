@@ -18,6 +18,7 @@ needs all pairs of tokens in both models, uses only the beginnings of such text.
 """
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,6 +58,22 @@ class LayerFit:
 def _write(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
     for name, parameter in module.named_parameters():
         parameter.copy_(values[name])
+
+
+@contextmanager
+def _wide(layers: nn.Module) -> Iterator[None]:
+    """Inside, weights are in float32 at least, since half precision would lose steps of a thousandth, and want no gradients."""
+    before = [(parameter, parameter.dtype, parameter.requires_grad) for parameter in layers.parameters()]
+    try:
+        for parameter, dtype, _ in before:
+            parameter.data = parameter.data.to(torch.promote_types(dtype, torch.float32))
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter, dtype, wanted in before:
+            parameter.data = parameter.data.to(dtype)
+            parameter.requires_grad_(wanted)
+            parameter.grad = None
 
 
 def _stages(layers: list[nn.Module]) -> list[range]:
@@ -113,12 +130,7 @@ class Walk:
         attentions = nn.ModuleList(dict.fromkeys(self.ours.attentions[index] for index in stage))
         reconstructed = False
         self.theirs.advance(stage)
-        dtypes = [parameter.dtype for parameter in layers.parameters()]
-        asked = [parameter.requires_grad for parameter in layers.parameters()]
-        try:
-            for parameter in layers.parameters():  # half precision would lose steps of a thousandth
-                parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-                parameter.requires_grad_(False)
+        with _wide(layers):
             before = self._errors(stage, self.held)
             solved, kept = self._solve(stage, attentions, before)
             bar.update()
@@ -132,11 +144,6 @@ class Walk:
                 if reconstructed:
                     break
                 _write(attentions, found)
-        finally:
-            for parameter, dtype, wanted in zip(layers.parameters(), dtypes, asked, strict=True):
-                parameter.data = parameter.data.to(dtype)
-                parameter.requires_grad_(wanted)
-                parameter.grad = None
         with torch.no_grad():
             after = self._errors(stage, self.held)
             for i in range(len(self.batches)):

@@ -90,7 +90,19 @@ def missing_scores(evidence: Evidence, scores: torch.Tensor, scaling: float) -> 
     return weights, (missing - mean).masked_fill(~allowed, 0)
 
 
-def by_distance(values: torch.Tensor) -> torch.Tensor:
+def distance_index(scores: torch.Tensor, reach: int) -> torch.Tensor:
+    """Return clip(j - i, -reach, reach) + reach for each query i and key j of scores (B, H, L, L), in their shape."""
+    steps = torch.arange(scores.shape[-1], device=scores.device)
+    return ((steps[None, :] - steps[:, None]).clamp(-reach, reach) + reach).expand(scores.shape)
+
+
+def sum_keys_by_distance(values: torch.Tensor, reach: int) -> torch.Tensor:
+    """Sum (B, H, L, L) over the keys at each distance, those from `reach` on together: (B, H, L, 2 * reach + 1)."""
+    summed = values.new_zeros(*values.shape[:-1], 2 * reach + 1)
+    return summed.scatter_add_(-1, distance_index(values, reach), values)
+
+
+def sum_diagonals(values: torch.Tensor) -> torch.Tensor:
     """Sum (B, H, L, L) over batch and diagonals: (H, 2 L - 1) float64, distance j - i from -(L - 1) to L - 1."""
     length = values.shape[-1]
     steps = torch.arange(length, device=values.device)
@@ -117,20 +129,24 @@ def kernel_moments(weights: torch.Tensor, missing: torch.Tensor, frequencies: to
     rows = (weights.to(turns.dtype) @ turns) * turns.conj()  # each query's sum over keys, (B, H, L, planes)
     rows = torch.cat([rows.real, -rows.imag], dim=-1)
     total = weights.sum(-1, keepdim=True).clamp_min(1e-30)
-    gram = torch.einsum("nf,hn,ng->hfg", features, by_distance(weights), features)
+    gram = torch.einsum("nf,hn,ng->hfg", features, sum_diagonals(weights), features)
     gram = gram - torch.einsum("bhif,bhig->hfg", rows / total, rows)
-    target = by_distance(weights * missing) @ features
+    target = sum_diagonals(weights * missing) @ features
     return gram, target - torch.einsum("bhif,bhi->hf", rows / total, (weights * missing).sum(-1))
+
+
+def solve_with_ridge(gram: torch.Tensor, target: torch.Tensor, ridge: float) -> torch.Tensor:
+    """Solve (G + s 1) x = y for each head, (H, N, N) and (H, N, ...), with s = `ridge` times the mean of G's diagonal."""
+    strength = ridge * gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(1e-30)[:, None, None]
+    return torch.linalg.solve(gram + strength * torch.eye(gram.shape[-1]).to(gram), target)
 
 
 def fit_kernel(gram: torch.Tensor, target: torch.Tensor, *, ridge: float = 1e-3) -> torch.Tensor:
     """Solve the normal equations of `kernel_moments`, summed over batches: Z, (H, planes) complex128.
 
-    The ridge is relative to the mean of the diagonal: over N positions the slowest planes are nearly collinear.
+    The ridge is needed: over N positions the slowest planes are nearly collinear.
     """
-    strength = ridge * gram.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(1e-30)[:, None, None]
-    solution = torch.linalg.solve(gram + strength * torch.eye(gram.shape[-1]).to(gram), target)
-    return torch.complex(*solution.chunk(2, dim=-1))
+    return torch.complex(*solve_with_ridge(gram, target, ridge).chunk(2, dim=-1))
 
 
 def write_kernel(
@@ -198,8 +214,7 @@ def fit_relative_values(moment: torch.Tensor, product: torch.Tensor, *, shared: 
     """Solve M^T M a = M^T Y with a ridge: value vectors (H, R, D) from masses M by distance and missing outputs Y; float64."""
     if shared:
         moment, product = moment.sum(0, keepdim=True), product.sum(0, keepdim=True)
-    strength = ridge * moment.diagonal(dim1=-2, dim2=-1).mean(-1).clamp_min(1e-30)[:, None, None]
-    return torch.linalg.solve(moment + strength * torch.eye(moment.shape[-1]).to(moment), product)
+    return solve_with_ridge(moment, product, ridge)
 
 
 def _conjugate_gradients(apply: Callable, precondition: Callable, target: torch.Tensor, tolerance: float) -> torch.Tensor:

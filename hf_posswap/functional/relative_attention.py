@@ -60,10 +60,10 @@ def relative_attention(
     if scale is not None and not _is_number(scale):
         raise PosswapError(f"scale={scale!r} must be a finite number, or None for 1 / sqrt(head_dim)")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return attend(query, key, value, key_table, value_table, clip, causal, key_mask, dropout, scale, implementation)
+    return attend_in_order(query, key, value, key_table, value_table, clip, causal, key_mask, dropout, scale, implementation)
 
 
-def attend(query, key, value, key_table, value_table, clip, causal, key_mask, dropout, scale, implementation):
+def attend_in_order(query, key, value, key_table, value_table, clip, causal, key_mask, dropout, scale, implementation):
     """Do the same without checking the tensors, for models, which call it for every token they write."""
     _check_implementation(query, dropout, implementation)
     if implementation == "triton":

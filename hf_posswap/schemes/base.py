@@ -156,9 +156,6 @@ class AttentionPositions(nn.Module):
         """Return the (B, K) bool mask that `attend` reads from `shared`; the model then makes no (Q, K) mask from it."""
         return None
 
-    def guard(self) -> None:
-        """Take a shape of `weight` that stock classes refuse: they know no span. This one has it already."""
-
     def initial_values(self) -> dict[str, torch.Tensor]:
         """Return what parameters start from when there is no checkpoint: zeros."""
         return {name: torch.zeros_like(parameter) for name, parameter in self.named_parameters()}

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from hf_posswap.errors import PosswapError
-from hf_posswap.functional.closed_form import missing_scores
+from hf_posswap.functional.closed_form import missing_scores, solve_with_ridge, sum_keys_by_distance
 from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number, is_traced
 
 
@@ -62,17 +62,15 @@ class DistanceBias(AttentionPositions):
         gram, product = 0.0, 0.0
         for evidence in observe():
             weights, missing = missing_scores(evidence, evidence.query @ evidence.key.mT, scaling)
-            steps = torch.arange(weights.shape[-1], device=weights.device)
-            table = self.features(torch.arange(1 - len(steps), len(steps), device=weights.device))  # (2 L - 1, N)
-            index = (steps[None] - steps[:, None] + len(steps) - 1).expand(weights.shape)
-            spread = [w.new_zeros(*w.shape[:-1], len(table)).scatter_add_(-1, index, w) for w in (weights, weights * missing)]
-            mass, target = (evidence.tokens(one) for one in spread)  # (H, T, 2 L - 1): sums over keys at each distance
+            reach = weights.shape[-1] - 1
+            table = self.features(torch.arange(-reach, reach + 1, device=weights.device))  # (2 L - 1, N)
+            sums = (sum_keys_by_distance(one, reach) for one in (weights, weights * missing))
+            mass, target = (evidence.tokens(one) for one in sums)  # (H, T, 2 L - 1)
             rows = mass @ table  # (H, T, N)
             rows = rows / mass.sum(-1, keepdim=True).clamp_min(1e-30).sqrt()
             gram = gram + table.T @ (mass.sum(1)[..., None] * table) - rows.mT @ rows
             product = product + target.sum(1) @ table * scaling  # (H, N)
-        ridge = 1e-6 * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None].clamp_min(1e-12)
-        self.settle(torch.linalg.solve(gram + ridge * torch.eye(gram.shape[-1]).to(gram), product[..., None])[..., 0])
+        self.settle(solve_with_ridge(gram, product, ridge=1e-6))
 
 
 class AlibiPositions(DistanceBias):

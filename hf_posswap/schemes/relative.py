@@ -25,8 +25,14 @@ import torch
 from torch import nn
 
 from hf_posswap.errors import PosswapError
-from hf_posswap.functional.closed_form import fit_relative_keys, fit_relative_values, missing_scores
-from hf_posswap.functional.relative_attention import IMPLEMENTATIONS, attend
+from hf_posswap.functional.closed_form import (
+    distance_index,
+    fit_relative_keys,
+    fit_relative_values,
+    missing_scores,
+    sum_keys_by_distance,
+)
+from hf_posswap.functional.relative_attention import IMPLEMENTATIONS, attend_in_order
 from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number, is_traced, weigh
 from hf_posswap.schemes.sinusoidal import sinusoids
 
@@ -53,15 +59,14 @@ class RelativePositions(AttentionPositions):
         places = Places(position_ids, slots, key_positions)
         if is_traced() or key_positions is None:
             return places
-        if attention_mask is None:
-            # The same tensor as `slots`: no positions were given, so there are none to check.
-            return places._replace(in_order=key_positions is slots or _in_order(key_positions, None))
-        if attention_mask.dim() != 2 or attention_mask.shape[-1] != key_positions.shape[-1]:
-            return places
-        mask = attention_mask.to(key_positions.device, torch.bool, copy=True)  # the caller's may change before the backward
-        if key_positions is slots or _in_order(key_positions, mask):
-            return places._replace(key_mask=mask, in_order=True)
-        return places
+        mask = None
+        if attention_mask is not None:
+            if attention_mask.dim() != 2 or attention_mask.shape[-1] != key_positions.shape[-1]:
+                return places
+            mask = attention_mask.to(key_positions.device, torch.bool, copy=True)  # the caller's may change before the backward
+        # The same tensor as `slots`: no positions were given, so there are none to check.
+        in_order = key_positions is slots or _in_order(key_positions, mask)
+        return places._replace(key_mask=mask, in_order=True) if in_order else places
 
     def key_mask(self, shared: Places) -> torch.Tensor | None:
         return shared.key_mask
@@ -86,39 +91,35 @@ class RelativePositions(AttentionPositions):
         if self.key_query:
             return
         shared = self.key_vectors().dim() == 2
+        self._solve_keys(observe, scaling, shared)
+        if self.value_table is not None:
+            self._solve_values(observe, scaling, shared)
+
+    def _solve_keys(self, observe, scaling: float, shared: bool) -> None:
         queries, masses, targets = [], [], []
         for evidence in observe():
             weights, missing = missing_scores(evidence, evidence.query @ evidence.key.transpose(-1, -2), scaling)
             queries.append(evidence.tokens(evidence.query))
-            masses.append(evidence.tokens(self._by_distance(weights)))
-            targets.append(evidence.tokens(self._by_distance(weights * missing)))
+            masses.append(evidence.tokens(sum_keys_by_distance(weights, self.clip)))
+            targets.append(evidence.tokens(sum_keys_by_distance(weights * missing, self.clip)))
         table = fit_relative_keys(*(torch.cat(parts, dim=1) for parts in (queries, masses, targets)), shared=shared)
         if self.key_table is not None:
             self.key_table.copy_(table.view_as(self.key_table))
         else:
             seen = sum(part.sum(1) for part in masses)  # (H, R)
             self.key_projection.copy_(_project(self._signal().double(), table, seen).view_as(self.key_projection))
-        if self.value_table is None:
-            return
+
+    def _solve_values(self, observe, scaling: float, shared: bool) -> None:
         moment, product = 0.0, 0.0
         for evidence in observe():
             scores = evidence.query @ evidence.key.transpose(-1, -2)
             by_distance = evidence.query @ self.key_vectors().to(scores.dtype).transpose(-1, -2)
-            scores = (scores + by_distance.gather(-1, self._index(scores))) * scaling
+            scores = (scores + by_distance.gather(-1, distance_index(scores, self.clip))) * scaling
             probabilities = scores.masked_fill(~evidence.allowed, float("-inf")).softmax(-1).nan_to_num()
-            mass = evidence.tokens(self._by_distance(probabilities))
+            mass = evidence.tokens(sum_keys_by_distance(probabilities, self.clip))
             moment = moment + mass.transpose(1, 2) @ mass
             product = product + mass.transpose(1, 2) @ evidence.tokens(evidence.output - probabilities @ evidence.value)
         self.value_table.copy_(fit_relative_values(moment, product, shared=shared).view_as(self.value_table))
-
-    def _index(self, scores: torch.Tensor) -> torch.Tensor:
-        steps = torch.arange(scores.shape[-1], device=scores.device)
-        return ((steps[None, :] - steps[:, None]).clamp(-self.clip, self.clip) + self.clip).expand(scores.shape)
-
-    def _by_distance(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum (B, H, L, L) over the keys at each distance: (B, H, L, R)."""
-        summed = values.new_zeros(*values.shape[:-1], 2 * self.clip + 1)
-        return summed.scatter_add_(-1, self._index(values), values)
 
     def attend(
         self,
@@ -148,8 +149,8 @@ class RelativePositions(AttentionPositions):
                 key_mask = key_mask[:, -key.shape[-2] :]
             if not return_probabilities and not is_traced() and not self.key_query:
                 mask = None if key_mask is None else key_mask.expand(len(query), -1)
-                output = attend(query, key, value, *tables, self.clip, causal, mask, dropout, scaling, self.implementation)
-                return output, None
+                options = self.clip, causal, mask, dropout, scaling, self.implementation
+                return attend_in_order(query, key, value, *tables, *options), None
             mask = None if key_mask is None else key_mask[:, None, None]
         if causal and (mask is None or shared.in_order):
             seen = shared.causal(key.shape[-2])[None, None]
@@ -169,12 +170,10 @@ def _project(signal: torch.Tensor, table: torch.Tensor, weights: torch.Tensor) -
 
 def _in_order(positions: torch.Tensor, key_mask: torch.Tensor | None) -> bool:
     """Whether positions (B or 1, K) go up by one from key to key in every row; masked keys do not count."""
-    shift = positions - torch.arange(positions.shape[-1], device=positions.device)
-    if key_mask is None:
-        return bool((shift == shift[:, :1]).all())
-    low = shift.masked_fill(~key_mask, shift.max() + 1).amin(-1)
-    high = shift.masked_fill(~key_mask, shift.min() - 1).amax(-1)
-    return bool((low >= high).all())  # greater where a row has no keys
+    low = high = positions - torch.arange(positions.shape[-1], device=positions.device)
+    if key_mask is not None:
+        low, high = low.masked_fill(~key_mask, low.max() + 1), high.masked_fill(~key_mask, high.min() - 1)
+    return bool((low.amin(-1) >= high.amax(-1)).all())  # greater where a row has no keys
 
 
 def attend_by_index(

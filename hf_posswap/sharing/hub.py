@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from hf_posswap.checkpoint import CONFIG_CLASSES, STUB, SWAPPED_CLASSES, is_stub
 from hf_posswap.errors import CheckpointError, PosswapError
-from hf_posswap.fitting.fit import FIT_FILE
+from hf_posswap.fitting.report import FIT_FILE
 from hf_posswap.provenance import read_json
 from hf_posswap.sharing.card import CARD_FILE, EVAL_RESULTS, PICTURES, check_repo_id, own_text, write_card
 from hf_posswap.sharing.delta import ABOUT

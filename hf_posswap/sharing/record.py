@@ -20,7 +20,7 @@ from hf_posswap.architectures import family_of
 from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES, read_config_entry, scheme_in
 from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.experiments.comparison import check_budgets, load_runs
-from hf_posswap.fitting.fit import FIT_FILE
+from hf_posswap.fitting.report import FIT_FILE
 from hf_posswap.pipelines import kind_of
 from hf_posswap.provenance import published, read_json, weight_hashes
 from hf_posswap.schemes import Scheme, parse_scheme
