@@ -21,7 +21,7 @@ LEFT, RIGHT = (padded(**{side: 7})["attention_mask"] for side in ("before", "aft
 def taken(monkeypatch) -> list[tuple[str, tuple | None]]:
     """The way that each layer took, with the shape of the key mask."""
     ways = []
-    fast, slow = relative.attend, relative.attend_by_index
+    fast, slow = relative.attend_in_order, relative.attend_by_index
 
     def by_window(*arguments, **options):
         key_mask = inspect.signature(fast).bind(*arguments, **options).arguments["key_mask"]
@@ -32,7 +32,7 @@ def taken(monkeypatch) -> list[tuple[str, tuple | None]]:
         ways.append(("index", None))
         return slow(*arguments, **options)
 
-    monkeypatch.setattr(relative, "attend", by_window)
+    monkeypatch.setattr(relative, "attend_in_order", by_window)
     monkeypatch.setattr(relative, "attend_by_index", by_index)
     return ways
 
