@@ -24,7 +24,10 @@ from hf_posswap.schemes import scheme_from_dict
 from hf_posswap.schemes.relative import Relative, RelativePositions
 
 SCHEME_ERRORS = [
-    ("rotery", r"unknown scheme 'rotery' \(did you mean 'rotary'\?\); known are learned, sinusoidal, relative, rotary, self-extend"),
+    (
+        "rotery",
+        r"unknown scheme 'rotery' \(did you mean 'rotary'\?\); known are learned, sinusoidal, relative, rotary, self-extend",
+    ),
     ("xyzzy", r"unknown scheme 'xyzzy'; known are"),
     ("rotary:thetta=5", r"rotary has no option 'thetta' \(did you mean 'theta'\?\); it has theta, fraction, layout, scaling"),
     ("none:clip=5", r"none has no option 'clip'; it has none"),

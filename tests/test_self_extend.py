@@ -46,6 +46,7 @@ def test_the_formula(monkeypatch, near, group, fraction, causal, blocks):
     ids = torch.arange(LENGTH)[None]
     for keys in (ids, ids.clone()):  # the same tensor: nothing was given, positions are in order
         shared = module.prepare(ids, ids, LENGTH, keys)
+        assert shared.places.in_order == (keys is ids)
         turned = [module.rotate(states, shared).double() for states in (query, key)]  # rotation is in float32
         for whole in (False, True):
             output, probabilities = module.eval().attend(*turned, value, None, shared, return_probabilities=whole, **options)
