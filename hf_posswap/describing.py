@@ -30,6 +30,7 @@ class Description:
     can_restore: bool
     span: Span | None = None  # how far attention looks; None: everywhere
     layers_with_span: int = 0
+    distances: str = ""  # what the scheme makes of them at these lengths
 
     def __str__(self) -> str:
         table = Table(show_header=False, box=None, pad_edge=False)
@@ -37,6 +38,8 @@ class Description:
         table.add_row("positions", f"{self.old} -> {self.new}" if self.swapped else f"{self.new}, not swapped")
         table.add_row("parameters", f"+{self.parameters_added:,} -{self.parameters_dropped:,}")
         table.add_row("max positions", f"{self.max_positions:,} (trained with {self.trained_positions:,})")
+        if self.distances:
+            table.add_row("distances", self.distances)
         if self.span is not None:
             where = f", in {self.layers_with_span} of {self.layers} layers" * (self.layers_with_span < self.layers)
             table.add_row("attention", f"to distances below {self.span.span:,} and the first {self.span.first} tokens{where}")
@@ -87,4 +90,5 @@ def describe(model: PreTrainedModel) -> Description:
         can_restore=undo is not None,
         span=state.span if swapped else None,
         layers_with_span=sum(state.kinds[one.positions.kind].span is not None for one in layers if hasattr(one, "positions")),
+        distances=state.scheme.distances(state.geometry) if swapped else "",
     )

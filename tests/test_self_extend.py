@@ -89,4 +89,6 @@ def test_the_longest_input_stays_within_the_trained_length(longest, group):
 def test_no_room_for_groups(make_model):
     """Near distances that fill the trained length need a given group."""
     refused("near=32 leaves no room below 32: give group", posswap.swap, make_model("gpt2"), "self-extend:near=32")
-    posswap.swap(make_model("gpt2"), "self-extend:near=32,group=2")
+    model = posswap.swap(make_model("gpt2"), "self-extend:near=32,group=2")
+    assert "distances                 exact below 32, farther ones in groups of 2\n" in str(posswap.describe(model))
+    assert "distances" not in str(posswap.describe(posswap.swap(make_model("gpt2"), "rotary")))

@@ -209,6 +209,10 @@ class Scheme(ABC):
         """Return the options that are "auto"."""
         return [name for name in self.choices if getattr(self, name) == "auto"]
 
+    def distances(self, geometry: Geometry) -> str:
+        """Say for `describe` what becomes of distances, where that follows from the lengths."""
+        return ""
+
     def embedding_module(self, geometry: Geometry) -> PositionEmbedding:
         """Build the module that takes the table's place."""
         return Constant(geometry)

@@ -157,6 +157,10 @@ class SelfExtend(Scheme):
         far, room = geometry.max_positions - near, max(1, geometry.trained_positions - near)
         return near, self.group or max(1, -(-far // room))
 
+    def distances(self, geometry: Geometry) -> str:
+        near, group = self.scales(geometry)
+        return f"exact below {near:,}, farther ones in groups of {group:,}"
+
     def check(self, geometry: Geometry) -> None:
         super().check(geometry)
         self.rotary().check(geometry)
