@@ -13,10 +13,9 @@ from huggingface_hub import ModelCard
 from transformers import GPT2DoubleHeadsModel
 
 import hf_posswap as posswap
-from hf_posswap.pipelines import KINDS
 from hf_posswap.provenance import weight_hashes
 from hf_posswap.sharing.card import BEGIN, END, _body
-from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, read_results
+from hf_posswap.sharing.record import RESULTS_FILE, read_results
 
 ROOT = Path(__file__).parent.parent
 BASE = "local:tiny"
@@ -222,12 +221,6 @@ def test_other_kinds(make_model, tmp_path, kind):
         assert words in text
     assert ModelCard(text).data.library_name == ("hf_posswap" if kind == "delta" else "transformers")
     assert read_results(folder)["model"]["kind"] == {"relative": "swapped", "double": "swapped"}.get(kind, kind)
-
-
-def test_every_kind_of_pipeline_has_a_place():
-    """The schema of results names every class of sentence-transformers that a swap takes."""
-    schema = json.loads(SCHEMA.read_text())
-    assert set(schema["properties"]["model"]["properties"]["pipeline"]["enum"]) == {*KINDS, None}
 
 
 @pytest.mark.parametrize(
