@@ -133,7 +133,7 @@ def comparison_table(place: str, *figures: str) -> str:
     files = f"[All figures, and differences seed by seed]({place}/comparison.md), [runs]({place}/comparison.json)"
     asked = {"vary": vary, "figures": figures}
     # Without tokens/s: the machines also did other work. The paired benchmark compares times.
-    tables = filter(None, (markdown(runs, **asked, costs=("peak_memory_bytes",)), interval_table(runs, **asked)))
+    tables = filter(None, (markdown(runs, **asked, costs=("peak_memory_bytes",)), interval_table(runs, **asked, brief=True)))
     return "\n\n".join([*map(tidy, tables), f"{background(runs)} {files}."])
 
 

@@ -87,13 +87,14 @@ def paired_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequenc
     return table(["less the original", *(name.replace("_", " ") for name in names)], rows) + said
 
 
-def interval_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
+def interval_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = (), brief: bool = False) -> str:
     """Return a table of figures, and differences from the original, with 95 % intervals over items; empty without items.
 
-    A cell is the mean over seeds ± the half width of Student's interval.
+    A cell is the mean over seeds ± the half width of Student's interval. With `brief` the differences alone, if there are any.
     """
     wanted, less = figure_names(runs, figures), differences(runs, vary=vary, figures=figures)
-    rows = [(label_of(row), {n: items_of(some, n) for n in wanted}, "") for row, some in rows_of(runs, vary).items()]
+    shown = {} if brief and less else rows_of(runs, vary)
+    rows = [(label_of(row), {n: items_of(some, n) for n in wanted}, "") for row, some in shown.items()]
     rows += [(f"{label}, less the original", {n: cells[n].items for n in wanted}, "+") for label, cells in less.items()]
     rows = [row for row in rows if any(values is not None for values in row[1].values())]
     names = [name for name in wanted if any(items[name] is not None for _, items, _ in rows)]
