@@ -61,7 +61,7 @@ CASES = {
     "rotary-partial": Case(posswap.Rotary(fraction=0.5)),
     "rotary-linear": Case(posswap.Rotary(fraction=0.5, layout="half", scaling={"rope_type": "linear", "factor": 2.0}), 64),
     "rotary-unmarked": Case(posswap.Rotary(mark_first=False)),
-    "self-extend": Case(posswap.SelfExtend(group=3, near=5), 64),
+    "self-extend": Case(posswap.SelfExtend(group=3, near=5, temper=0.5), 64),
     "self-extend-partial": Case(posswap.SelfExtend(group=4, near=2, fraction=0.5, mark_first=False)),
     "alibi": Case(posswap.Alibi(), 64),
     "alibi-fixed": Case(posswap.Alibi(slopes="fixed")),

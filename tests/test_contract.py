@@ -213,6 +213,7 @@ TURNS = {
         ({}, {"fraction": 0.5}),
         ({"group": 4}, {"group": 2}),
         ({"group": 4}, {"group": 4, "near": 6}),
+        ({}, {"temper": 1.0}),
         ({}, {"mark_first": False}),
     ],
     "mixed": [({}, {"layers": ["rotary", "none"]})],

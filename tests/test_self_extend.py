@@ -1,5 +1,7 @@
 """Self-Extend against a loop in float64, and against rotary positions where all is near."""
 
+import math
+
 import pytest
 import torch
 from conftest import refused
@@ -11,37 +13,41 @@ from hf_posswap.schemes import Geometry, self_extend
 LENGTH, HEADS, DIM = 23, 2, 8
 
 
-def naive(query, key, value, near: int, group: int, *, causal: bool, turning: int = DIM, theta: float = 10_000.0):
-    """The formula, pair by pair: the key turned by the distance that the query sees."""
+def naive(query, key, value, near: int, group: int, *, causal: bool, temper: float, turning: int = DIM):
+    """The formula, pair by pair: the key turned by the distance that the query sees; the trained length is 8."""
 
     def turned(vector, distance):
-        angles = distance * theta ** (-torch.arange(0, turning, 2, dtype=torch.float64) / turning)
+        angles = distance * 10_000.0 ** (-torch.arange(0, turning, 2, dtype=torch.float64) / turning)
         x, y = vector[..., 0:turning:2], vector[..., 1:turning:2]
         pairs = torch.stack([x * angles.cos() - y * angles.sin(), x * angles.sin() + y * angles.cos()], dim=-1).flatten(-2)
         return torch.cat([pairs, vector[..., turning:]], dim=-1)
 
     scores = torch.full((*query.shape[:-1], LENGTH), float("-inf"), dtype=torch.float64)
     for i in range(LENGTH):
-        for j in range(i + 1 if causal else LENGTH):
+        seen = i + 1 if causal else LENGTH
+        for j in range(seen):
             distance = j - i
             if abs(distance) >= near:
                 distance = j // group - i // group + (1 if distance > 0 else -1) * (near - near // group)
             scores[..., i, j] = (query[..., i, :] * turned(key[..., j, :], distance)).sum(-1) * 0.3
+        scores[..., i, :] *= 1 + temper * math.log(max(1, seen / 8))
     return scores.softmax(-1) @ value
 
 
 @pytest.mark.parametrize("blocks", [4, 5, 256])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("near", "group", "fraction"), [(5, 3, 1.0), (8, 4, 0.5), (1, 2, 1.0), (30, 4, 1.0)])
-def test_the_formula(monkeypatch, near, group, fraction, causal, blocks):
+@pytest.mark.parametrize(
+    ("near", "group", "fraction", "temper"), [(5, 3, 1.0, 0.0), (8, 4, 0.5, 0.5), (1, 2, 1.0, 1.0), (30, 4, 1.0, 0.05)]
+)
+def test_the_formula(monkeypatch, near, group, fraction, temper, causal, blocks):
     """Near and far, on both sides, whole or partial, in blocks of queries or at once, also where positions are not counted."""
     monkeypatch.setattr(self_extend, "_QUERIES", blocks)
-    scheme = posswap.SelfExtend(group=group, near=near, fraction=fraction)
+    scheme = posswap.SelfExtend(group=group, near=near, fraction=fraction, temper=temper)
     module = scheme.attention_module(
-        Geometry(hidden_size=HEADS * DIM, num_heads=HEADS, head_dim=DIM, max_positions=64, trained_positions=32)
+        Geometry(hidden_size=HEADS * DIM, num_heads=HEADS, head_dim=DIM, max_positions=64, trained_positions=8)
     )
     query, key, value = torch.randn(3, 2, HEADS, LENGTH, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    expected = naive(query, key, value, near, group, causal=causal, turning=int(DIM * fraction))
+    expected = naive(query, key, value, near, group, causal=causal, temper=temper, turning=int(DIM * fraction))
     options = {"scaling": 0.3, "dropout": 0.0, "causal": causal}
     ids = torch.arange(LENGTH)[None]
     for keys in (ids, ids.clone()):  # the same tensor: nothing was given, positions are in order
@@ -60,7 +66,7 @@ def test_all_near_is_rotary(make_model, family):
     tokens = torch.randint(2, 98, (2, 60), generator=torch.Generator().manual_seed(1))
     rotary = posswap.swap(make_model(family), "rotary", max_positions=64)(tokens).logits
     for scheme, same in (("near=60,group=3", True), ("near=4", False), ("near=4,group=1", True)):
-        other = posswap.swap(make_model(family), f"self-extend:{scheme}", max_positions=64)
+        other = posswap.swap(make_model(family), f"self-extend:{scheme},temper=0", max_positions=64)
         assert torch.allclose(other(tokens).logits, rotary, atol=1e-3) == same, scheme
         assert torch.allclose(other.train()(tokens).logits, rotary, atol=1e-3), scheme  # all is exact while it learns
 
@@ -92,3 +98,26 @@ def test_no_room_for_groups(make_model):
     model = posswap.swap(make_model("gpt2"), "self-extend:near=32,group=2")
     assert "distances                 exact below 32, farther ones in groups of 2\n" in str(posswap.describe(model))
     assert "distances" not in str(posswap.describe(posswap.swap(make_model("gpt2"), "rotary")))
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_sharpness_counts_what_a_query_sees(make_model, family):
+    """So padding, a cache, and another text in the same row change nothing, far beyond the trained length of 32."""
+    tokens = torch.randint(2, 98, (1, 60), generator=torch.Generator().manual_seed(3))
+    model = posswap.swap(make_model(family), "self-extend:near=4,temper=1", max_positions=64).eval()
+    expected = model(tokens).logits
+    flat = posswap.swap(make_model(family), "self-extend:near=4,temper=0", max_positions=64).eval()(tokens).logits
+    assert not torch.allclose(flat, expected, atol=1e-2)
+    padding = torch.zeros(1, 4, dtype=torch.long)
+    for rows in ([tokens, padding], [padding, tokens])[: 1 + (family == "gpt2")]:
+        mask = torch.cat([torch.ones_like(row) if row is tokens else row for row in rows], dim=1)
+        ids = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if family == "gpt2" else {}
+        padded = model(torch.cat(rows, dim=1), attention_mask=mask, **ids).logits
+        assert_close(padded[mask.bool()], expected[0], rtol=1e-3, atol=1e-3)
+    if family == "gpt2":
+        start = model(tokens[:, :40], use_cache=True)
+        end = model(tokens[:, 40:], past_key_values=start.past_key_values)
+        assert_close(torch.cat([start.logits, end.logits], dim=1), expected, rtol=1e-3, atol=1e-3)
+        packed = torch.cat([tokens[:, :4], tokens], dim=1)
+        ids = torch.cat([torch.arange(4), torch.arange(60)])[None]
+        assert_close(model(packed, position_ids=ids, use_cache=False).logits[:, 4:], expected, rtol=1e-3, atol=1e-3)

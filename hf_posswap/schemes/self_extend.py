@@ -10,7 +10,12 @@ So a text of L tokens shows the model no distance above near + (L - near) / G: f
 253. The order of near words is exact, that of far ones is known by groups. The paper has it for causal models; here far keys on
 the right of a query, in encoders, are the mirror image of those on the left.
 
-It is a way to read, not to learn: while a model trains, and in a fit, all distances are exact.
+More keys make a softmax flatter. So scores are sharpened with the logarithm of n, how many keys a query sees, over the trained
+length T (Chiang and Cholak 2022, section 5.3, https://arxiv.org/abs/2202.12172):
+
+    s_ij = (1 + temper * ln(max(1, n_i / T))) * scale * q_i . k_j
+
+It is a way to read, not to learn: while a model trains, and in a fit, all distances are exact and no score is sharpened.
 
 Keys are rotated by their own position before they enter the cache, as in `rotary`. For far scores they are turned again, by
 j // G - j, and the query by i // G - i plus or minus s: rotations add up.
@@ -66,6 +71,7 @@ class SelfExtendPositions(RotaryPositions):
     def __init__(self, scheme: "SelfExtend", geometry: Geometry):
         super().__init__(scheme.rotary(), geometry)
         self.near, self.group = scheme.scales(geometry)
+        self.temper, self.trained = scheme.temper, geometry.trained_positions
 
     def prepare(self, position_ids, slots, length, key_positions, attention_mask=None) -> Turns:
         keys = position_ids if key_positions is None else key_positions
@@ -88,9 +94,9 @@ class SelfExtendPositions(RotaryPositions):
         `mask` is additive, or boolean with True = attend.
         """
         turn, length = super().rotate, key.shape[-2]
-        grouped, query = turn(key, shared.of_keys(length)), query * scaling
-        left, right = turn(query, shared.left), None if causal else turn(query, shared.right)
         seen = shared.places.causal(length)[None, None] if causal and mask is None else mask
+        grouped, query = turn(key, shared.of_keys(length)), query * (scaling * self._sharpness(seen, key)).to(query.dtype)
+        left, right = turn(query, shared.left), None if causal else turn(query, shared.right)
 
         def block(rows: slice, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
             """Attend from some queries to the keys before `stop`; before `start` all are far."""
@@ -114,6 +120,14 @@ class SelfExtendPositions(RotaryPositions):
             outputs.append(block(slice(start, stop), *ends)[0])
         return torch.cat(outputs, dim=-2), None
 
+    def _sharpness(self, mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor:
+        """Return the factor of the scores of each query, (B or 1, H or 1, Q or 1, 1)."""
+        if mask is None:
+            seen = torch.full((1, 1, 1, 1), key.shape[-2], device=key.device)
+        else:
+            seen = (mask if mask.dtype == torch.bool else mask > -1e4).sum(-1, keepdim=True)
+        return 1 + self.temper * (seen / self.trained).clamp(min=1).log()
+
 
 @dataclass(frozen=True, kw_only=True)
 class SelfExtend(Scheme):
@@ -124,6 +138,7 @@ class SelfExtend(Scheme):
     Args:
         near: Distances below it are exact, in tokens; None: three quarters of the trained length.
         group: Tokens of a group, G; None: as many as keep the farthest distance within the trained length.
+        temper: How much scores are sharpened where a query sees more keys than the trained length; 0: not at all.
         theta, fraction, mark_first: As in `Rotary`.
 
     >>> str(SelfExtend(group=16))
@@ -132,6 +147,7 @@ class SelfExtend(Scheme):
 
     near: int | None = None
     group: int | None = None
+    temper: float = 0.05
     theta: float = 10_000
     fraction: float = 1.0
     mark_first: bool = True
@@ -144,6 +160,7 @@ class SelfExtend(Scheme):
         for field in ("near", "group"):
             if getattr(self, field) is not None:
                 check_number(self, field, int, 1)
+        check_number(self, "temper", float, 0)
         check_choice(self, "mark_first", (True, False))
         self.rotary()
 
