@@ -300,6 +300,8 @@ def test_the_order_of_runs():
         (["--collect", "here", "--", "--model", "minilm"], "not both"),
         (["--start", "warm"], "known are cold, swap, fit, scratch"),
         (["recipes/passkey.py", "--quick"], "leave out the recipe, or --quick"),
+        (["--", "--output=elsewhere"], "--output is given by the comparison: put it before --"),
+        (["--", "--max-steps", "1", "--seed", "3"], "--seed is given by the comparison"),
     ],
 )
 def test_bad_comparisons(arguments, says, program, tmp_path):

@@ -34,6 +34,7 @@ from hf_posswap.training.run_log import announce
 SCHEMES = (ORIGINAL, "sinusoidal", "relative", "rotary", "none")
 QUICK_SCHEMES = (ORIGINAL, "relative", "rotary")
 QUICK = shlex.split("--max-steps 8 --fit-tokens 8192 --evaluation-tokens 4096 --word-order-sentences 120")
+OWN = {"--output", "--scheme", "--start", "--seed", "--schemes-from", "--resume"}  # options that the comparison gives each run
 DEFAULT_RECIPE = "hf_posswap.experiments.swap_cost"  # part of the package, so it works without the folder recipes/
 
 
@@ -72,6 +73,8 @@ def compare(
     if quick:  # other options given on the command line win
         options, scheme = [*QUICK, *(options or [])], scheme or QUICK_SCHEMES
         start, seed = start or ["fit"], seed or [0]
+    if given := OWN & {option.partition("=")[0] for option in options or []}:
+        raise PosswapError(f"{min(given)} is given by the comparison: put it before --, or leave it out")
     if not collect:
         if schemes_from:
             import_schemes(schemes_from)
