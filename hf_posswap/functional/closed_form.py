@@ -32,13 +32,16 @@ from hf_posswap.errors import PosswapError
 
 
 class Evidence(NamedTuple):
-    """One layer on one batch; query, key and value are the swapped model's, before any rotation."""
+    """What one self-attention computes on one batch; queries and keys are those before any rotation.
+
+    A fit has queries, keys and values of the swapped model, and the probabilities and the output of the original.
+    """
 
     query: torch.Tensor  # (B, H, L, D)
     key: torch.Tensor
     value: torch.Tensor
-    probabilities: torch.Tensor  # (B, H, L, L), the original's
-    output: torch.Tensor  # (B, H, L, D), the original's
+    probabilities: torch.Tensor  # (B, H, L, L)
+    output: torch.Tensor  # (B, H, L, D)
     allowed: torch.Tensor  # (B, 1, L, L) bool: which keys a query may see; rows of padding see none
 
     def tokens(self, states: torch.Tensor) -> torch.Tensor:
