@@ -41,16 +41,21 @@ def test_codes_equal_their_formulas(rung, max_positions):
     assert_close(rung_code(positions, rung, max_positions=max_positions, size=8), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_added_codes_stand_in_the_models_table(make_model, family, rung):
-    """`add` puts the printed numbers first and zeros behind, one number everywhere, whether the swap is warm or cold."""
-    positions = torch.tensor([[0, 3, 50]])
-    code = torch.tensor([written_out(rung, p, 64, 32) for p in (0, 3, 50)])
-    expected = code.expand(3, 32) if code.shape[1] == 1 else torch.nn.functional.pad(code, (0, 32 - code.shape[1]))
+RAW = [f"sinusoidal:project=false,layout={layout}" for layout in ("interleaved", "halves", "tensor2tensor")]
+
+
+@pytest.mark.parametrize("scheme", [f"ladder:rung={rung}" for rung in RUNGS] + RAW)
+def test_added_codes_stand_in_the_models_table(make_model, family, scheme):
+    """Warm or cold, the printed numbers come first and zeros behind, and one number everywhere; sinusoids as they are."""
+    positions, option = torch.tensor([[0, 3, 50]]), scheme.rpartition("=")[2]
+    if option in RUNGS:
+        code = torch.tensor([written_out(option, p, 64, 32) for p in (0, 3, 50)])
+        expected = code.expand(3, 32) if code.shape[1] == 1 else torch.nn.functional.pad(code, (0, 32 - code.shape[1]))
+    else:
+        expected = sinusoids(positions[0], 32, layout=option)
     for warm_start in (True, False):
-        model = posswap.swap(make_model(family), f"ladder:rung={rung}", max_positions=64, warm_start=warm_start)
-        owner, name = model.architecture.table_owner(model.base_model)
-        assert_close(getattr(owner, name)(positions), expected[None], rtol=0, atol=1e-6)
+        model = posswap.swap(make_model(family), scheme, max_positions=64, warm_start=warm_start)
+        assert_close(model.architecture.table(model.base_model)(positions), expected[None], rtol=0, atol=1e-6)
 
 
 def test_concatenating_is_adding_a_projected_code():
