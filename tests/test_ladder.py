@@ -1,6 +1,7 @@
 """The ladder of absolute codes against its formulas written out, and sinusoids at signed distances."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,7 @@ from hf_posswap.schemes import Geometry
 from hf_posswap.schemes.ladder import RUNGS, rung_code
 from hf_posswap.schemes.sinusoidal import sinusoids
 
-
-def geometry(max_positions: int = 64, trained_positions: int = 64, hidden_size: int = 8) -> Geometry:
-    """The sizes of a small model with two heads."""
-    sizes = {"max_positions": max_positions, "trained_positions": trained_positions}
-    return Geometry(hidden_size=hidden_size, num_heads=2, head_dim=hidden_size // 2, **sizes)
+SIZES = Geometry(hidden_size=8, num_heads=2, head_dim=4, max_positions=64, trained_positions=64)
 
 
 def written_out(rung: str, p: int, max_positions: int, size: int) -> list[float]:
@@ -62,7 +59,7 @@ def test_concatenating_is_adding_a_projected_code():
     """[x, S(p)] times [I; W / C] is x plus what the module returns, for any x and W; W starts at zero."""
     torch.manual_seed(0)
     for rung in RUNGS:
-        module = posswap.Ladder(rung=rung, combine="concatenate").embedding_module(geometry())
+        module = posswap.Ladder(rung=rung, combine="concatenate").embedding_module(SIZES)
         positions = torch.arange(1, 20)
         assert torch.equal(module(positions), torch.zeros(19, 8))
         torch.nn.init.normal_(module.projection)
@@ -75,7 +72,7 @@ def test_a_warm_concatenation_is_the_best_that_a_code_can_say():
     """A table that a code can say is found again; one that it cannot leaves what least squares leaves, row 0 stays."""
     torch.manual_seed(0)
     for rung in RUNGS:
-        module = posswap.Ladder(rung=rung, combine="concatenate").embedding_module(geometry()).double()
+        module = posswap.Ladder(rung=rung, combine="concatenate").embedding_module(SIZES).double()
         code = rung_code(torch.arange(64), rung, max_positions=64, size=8).double()
         said = code @ torch.randn(code.shape[1], 8, dtype=torch.float64) + torch.randn(8, dtype=torch.float64)
         for table in (said, torch.randn(64, 8, dtype=torch.float64)):
@@ -157,5 +154,5 @@ def test_a_code_for_one_length_is_not_resized(make_model, make_swapped, tmp_path
 def test_bits_must_fit():
     """A hidden size that is smaller than the number of bits would give two positions one code."""
     with pytest.raises(posswap.PosswapError, match="takes 6 numbers to count to 64, and the hidden size is 4"):
-        posswap.Ladder(rung="binary").check(geometry(hidden_size=4))
-    posswap.Ladder(rung="binary", combine="concatenate").check(geometry(hidden_size=4))
+        posswap.Ladder(rung="binary").check(replace(SIZES, hidden_size=4))
+    posswap.Ladder(rung="binary", combine="concatenate").check(replace(SIZES, hidden_size=4))

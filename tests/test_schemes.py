@@ -20,10 +20,10 @@ from hf_posswap.schemes import Geometry, Places, parse_scheme, scheme_from_dict
 from hf_posswap.schemes.sinusoidal import sinusoids
 
 
-def geometry(head_dim: int = 8, num_heads: int = 2, max_positions: int = 32, trained_positions: int = 32) -> Geometry:
-    """The sizes of a small model."""
-    sizes = {"max_positions": max_positions, "trained_positions": trained_positions}
-    return Geometry(hidden_size=num_heads * head_dim, num_heads=num_heads, head_dim=head_dim, **sizes)
+def geometry(head_dim: int = 8, **lengths) -> Geometry:
+    """The sizes of a small model with two heads."""
+    lengths = {"max_positions": 32, "trained_positions": 32} | lengths
+    return Geometry(hidden_size=2 * head_dim, num_heads=2, head_dim=head_dim, **lengths)
 
 
 def printed(position: int, size: int, base: float) -> list[float]:
