@@ -17,8 +17,9 @@ from transformers.masking_utils import create_causal_mask
 from hf_posswap.architectures import Architecture
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span, banded_attention
+from hf_posswap.functional.closed_form import Evidence
 from hf_posswap.functional.distance_attention import attend_by_distance
-from hf_posswap.schemes import Scheme
+from hf_posswap.schemes import AttentionPositions, Scheme
 
 
 class Shared(NamedTuple):
@@ -192,16 +193,6 @@ def key_positions(
     return stored.scatter(1, slots.expand(len(stored), -1), positions)  # here a tensor counts what it holds
 
 
-class Observation(NamedTuple):
-    """What one self-attention module computes; queries and keys are those before any rotation."""
-
-    query: torch.Tensor  # (B, H, L, D)
-    key: torch.Tensor
-    value: torch.Tensor
-    probabilities: torch.Tensor  # (B, H, L, L)
-    output: torch.Tensor  # (B, H, L, D)
-
-
 def visible(attention_mask: torch.Tensor, *, causal: bool) -> torch.Tensor:
     """Return which keys a query may see, (B, 1, L, L) bool, from a (B, L) bool mask; padding sees nothing and is not seen."""
     allowed = attention_mask[:, None, None, :] & attention_mask[:, None, :, None]
@@ -214,34 +205,25 @@ def observe(
     hidden_states: torch.Tensor,
     allowed: torch.Tensor,
     shared_positions: tuple[Shared, ...] | None,
-) -> Observation:
+) -> Evidence:
     """Return all that a self-attention module computes, swapped or not; `allowed` is (B, 1, L, L) bool.
 
     It ignores the model's attention implementation: it is for inspection, not for speed.
     """
     query, key, value = architecture.project(attention, hidden_states)
-    positions = getattr(attention, "positions", None)
+    positions = getattr(attention, "positions", AttentionPositions())  # of the original, hooks that do nothing
     shared = None if shared_positions is None else shared_positions[positions.kind].scheme
-    if positions is not None and positions.attend is not None:
-        output, probabilities = positions(
-            "attend",
-            query,
-            key,
-            value,
-            allowed,
-            shared,
-            scaling=architecture.scaling(attention),
-            dropout=0.0,
-            causal=architecture.is_causal(attention.config),
-            return_probabilities=True,
-        )
-        return Observation(query, key, value, probabilities, output)
-    turned = [states if positions is None else positions("rotate", states, shared) for states in (query, key)]
-    scores = turned[0] @ turned[1].transpose(-1, -2) * architecture.scaling(attention)
-    if positions is not None and positions.bias is not None:
+    scaling = architecture.scaling(attention)
+    if positions.attend is not None:
+        options = {"scaling": scaling, "dropout": 0.0, "causal": architecture.is_causal(attention.config)}
+        options["return_probabilities"] = True
+        output, probabilities = positions("attend", query, key, value, allowed, shared, **options)
+        return Evidence(query, key, value, probabilities, output, allowed)
+    scores = positions("rotate", query, shared) @ positions("rotate", key, shared).transpose(-1, -2) * scaling
+    if positions.bias is not None:
         scores = scores + positions("bias", shared, key.shape[-2])
     probabilities = scores.masked_fill(~allowed, float("-inf")).softmax(-1).nan_to_num()  # padding sees nothing: zeros
-    return Observation(query, key, value, probabilities, probabilities @ value)
+    return Evidence(query, key, value, probabilities, probabilities @ value, allowed)
 
 
 POSITIONED_CLASSES: dict[str, type[nn.Module]] = {}  # by model_type; filled when a family is registered

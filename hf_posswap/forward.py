@@ -60,9 +60,10 @@ def positioned_forward(base_class: type):
             return base_class.forward(self, **arguments)  # transformers says what is wrong
         scheme, span, implementation = state_of(self).scheme, state_of(self).span, self.config._attn_implementation
         check_implementation(scheme, span, implementation)
-        if implementation != "sdpa" and _is_4d(inputs.attention_mask) and inputs.attention_mask.dtype == torch.bool:
+        mask = inputs.attention_mask
+        if implementation != "sdpa" and isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool:
             # Eager and flex attention add masks: True would count as 1.0, where sdpa takes it for "attend".
-            arguments["attention_mask"] = _additive(inputs.attention_mask, self.dtype)
+            arguments["attention_mask"] = _additive(mask, self.dtype)
         past, slots = _slots(arguments.get(CACHE), inputs)
         arguments["position_ids"], positions = _positions(self, inputs, arguments.get("position_ids"), past, slots)
         tokens = Tokens(positions, slots, past)
@@ -72,10 +73,6 @@ def positioned_forward(base_class: type):
         return base_class.forward(self, **arguments)
 
     return forward
-
-
-def _is_4d(mask) -> bool:
-    return isinstance(mask, torch.Tensor) and mask.dim() == 4
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

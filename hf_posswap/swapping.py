@@ -114,7 +114,6 @@ def swap(
 
 
 def _install(target, architecture: Architecture, scheme: Scheme, geometry, span: Span | None, warm_start: bool, orders):
-    old = architecture.table(target.base_model)
     table = _rows(target, architecture, geometry.trained_positions)
     if not torch.isfinite(table).all():
         raise PosswapError("the position table holds NaN or infinite numbers: the checkpoint is broken, load it again")
@@ -125,7 +124,7 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
     if same and not scheme.resizable and geometry.max_positions != state.geometry.max_positions:
         what = f"{scheme} was made for {state.geometry.max_positions} positions"
         raise PosswapError(f"{what}, and its weights do not fit {geometry.max_positions}: swap the original model instead")
-    kept = [old, *(getattr(a, "positions", None) for a in attentions)]
+    kept = [architecture.table(target.base_model), *(getattr(a, "positions", None) for a in attentions)]
     config = copy.deepcopy(target.config)
     # A swapped model that was loaded knows its base model; any other model is the base model.
     base_model = config.position_scheme.get("base_model") if isinstance(target, SwappedModel) else on_hub(config.name_or_path)

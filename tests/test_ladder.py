@@ -1,6 +1,7 @@
 """The ladder of absolute codes against its formulas written out, and sinusoids at signed distances."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,11 +13,7 @@ from hf_posswap.schemes import Geometry
 from hf_posswap.schemes.ladder import RUNGS, rung_code
 from hf_posswap.schemes.sinusoidal import sinusoids
 
-
-def geometry(max_positions: int = 64, trained_positions: int = 64, hidden_size: int = 8) -> Geometry:
-    """The sizes of a small model with two heads."""
-    sizes = {"max_positions": max_positions, "trained_positions": trained_positions}
-    return Geometry(hidden_size=hidden_size, num_heads=2, head_dim=hidden_size // 2, **sizes)
+SIZES = Geometry(hidden_size=8, num_heads=2, head_dim=4, max_positions=64, trained_positions=64)
 
 
 def written_out(rung: str, p: int, max_positions: int, size: int) -> list[float]:
@@ -41,23 +38,28 @@ def test_codes_equal_their_formulas(rung, max_positions):
     assert_close(rung_code(positions, rung, max_positions=max_positions, size=8), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-def test_added_codes_stand_in_the_models_table(make_model, family, rung):
-    """`add` puts the printed numbers first and zeros behind, one number everywhere, whether the swap is warm or cold."""
-    positions = torch.tensor([[0, 3, 50]])
-    code = torch.tensor([written_out(rung, p, 64, 32) for p in (0, 3, 50)])
-    expected = code.expand(3, 32) if code.shape[1] == 1 else torch.nn.functional.pad(code, (0, 32 - code.shape[1]))
+RAW = [f"sinusoidal:project=false,layout={layout}" for layout in ("interleaved", "halves", "tensor2tensor")]
+
+
+@pytest.mark.parametrize("scheme", [f"ladder:rung={rung}" for rung in RUNGS] + RAW)
+def test_added_codes_stand_in_the_models_table(make_model, family, scheme):
+    """Warm or cold, the printed numbers come first and zeros behind, and one number everywhere; sinusoids as they are."""
+    positions, option = torch.tensor([[0, 3, 50]]), scheme.rpartition("=")[2]
+    if option in RUNGS:
+        code = torch.tensor([written_out(option, p, 64, 32) for p in (0, 3, 50)])
+        expected = code.expand(3, 32) if code.shape[1] == 1 else torch.nn.functional.pad(code, (0, 32 - code.shape[1]))
+    else:
+        expected = sinusoids(positions[0], 32, layout=option)
     for warm_start in (True, False):
-        model = posswap.swap(make_model(family), f"ladder:rung={rung}", max_positions=64, warm_start=warm_start)
-        owner, name = model.architecture.table_owner(model.base_model)
-        assert_close(getattr(owner, name)(positions), expected[None], rtol=0, atol=1e-6)
+        model = posswap.swap(make_model(family), scheme, max_positions=64, warm_start=warm_start)
+        assert_close(model.architecture.table(model.base_model)(positions), expected[None], rtol=0, atol=1e-6)
 
 
 def test_concatenating_is_adding_a_projected_code():
     """[x, S(p)] times [I; W / C] is x plus what the module returns, for any x and W; W starts at zero."""
     torch.manual_seed(0)
     for rung in RUNGS:
-        module = posswap.Ladder(rung=rung, combine="concatenate").embedding_module(geometry())
+        module = posswap.Ladder(rung=rung, combine="concatenate").embedding_module(SIZES)
         positions = torch.arange(1, 20)
         assert torch.equal(module(positions), torch.zeros(19, 8))
         torch.nn.init.normal_(module.projection)
@@ -70,7 +72,7 @@ def test_a_warm_concatenation_is_the_best_that_a_code_can_say():
     """A table that a code can say is found again; one that it cannot leaves what least squares leaves, row 0 stays."""
     torch.manual_seed(0)
     for rung in RUNGS:
-        module = posswap.Ladder(rung=rung, combine="concatenate").embedding_module(geometry()).double()
+        module = posswap.Ladder(rung=rung, combine="concatenate").embedding_module(SIZES).double()
         code = rung_code(torch.arange(64), rung, max_positions=64, size=8).double()
         said = code @ torch.randn(code.shape[1], 8, dtype=torch.float64) + torch.randn(8, dtype=torch.float64)
         for table in (said, torch.randn(64, 8, dtype=torch.float64)):
@@ -152,5 +154,5 @@ def test_a_code_for_one_length_is_not_resized(make_model, make_swapped, tmp_path
 def test_bits_must_fit():
     """A hidden size that is smaller than the number of bits would give two positions one code."""
     with pytest.raises(posswap.PosswapError, match="takes 6 numbers to count to 64, and the hidden size is 4"):
-        posswap.Ladder(rung="binary").check(geometry(hidden_size=4))
-    posswap.Ladder(rung="binary", combine="concatenate").check(geometry(hidden_size=4))
+        posswap.Ladder(rung="binary").check(replace(SIZES, hidden_size=4))
+    posswap.Ladder(rung="binary", combine="concatenate").check(replace(SIZES, hidden_size=4))

@@ -143,31 +143,6 @@ def test_warm_start_balances_turning_layers(make_model):
     assert same == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("scheme", "options", "message"),
-    [
-        ("mixed:layers=[]", {}, r"layers=\[\] must be a list of schemes"),
-        ("mixed:layers=rotary", {}, "layers='rotary' must be a list of schemes"),
-        ("mixed:layers=[rotary, rotery]", {}, "unknown scheme 'rotery' .did you mean 'rotary'"),
-        ("mixed:layers=[rotary, 5]", {}, "mixed: 5 in layers is no scheme"),
-        ("mixed:layers=[rotary: 5, none]", {}, "rotary has no option '5'"),
-        ("mixed:layers=[rotary:theta=100,fraction=0.5]", {}, "unknown scheme 'fraction'"),
-        ("mixed:layers=[rotary:{theta=auto}]", {}, "cannot be part of a mix: .* numbers for 'auto'"),
-        ("mixed:layers=[mixed:layers=[rotary]]", {}, "cannot be part of a mix"),
-        ("mixed:layers=[none:span=5]", {}, "span=5 in layers must be true or false"),
-        ("mixed:layers=[rotary, learned]", {}, "learned adds vectors to the embeddings, which all layers get"),
-        ("mixed:layers=[rotary, none, none]", {}, "3 entries are too many for a model of 2 layers"),
-        ("mixed:layers=[rotary:fraction=0.1, none]", {}, "rotary: fraction=0.1 of head_dim 16"),
-        ("mixed:layers=[none:span=false]", SPAN, "span=6 holds in no layer"),
-    ],
-)
-def test_refused(make_model, scheme, options, message):
-    """What cannot be is one error before anything is changed."""
-    model = make_model("gpt2")
-    refused(message, posswap.swap, model, scheme, **options)
-    assert not posswap.describe(model).swapped
-
-
 def test_claims_and_shared_layers(make_model):
     """What a mix claims follows from its entries; layers that share their weights count once."""
     one, other = parse_scheme("mixed:layers=[alibi, relative, none]"), posswap.Mixed()

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_posswap as posswap
 from hf_posswap.functional import relative_attention as module
 from hf_posswap.functional.relative_attention import relative_attention
+from hf_posswap.schemes.relative import attend_by_index
 
 HEAD_DIM = 4
 # batch, heads, queries, keys, clip
@@ -60,6 +61,16 @@ def written_out(query, key, value, key_table, value_table, *, clip, causal, key_
     return torch.stack(rows, dim=2)
 
 
+def by_index(query, key, *others, clip, causal, key_mask, scale):
+    """What layers compute for positions of any kind, with tensors of every query and key; rows without keys are zeros."""
+    places = torch.arange(key.shape[2], device=key.device)
+    distances = places - places[-query.shape[2] :, None]
+    seen = (distances <= 0) | (not causal)
+    seen = seen[None, None] if key_mask is None else seen & key_mask[:, None, None]
+    index = (distances.clamp(-clip, clip) + clip)[None]
+    return attend_by_index(query, key, *others, index, seen, scale, 0.0)[0].masked_fill(~seen.any(-1, keepdim=True), 0)
+
+
 def inputs(shape, shared: bool = False, values: bool = True, dtype=torch.float64, head_dim: int = HEAD_DIM):
     batch, heads, queries, keys, clip = shape
     table = (2 * clip + 1, head_dim) if shared else (heads, 2 * clip + 1, head_dim)
@@ -97,9 +108,12 @@ GRID = list(itertools.product((False, True), ("none", "left", "right", "all"), (
 
 
 def assert_equals_the_loop(tensors, *, kept=None, dropout=0.0, implementation="auto", **options) -> torch.Tensor:
-    """Output and all gradients to 1e-12; without a value table there are four tensors. Return the output."""
+    """Output and all gradients to 1e-12, and the output by index; without a value table there are four tensors."""
     output = relative_attention(*tensors, dropout=dropout, implementation=implementation, **options)
-    expected = written_out(*tensors, *([None] if len(tensors) == 4 else []), kept=kept, **options)
+    given = [*tensors, None][:5]
+    expected = written_out(*given, kept=kept, **options)
+    if kept is None:
+        assert_close(by_index(*given, **options), expected, rtol=0, atol=1e-12)
     grad = torch.randn_like(output)
     ours, theirs = ([one, *torch.autograd.grad(one, tensors, grad)] for one in (output, expected))
     for one, other in zip(ours, theirs, strict=True):
@@ -158,34 +172,19 @@ def test_real_blocks_in_every_dtype(dtype, shape, causal):
     rounded = [tensor.detach().to(dtype).requires_grad_() for tensor in exact]
     exact = [tensor.detach().double().requires_grad_() for tensor in rounded]
     mask = padding("left", batch, keys)
-    options = {"clip": clip, "causal": causal, "key_mask": mask}
-    scheme = posswap.Relative(clip=clip)
-    geometry = posswap.schemes.Geometry(hidden_size=32, num_heads=2, head_dim=16, max_positions=keys, trained_positions=keys)
-    slow = scheme.attention_module(geometry)
-
-    def by_index(query, key, value, key_table, value_table):
-        slots = torch.arange(keys - queries, keys)[None]
-        places = slow.prepare(slots + 0, slots, None, torch.arange(keys)[None], mask[:, None, None])
-        seen = mask[:, None, None] & (torch.arange(keys)[None] <= slots.T) if causal else mask[:, None, None]
-        distances = places.distances(keys).clamp(-clip, clip) + clip
-        given = (query, key, value, key_table, value_table, distances, seen, 16**-0.5, 0.0)
-        return posswap.schemes.relative.attend_by_index(*given)[0]
-
+    options = {"clip": clip, "causal": causal, "key_mask": mask, "scale": 0.25}
     grad = torch.randn(batch, heads, queries, 16, dtype=torch.float64)
-    grad[:, :, : max(0, keys // 3 + 1 - (keys - queries))] = 0  # rows without keys are zeros here, and a mean there
+    grad[:, :, : max(0, keys // 3 + 1 - (keys - queries))] = 0  # of padding, as in training
     expected, ours, theirs = (
         [output.double(), *(g.double() for g in torch.autograd.grad(output, tensors, grad.to(output.dtype)))]
         for tensors, output in (
-            (exact, by_index(*exact)),
+            (exact, by_index(*exact, **options)),
             (rounded, relative_attention(*rounded, **options)),
-            (rounded, by_index(*rounded)),
+            (rounded, by_index(*rounded, **options)),
         )
     )
-    live = grad[..., :1].ne(0)
-    for index, states in enumerate(zip(expected, ours, theirs, strict=True)):
+    for states in zip(expected, ours, theirs, strict=True):
         right, new, old = (tensor.detach() for tensor in states)
-        if index == 0:
-            right, new, old = (torch.where(live, output, 0.0) for output in (right, new, old))
         # Float32 is at the rounding of sums. The far left's gradients are what is left of all others', so a little less exact.
         assert (new - right).norm() / right.norm() <= max(3e-6, 3 * float((old - right).norm() / right.norm()))
 
@@ -313,8 +312,7 @@ def test_strides_of_all_kinds(implementation):
     ]
     expanded = [states[..., :1].expand(-1, -1, -1, 4) for states in dense]
     for group, like in [(group, dense) for group in strided] + [(expanded, [states.contiguous() for states in expanded])]:
-        given = [states.requires_grad_() if states.is_leaf else states for states in group]
-        given = [states.detach().as_strided(states.shape, states.stride()).requires_grad_() for states in given]
+        given = [states.detach().requires_grad_() for states in group]
         wanted = [states.detach().clone().requires_grad_() for states in like]
         options = {"clip": 5, "implementation": implementation}
         ours, theirs = relative_attention(*given, *tables, **options), relative_attention(*wanted, *tables, **options)

@@ -1,4 +1,4 @@
-"""The fused kernel against the definition of Shaw et al. 2018 in float64, in Triton's interpreter; and that it compiles.
+"""The fused kernel against Shaw et al. 2018 by index in float64, in Triton's interpreter; and that it compiles.
 
 The interpreter must be chosen before triton is imported, which some other test of this process may have done: the checks
 run in a process of their own, started by `test_in_the_interpreter`. To run some, on a GPU without the variable:
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_relative_attention import by_index, inputs
 
 from hf_posswap.errors import PosswapError
 
@@ -88,27 +89,6 @@ def test_compiles(kernel, dtype, head_dim, flags, monkeypatch, tmp_path):
     assert 0 < compiled.metadata.shared <= 99 * 1024
 
 
-def attention(query, key, value, key_table, value_table, *, clip, causal, key_mask, scale):
-    """The definition, with its (Q, K, D) tensors; a query without keys gives zeros."""
-    length, key_length = query.shape[2], key.shape[2]
-    places = torch.arange(key_length, device=query.device)
-    distance = places[None] - places[key_length - length :, None]  # (Q, K)
-    index = distance.clamp(-clip, clip) + clip
-    heads = query.shape[1]
-    key_vectors = key_table.expand(heads, -1, -1)[:, index]  # (H, Q, K, D)
-    scores = scale * ((query[:, :, :, None] * (key[:, :, None] + key_vectors)).sum(-1))
-    attended = torch.ones_like(distance, dtype=torch.bool)[None, None]
-    if causal:
-        attended = attended & (distance <= 0)
-    if key_mask is not None:
-        attended = attended & key_mask[:, None, None]
-    probabilities = scores.masked_fill(~attended, torch.finfo(scores.dtype).min).softmax(-1) * attended
-    output = probabilities @ value
-    if value_table is not None:
-        output = output + (probabilities[..., None] * value_table.expand(heads, -1, -1)[:, index]).sum(-2)
-    return output
-
-
 # Tiles are small, so that short sequences have some on every side of the band; None are those that _tiles chooses.
 DEFAULTS = dict(batch=1, heads=1, head_dim=16, clip=5, values=True, share_heads=False, mask=None, tiles=(32, 16), causal=False)
 SITUATIONS = {
@@ -125,28 +105,20 @@ SITUATIONS = {
     "head_dim 20": dict(length=45, key_length=45, head_dim=20),
     "shipped tiles": dict(length=66, key_length=72, head_dim=64, tiles=None, causal=True),
 }
+NAMES = ("query", "key", "value", "key_table", "value_table")
 LOW_PRECISION = [torch.float16, torch.bfloat16]
 
 
 def compare(module, monkeypatch, dtype, situation):
-    """Yield name, our error, the error of the definition in `dtype`: each relative to the largest number of the truth."""
+    """Yield name, our error, the error by index in `dtype`: each relative to the largest number of the truth."""
     case = DEFAULTS | situation
     if case["tiles"]:
         monkeypatch.setattr(module, "_tiles", lambda block_d, dtype: (*case["tiles"], 4))
-    generator = torch.Generator().manual_seed(0)
-    vectors, rows = (case["batch"], case["heads"]), 2 * case["clip"] + 1
-    table = (rows, case["head_dim"]) if case["share_heads"] else (case["heads"], rows, case["head_dim"])
-    shapes = {
-        "query": (*vectors, case["length"], case["head_dim"]),
-        "key": (*vectors, case["key_length"], case["head_dim"]),
-        "value": (*vectors, case["key_length"], case["head_dim"]),
-        "key_table": table,
-        "value_table": table,
-    }
-    start = {name: torch.randn(shape, generator=generator).to(DEVICE, dtype) for name, shape in shapes.items()}
-    if not case["values"]:
-        start["value_table"] = None
-    gradient = torch.randn(shapes["query"], generator=generator).to(DEVICE, dtype)
+    torch.manual_seed(0)
+    shape = [case[size] for size in ("batch", "heads", "length", "key_length", "clip")]
+    drawn = inputs(shape, case["share_heads"], case["values"], head_dim=case["head_dim"])
+    start = {name: x.detach().to(DEVICE, dtype) for name, x in zip(NAMES, drawn, strict=False)}
+    gradient = torch.randn(start["query"].shape).to(DEVICE, dtype)
     key_mask = None
     if case["mask"]:
         key_mask = torch.ones(case["batch"], case["key_length"], dtype=torch.bool, device=DEVICE)
@@ -155,13 +127,13 @@ def compare(module, monkeypatch, dtype, situation):
     settings = dict(clip=case["clip"], causal=case["causal"], key_mask=key_mask, scale=0.7 * case["head_dim"] ** -0.5)
 
     def run(function, dtype):
-        leaves = {name: None if x is None else x.to(dtype, copy=True).requires_grad_() for name, x in start.items()}
-        output = function(*leaves.values(), **settings)
-        assert output.shape == shapes["query"] and output.dtype == dtype
+        leaves = [x.to(dtype, copy=True).requires_grad_() for x in start.values()]
+        output = function(*leaves, *([] if case["values"] else [None]), **settings)
+        assert output.shape == gradient.shape and output.dtype == dtype
         output.backward(gradient.to(dtype))
-        return {"output": output.detach(), **{name: x.grad for name, x in leaves.items() if x is not None}}
+        return {"output": output.detach(), **{name: x.grad for name, x in zip(start, leaves, strict=True)}}
 
-    truth, ours, naive = run(attention, torch.float64), run(module.fused_relative_attention, dtype), run(attention, dtype)
+    truth, ours, naive = run(by_index, torch.float64), run(module.fused_relative_attention, dtype), run(by_index, dtype)
     for name, expected in truth.items():
         if key_mask is not None and name in ("output", "query"):
             nobody = ~key_mask.any(-1)
@@ -181,18 +153,18 @@ def module():
 
 
 @pytest.mark.parametrize("situation", SITUATIONS.values(), ids=SITUATIONS)
-def check_equals_definition(situation, module, monkeypatch):
+def check_equals_attention_by_index(situation, module, monkeypatch):
     """Output and all gradients in float32, to rounding."""
     for name, error, naive in compare(module, monkeypatch, torch.float32, situation):
-        print(f"{name}: {error:.1e}, the definition itself {naive:.1e}")
+        print(f"{name}: {error:.1e}, by index {naive:.1e}")
         assert error < 1e-5, name
 
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
 def check_low_precision(dtype, module, monkeypatch, bfloat16_as_on_a_gpu):
-    """Output and all gradients in 16 bits: hardly worse than the definition when it is rounded at every step."""
+    """Output and all gradients in 16 bits: hardly worse than what is rounded at every step."""
     for name, error, naive in compare(module, monkeypatch, dtype, dict(length=44, key_length=44, clip=4)):
-        print(f"{name}: {error:.1e}, the definition itself {naive:.1e}")
+        print(f"{name}: {error:.1e}, by index {naive:.1e}")
         assert error < 2 * naive + torch.finfo(dtype).eps / 2, name
 
 

@@ -8,7 +8,6 @@ import re
 
 import pytest
 import torch
-from conftest import refused
 from torch.testing import assert_close
 from transformers import T5Config
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
@@ -21,10 +20,10 @@ from hf_posswap.schemes import Geometry, Places, parse_scheme, scheme_from_dict
 from hf_posswap.schemes.sinusoidal import sinusoids
 
 
-def geometry(head_dim: int = 8, num_heads: int = 2, max_positions: int = 32, trained_positions: int = 32) -> Geometry:
-    """The sizes of a small model."""
-    sizes = {"max_positions": max_positions, "trained_positions": trained_positions}
-    return Geometry(hidden_size=num_heads * head_dim, num_heads=num_heads, head_dim=head_dim, **sizes)
+def geometry(head_dim: int = 8, **lengths) -> Geometry:
+    """The sizes of a small model with two heads."""
+    lengths = {"max_positions": 32, "trained_positions": 32} | lengths
+    return Geometry(hidden_size=2 * head_dim, num_heads=2, head_dim=head_dim, **lengths)
 
 
 def printed(position: int, size: int, base: float) -> list[float]:
@@ -62,18 +61,6 @@ def test_sinusoids_equal_the_formulas(start, base):
         assert_close(signal, get_timing_signal_1d(12, size, base, start), **close)
     difference = sinusoids(positions, 8, base=base, layout="tensor2tensor") - halves
     assert difference.abs().max() > 0.05  # not a permutation of the printed one
-
-
-@pytest.mark.parametrize("layout", ["interleaved", "halves", "tensor2tensor"])
-def test_raw_sinusoids_stand_in_the_models_table(make_model, family, layout):
-    """project=False puts the formula where the table was, warm or cold, for any position."""
-    expected = sinusoids(torch.tensor([[0, 3, 50]]), 32, layout=layout)
-    for warm_start in (True, False):
-        model = make_model(family)
-        scheme = posswap.Sinusoidal(layout=layout, project=False)
-        posswap.swap(model, scheme, max_positions=64, warm_start=warm_start)
-        owner, name = model.architecture.table_owner(model.base_model)
-        assert torch.equal(getattr(owner, name)(torch.tensor([[0, 3, 50]])), expected)
 
 
 def test_projection_continues_a_table():
@@ -242,13 +229,3 @@ def test_fixed_slopes_stay():
     module = Alibi(slopes="fixed").attention_module(GEOMETRY)
     assert not list(module.parameters()) and not module.state_dict()
     module.solve(None, None, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"buckets": 1}, "buckets=1 must be an integer of at least 2"), ({"buckets": 64, "reach": 32}, "reach=32 must be above")],
-)
-def test_bad_options(options, message):
-    """Bad options are refused when the scheme is made."""
-    refused(message, Buckets, **options)
-    refused("slopes='steep' is not one of", Alibi, slopes="steep")

@@ -231,18 +231,19 @@ def test_no_tensor_is_quadratic():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("scheme", "options", "message"),
     [
-        ({"span": 0}, "span=0 must be an integer from 1 to 64"),
-        ({"span": 65}, "span=65 must be an integer from 1 to 64"),
-        ({"span": 8, "first": -1}, "first=-1 must be an integer from 0"),
-        ({"span": 2.5}, "span=2.5 must be"),
+        ("rotary", {"span": 0}, "span=0 must be an integer from 1 to 64"),
+        ("rotary", {"span": 65}, "span=65 must be an integer from 1 to 64"),
+        ("rotary", {"span": 8, "first": -1}, "first=-1 must be an integer from 0"),
+        ("rotary", {"span": 2.5}, "span=2.5 must be"),
+        ("mixed:layers=[none:span=false]", {"span": 6}, "span=6 holds in no layer"),
     ],
 )
-def test_refused(make_model, options, message):
+def test_refused(make_model, scheme, options, message):
     """A span that cannot be is refused before anything is changed."""
     model = make_model("gpt2")
-    refused(message, posswap.swap, model, "rotary", max_positions=64, **options)
+    refused(message, posswap.swap, model, scheme, max_positions=64, **options)
     assert not posswap.describe(model).swapped
 
 

@@ -31,23 +31,14 @@ def test_restore_is_exact(make_model, family, chain, warm_start, tokens):
     assert torch.equal(model(tokens).logits, logits)
 
 
-def test_restore_keeps_a_training_mode_and_dtype(make_model, tokens):
-    """A model that was set to train, or cast, since its swap stays so; the table comes back in the new dtype."""
-    model = make_model("gpt2")
-    posswap.swap(model, "rotary")
-    model.train().bfloat16()
-    posswap.restore(model)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert all(module.training for module in model.modules())
-    model(tokens)
-
-
 @pytest.mark.parametrize("before", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("after", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_restore_after_a_cast(make_model, before, after):
-    """A cast alone is no training, and training is noticed in spite of a cast."""
-    model = posswap.swap(make_model("gpt2").to(before), "rotary").to(after)
-    posswap.restore(model)
+def test_restore_after_a_cast(make_model, before, after, tokens):
+    """A cast alone is no training, and stays, as the mode does; training is noticed in spite of a cast."""
+    model = posswap.swap(make_model("gpt2").to(before), "rotary").to(after).train()
+    posswap.restore(model)(tokens)
+    assert {parameter.dtype for parameter in model.parameters()} == {after}
+    assert all(module.training for module in model.modules())
     model = posswap.swap(make_model("gpt2").to(before), "rotary")
     with torch.no_grad():
         model.transformer.h[0].mlp.c_fc.weight[3, 5] += 0.1

@@ -178,9 +178,8 @@ class Walk:
             both = self.ours.observe(stage, i), self.theirs.states.observe(stage, self.theirs.parts[i][0][0])
             for index, ours, theirs in zip(stage, *both, strict=True):
                 if self.ours.attentions[index] is attention:
-                    allowed = self.ours.visible(i).to(ours.query.device)
-                    wanted = theirs.probabilities.to(ours.query), theirs.output.to(ours.query)
-                    yield Evidence(ours.query, ours.key, ours.value, *wanted, allowed)
+                    wanted = {name: getattr(theirs, name).to(ours.query) for name in ("probabilities", "output")}
+                    yield ours._replace(**wanted)
 
     def _reconstruct(self, stage: range, attentions: nn.ModuleList, steps: int, learning_rate: float, bar: tqdm) -> None:
         """Take steps of Adam on the layers' errors, one batch per step; the rate warms up, then falls to 0."""

@@ -10,9 +10,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import Architecture
-from hf_posswap.attention import Observation, observe, visible
+from hf_posswap.attention import observe, visible
 from hf_posswap.data.calibration import Batch
 from hf_posswap.evaluating import outputs_of, watching
+from hf_posswap.functional.closed_form import Evidence
 
 
 class _Reached(Exception):
@@ -50,7 +51,7 @@ class States:
             self._forward(i)
         return seen[-1]
 
-    def observe(self, indices: Iterable[int], i: int) -> Iterator[Observation]:
+    def observe(self, indices: Iterable[int], i: int) -> Iterator[Evidence]:
         """Yield what the self-attention of each of these layers computes on one batch."""
         attentions, seen = [self.attentions[index] for index in indices], []
 
@@ -82,14 +83,8 @@ class States:
             seen.append((hidden_states.detach(), args[1:], kwargs))
             raise _Reached
 
-        hook = self.layers[0].register_forward_pre_hook(stop, with_kwargs=True)
-        try:
-            with torch.no_grad():
-                self._forward(i)
-        except _Reached:
-            pass
-        finally:
-            hook.remove()
+        with self.layers[0].register_forward_pre_hook(stop, with_kwargs=True), suppress(_Reached), torch.no_grad():
+            self._forward(i)
         return seen[0]
 
     def _forward(self, i: int) -> None:

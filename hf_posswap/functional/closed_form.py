@@ -32,13 +32,16 @@ from hf_posswap.errors import PosswapError
 
 
 class Evidence(NamedTuple):
-    """One layer on one batch; query, key and value are the swapped model's, before any rotation."""
+    """What one self-attention computes on one batch; queries and keys are those before any rotation.
+
+    A fit has queries, keys and values of the swapped model, and the probabilities and the output of the original.
+    """
 
     query: torch.Tensor  # (B, H, L, D)
     key: torch.Tensor
     value: torch.Tensor
-    probabilities: torch.Tensor  # (B, H, L, L), the original's
-    output: torch.Tensor  # (B, H, L, D), the original's
+    probabilities: torch.Tensor  # (B, H, L, L)
+    output: torch.Tensor  # (B, H, L, D)
     allowed: torch.Tensor  # (B, 1, L, L) bool: which keys a query may see; rows of padding see none
 
     def tokens(self, states: torch.Tensor) -> torch.Tensor:
@@ -55,7 +58,6 @@ def second_moment(states: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def balance(query_key, query_moment: torch.Tensor, key_moment: torch.Tensor, dims_slow_to_fast: torch.Tensor) -> None:
     """Rewrite one layer's query and key projections in the balanced basis of each head; q.k is unchanged."""
-    query, query_bias, key, key_bias = (tensor.double() for tensor in query_key.tensors())
     num_heads, head_dim, _ = query_moment.shape
     factors = [_factor(moment) for moment in (query_moment, key_moment)]
     if not all(torch.isfinite(factor).all() for factor in factors):
@@ -63,15 +65,13 @@ def balance(query_key, query_moment: torch.Tensor, key_moment: torch.Tensor, dim
     left, strengths, _ = torch.linalg.svd(factors[1].transpose(1, 2) @ factors[0])
     change = strengths.rsqrt()[..., None] * (left.transpose(1, 2) @ factors[1].transpose(1, 2))  # A: (H, D, D)
     inverse = torch.linalg.inv(change).transpose(1, 2)  # A^-T
-    order = dims_slow_to_fast.to(query.device)
-    # Row i, the i-th in importance, goes to dimension order[i].
-    placed = torch.empty_like(change), torch.empty_like(inverse)
-    placed[0][:, order], placed[1][:, order] = change, inverse
-    for matrix, weight, bias in ((placed[0], query, query_bias), (placed[1], key, key_bias)):
-        weight.copy_((matrix @ weight.view(num_heads, head_dim, -1)).flatten(0, 1))
-        bias.copy_((matrix @ bias.view(num_heads, head_dim, 1)).flatten())
-    for target, value in zip(query_key.tensors(), (query, query_bias, key, key_bias), strict=True):
-        target.copy_(value)
+    order = dims_slow_to_fast.to(change.device)
+    tensors = query_key.tensors()
+    for matrix, (weight, bias) in ((change, tensors[:2]), (inverse, tensors[2:])):
+        placed = torch.empty_like(matrix)
+        placed[:, order] = matrix  # row i, the i-th in importance, goes to dimension order[i]
+        weight.copy_((placed @ _wide(weight).view(num_heads, head_dim, -1)).flatten(0, 1))
+        bias.copy_((placed @ _wide(bias).view(num_heads, head_dim, 1)).flatten())
 
 
 def missing_scores(evidence: Evidence, scores: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +91,7 @@ def missing_scores(evidence: Evidence, scores: torch.Tensor, scaling: float) -> 
 
 
 def distance_index(scores: torch.Tensor, reach: int) -> torch.Tensor:
-    """Return clip(j - i, -reach, reach) + reach for each query i and key j of scores (B, H, L, L), in their shape."""
+    """Return clip(j - i, -reach, reach) + reach for each query i and key j of scores (..., L, L), in their shape."""
     steps = torch.arange(scores.shape[-1], device=scores.device)
     return ((steps[None, :] - steps[:, None]).clamp(-reach, reach) + reach).expand(scores.shape)
 
@@ -105,8 +105,7 @@ def sum_keys_by_distance(values: torch.Tensor, reach: int) -> torch.Tensor:
 def sum_diagonals(values: torch.Tensor) -> torch.Tensor:
     """Sum (B, H, L, L) over batch and diagonals: (H, 2 L - 1) float64, distance j - i from -(L - 1) to L - 1."""
     length = values.shape[-1]
-    steps = torch.arange(length, device=values.device)
-    index = (steps[None, :] - steps[:, None] + length - 1).flatten()
+    index = distance_index(values[0, 0], length - 1).flatten()
     summed = _wide(values.sum(0).flatten(1))
     return summed.new_zeros(len(summed), 2 * length - 1).index_add_(1, index.to(summed.device), summed)
 

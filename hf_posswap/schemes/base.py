@@ -150,7 +150,8 @@ class AttentionPositions(nn.Module):
         cache, `length` the sequence length where it is known without looking at values (else None), `key_positions` (B or 1, K)
         those of all keys so far if `needs_key_positions`, `attention_mask` what the model was given.
         """
-        return Places(position_ids, slots, key_positions)
+        # The same tensor as `slots`: no positions were given and nothing is cached, so keys stand one after the other.
+        return Places(position_ids, slots, key_positions, in_order=key_positions is slots and not is_traced())
 
     def key_mask(self, shared: Any) -> torch.Tensor | None:
         """Return the (B, K) bool mask that `attend` reads from `shared`; the model then makes no (Q, K) mask from it."""

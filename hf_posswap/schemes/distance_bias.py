@@ -27,17 +27,13 @@ from torch import nn
 
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.closed_form import missing_scores, solve_with_ridge, sum_keys_by_distance
-from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number, is_traced
+from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number
 
 
 class DistanceBias(AttentionPositions):
     """One layer's function of distance."""
 
     needs_key_positions = True
-
-    def prepare(self, position_ids, slots, length, key_positions, attention_mask=None) -> Places:
-        """The same tensor as `slots`: no positions were given and nothing is cached, so keys stand one after the other."""
-        return Places(position_ids, slots, key_positions, in_order=key_positions is slots and not is_traced())
 
     @abstractmethod
     def by_distance(self, distances: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ class SelfExtendPositions(RotaryPositions):
         keys = position_ids if key_positions is None else key_positions
         shift, to_group = self.near - self.near // self.group, position_ids // self.group - position_ids
         turns = position_ids, keys // self.group - keys, to_group + shift, to_group - shift
-        places = Places(position_ids, slots, keys, in_order=key_positions is slots and not is_traced())
+        places = AttentionPositions.prepare(self, position_ids, slots, None, keys)
         return Turns(places, *(RotaryPositions.prepare(self, turn, slots, None, None) for turn in turns))
 
     def rotate(self, states, shared):
