@@ -1,9 +1,8 @@
 """What positions a model has, swapped or not."""
 
+import textwrap
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedModel
 
 from hf_posswap.functional.banded import Span
@@ -33,23 +32,22 @@ class Description:
     distances: str = ""  # what the scheme makes of them at these lengths
 
     def __str__(self) -> str:
-        table = Table(show_header=False, box=None, pad_edge=False)
-        table.add_row("model", f"{self.model_class} ({self.family})")
-        table.add_row("positions", f"{self.old} -> {self.new}" if self.swapped else f"{self.new}, not swapped")
-        table.add_row("parameters", f"+{self.parameters_added:,} -{self.parameters_dropped:,}")
-        table.add_row("max positions", f"{self.max_positions:,} (trained with {self.trained_positions:,})")
+        rows = {
+            "model": f"{self.model_class} ({self.family})",
+            "positions": f"{self.old} -> {self.new}" if self.swapped else f"{self.new}, not swapped",
+            "parameters": f"+{self.parameters_added:,} -{self.parameters_dropped:,}",
+            "max positions": f"{self.max_positions:,} (trained with {self.trained_positions:,})",
+        }
         if self.distances:
-            table.add_row("distances", self.distances)
+            rows["distances"] = self.distances
         if self.span is not None:
             where = f", in {self.layers_with_span} of {self.layers} layers" * (self.layers_with_span < self.layers)
-            table.add_row("attention", f"to distances below {self.span.span:,} and the first {self.span.first} tokens{where}")
-        table.add_row("attention layers patched", f"{self.layers_patched} of {self.layers}")
+            rows["attention"] = f"to distances below {self.span.span:,} and the first {self.span.first} tokens{where}"
+        rows["attention layers patched"] = f"{self.layers_patched} of {self.layers}"
         original = "kept: posswap.restore(model)" if self.can_restore else "not kept in this process"
-        table.add_row("original", original if self.swapped else "this is it")
-        console = Console(width=100, highlight=False, markup=False, color_system=None, force_jupyter=False)
-        with console.capture() as capture:
-            console.print(table)
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+        rows["original"] = original if self.swapped else "this is it"
+        options = {"width": 100, "subsequent_indent": " " * 26, "break_on_hyphens": False}
+        return "\n".join(textwrap.fill(f"{label:<26}{value}", **options) for label, value in rows.items())
 
 
 def describe(model: PreTrainedModel) -> Description:
