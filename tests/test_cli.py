@@ -179,17 +179,11 @@ def test_full_disk(folder, program, tmp_path, monkeypatch, error, command):
     assert code == 2 and "No space left" in err and set(tmp_path.iterdir()) == before
 
 
-def test_two_writers(tmp_path):
-    """Of two that write one folder at once the first gets it, and the second an error."""
-    with pytest.raises(posswap.PosswapError, match="exists already"), new_folder(tmp_path / "out") as mine:
-        (mine / "mine").write_text("x")
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "theirs").write_text("x")
-    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["out", "out/theirs"]
-
-
 def test_folders_that_are_there(tmp_path, monkeypatch):
-    """An empty one is filled, also as a working directory or behind a link, and left as it was if that fails."""
+    """An empty one is filled, also as a working directory or behind a link, and left as it was if that fails.
+
+    Of two that write one folder at once the first gets it, and the second an error.
+    """
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
     (tmp_path / "nowhere").symlink_to("new")
@@ -198,9 +192,11 @@ def test_folders_that_are_there(tmp_path, monkeypatch):
     with new_folder(tmp_path / "link") as mine:
         (mine / "mine").write_text("x")
         refused("exists already", new_folder(tmp_path / "empty").__enter__)
-    with pytest.raises(posswap.PosswapError, match="exists already"), new_folder(tmp_path / "nowhere") as mine:
-        (tmp_path / "new").mkdir()
-        (tmp_path / "new" / "theirs").write_text("x")
+    for name, place in (("out", "out"), ("nowhere", "new")):
+        with pytest.raises(posswap.PosswapError, match="exists already"), new_folder(tmp_path / name) as mine:
+            (mine / "mine").write_text("x")
+            (tmp_path / place).mkdir()
+            (tmp_path / place / "theirs").write_text("x")
     (tmp_path / "soon").symlink_to("made")
     with new_folder(tmp_path / "soon") as mine:
         (mine / "mine").write_text("x")
@@ -212,8 +208,8 @@ def test_folders_that_are_there(tmp_path, monkeypatch):
     with new_folder(Path()) as mine:
         (mine / "mine").write_text("x")
     found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
-    links = {"link", "nowhere", "soon"}
-    assert found == links | {"empty", "empty/mine", "new", "new/theirs", "made", "made/mine", "here", "here/mine"}
+    links, theirs = {"link", "nowhere", "soon"}, {"out", "out/theirs", "new", "new/theirs"}
+    assert found == links | theirs | {"empty", "empty/mine", "made", "made/mine", "here", "here/mine"}
 
 
 def test_surroundings(tmp_path):
