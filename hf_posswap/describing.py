@@ -1,9 +1,8 @@
 """What positions a model has, swapped or not."""
 
-from dataclasses import dataclass
+import textwrap
+from dataclasses import dataclass, replace
 
-from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedModel
 
 from hf_posswap.functional.banded import Span
@@ -12,44 +11,43 @@ from hf_posswap.surgery import position_modules, state_of, undo_of
 from hf_posswap.target import find_target
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Description:
     """The result of `describe`; `print` shows it as a table."""
 
     family: str
     model_class: str
-    old: Scheme  # what the checkpoint was trained with, as far as this process knows
-    new: Scheme  # what the model has now
-    parameters_added: int
-    parameters_dropped: int
     trained_positions: int
     max_positions: int
     layers: int
-    layers_patched: int
-    swapped: bool
-    can_restore: bool
+    old: Scheme = Learned()  # what the checkpoint was trained with, as far as this process knows
+    new: Scheme = Learned()  # what the model has now
+    parameters_added: int = 0
+    parameters_dropped: int = 0
+    layers_patched: int = 0
+    swapped: bool = False
+    can_restore: bool = False
     span: Span | None = None  # how far attention looks; None: everywhere
     layers_with_span: int = 0
     distances: str = ""  # what the scheme makes of them at these lengths
 
     def __str__(self) -> str:
-        table = Table(show_header=False, box=None, pad_edge=False)
-        table.add_row("model", f"{self.model_class} ({self.family})")
-        table.add_row("positions", f"{self.old} -> {self.new}" if self.swapped else f"{self.new}, not swapped")
-        table.add_row("parameters", f"+{self.parameters_added:,} -{self.parameters_dropped:,}")
-        table.add_row("max positions", f"{self.max_positions:,} (trained with {self.trained_positions:,})")
+        rows = {
+            "model": f"{self.model_class} ({self.family})",
+            "positions": f"{self.old} -> {self.new}" if self.swapped else f"{self.new}, not swapped",
+            "parameters": f"+{self.parameters_added:,} -{self.parameters_dropped:,}",
+            "max positions": f"{self.max_positions:,} (trained with {self.trained_positions:,})",
+        }
         if self.distances:
-            table.add_row("distances", self.distances)
+            rows["distances"] = self.distances
         if self.span is not None:
             where = f", in {self.layers_with_span} of {self.layers} layers" * (self.layers_with_span < self.layers)
-            table.add_row("attention", f"to distances below {self.span.span:,} and the first {self.span.first} tokens{where}")
-        table.add_row("attention layers patched", f"{self.layers_patched} of {self.layers}")
+            rows["attention"] = f"to distances below {self.span.span:,} and the first {self.span.first} tokens{where}"
+        rows["attention layers patched"] = f"{self.layers_patched} of {self.layers}"
         original = "kept: posswap.restore(model)" if self.can_restore else "not kept in this process"
-        table.add_row("original", original if self.swapped else "this is it")
-        console = Console(width=100, highlight=False, markup=False, color_system=None, force_jupyter=False)
-        with console.capture() as capture:
-            console.print(table)
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+        rows["original"] = original if self.swapped else "this is it"
+        options = {"width": 100, "subsequent_indent": " " * 26, "break_on_hyphens": False}
+        return "\n".join(textwrap.fill(f"{label:<26}{value}", **options) for label, value in rows.items())
 
 
 def describe(model: PreTrainedModel) -> Description:
@@ -65,30 +63,30 @@ def describe(model: PreTrainedModel) -> Description:
     original                  this is it
     """
     target, architecture = find_target(model)
-    base = target.base_model
-    layers = architecture.attention_of_layers(base)
-    state = state_of(target)
-    swapped = state is not None
+    layers = architecture.attention_of_layers(target.base_model)
     longest = architecture.longest_input(target.config)
-    trained_positions = state.geometry.trained_positions if swapped else longest
-    added = sum(p.numel() for one in position_modules(target, architecture) for p in one.parameters()) if swapped else 0
-    dropped = trained_positions * state.geometry.hidden_size if swapped else 0
-    undo = undo_of(target)
-    earlier = undo.snapshot.state if undo is not None else None
-    return Description(
+    plain = Description(
         family=architecture.model_type,
         model_class=type(target).__name__,
-        old=Learned() if earlier is None else earlier.scheme,
-        new=state.scheme if swapped else Learned(),
-        parameters_added=added,
-        parameters_dropped=dropped,
-        trained_positions=trained_positions,
+        trained_positions=longest,
         max_positions=longest,
         layers=len(layers),
-        layers_patched=sum(hasattr(attention, "positions") for attention in layers),
-        swapped=swapped,
+    )
+    state, undo = state_of(target), undo_of(target)
+    if state is None:
+        return plain
+    patched = [attention.positions for attention in layers if hasattr(attention, "positions")]
+    return replace(
+        plain,
+        trained_positions=state.geometry.trained_positions,
+        old=undo.snapshot.state.scheme if undo is not None and undo.snapshot.state is not None else Learned(),
+        new=state.scheme,
+        parameters_added=sum(p.numel() for one in position_modules(target, architecture) for p in one.parameters()),
+        parameters_dropped=state.geometry.trained_positions * state.geometry.hidden_size,
+        layers_patched=len(patched),
+        swapped=True,
         can_restore=undo is not None,
-        span=state.span if swapped else None,
-        layers_with_span=sum(state.kinds[one.positions.kind].span is not None for one in layers if hasattr(one, "positions")),
-        distances=state.scheme.distances(state.geometry) if swapped else "",
+        span=state.span,
+        layers_with_span=sum(state.kinds[one.kind].span is not None for one in patched),
+        distances=state.scheme.distances(state.geometry),
     )

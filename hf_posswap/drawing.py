@@ -80,16 +80,13 @@ def style(dark: bool = False) -> dict:
 
 @contextmanager
 def canvas(
-    size: tuple[float, float], title: str, sight: str, dark: bool, *, note: str = "", rows=1, columns=1, share: bool = False
+    size: tuple[float, float], title: str, sight: str, dark: bool, *, rows: int = 1, columns: int = 1, share: bool = False
 ) -> Iterator[tuple[Figure, list[Axes]]]:
     """Yield a figure in the style, and its axes row by row."""
     with rc_context(style(dark)):
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False, sharex=share, sharey=share)
-        letters = int(13 * size[0])  # in a line
-        figure.suptitle(plain(fill(": ".join(filter(None, (title, sight))), letters)))
-        if note:
-            figure.supxlabel(plain(fill(note, int(1.2 * letters))), fontsize=8)
+        figure.suptitle(plain(fill(": ".join(filter(None, (title, sight))), int(13 * size[0]))))
         yield figure, list(grid.flat)
         for axes in figure.axes:  # matplotlib makes ticks when it draws, after this style has ended
             axes.tick_params(which="both", colors=style(dark)["text.color"])
@@ -144,11 +141,9 @@ def best(label: str):
 
 
 @contextmanager
-def line_plot(
-    lines: dict[str, Points], title: str, sight: str, dark: bool, *, note: str = "", **options
-) -> Iterator[tuple[Figure, Axes]]:
+def line_plot(lines: dict[str, Points], title: str, sight: str, dark: bool, **options) -> Iterator[tuple[Figure, Axes]]:
     """Yield a figure and its axes with means as lines and, for several values, a band from the lowest to the highest."""
-    with canvas((width_for(lines), 4.0), title, sight, dark, note=note) as (figure, (axes,)):
+    with canvas((width_for(lines), 4.0), title, sight, dark) as (figure, (axes,)):
         for name, look in looks(list(lines), dark).items():
             values = {x: list(y) if isinstance(y, Sequence) else [y] for x, y in lines[name].items()}
             axes.plot(list(values), [mean(seeds) for seeds in values.values()], label=plain(name), **{**look, **options})
@@ -165,8 +160,10 @@ def result_plot(
 ) -> Iterator[tuple[Figure, Axes, list[float]]]:
     """Yield a figure with the best lines, its axes, and all x; the title says which is best, and what else is known."""
     kept, sight, note = _few(lines, label)
-    with line_plot(kept, title, sight + known, dark, note=note) as (figure, axes):
+    with line_plot(kept, title, sight + known, dark) as (figure, axes):
         axes.set_ylabel(label)
+        if note:
+            figure.supxlabel(plain(fill(note, int(15.6 * figure.get_figwidth()))), fontsize=8)
         yield figure, axes, sorted({x for points in kept.values() for x in points})
         _scale(axes)
 

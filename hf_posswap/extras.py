@@ -27,7 +27,7 @@ def extra() -> Iterator[None]:
         yield
     except ImportError as error:
         library = (error.name or "").partition(".")[0]
-        if library not in EXTRAS or isinstance(error, MissingExtraError):
+        if library not in EXTRAS:
             raise
         line = f'this needs {library}, which is not installed: pip install "hf_posswap[{EXTRAS[library]}]"'
         raise MissingExtraError(line) from None

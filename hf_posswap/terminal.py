@@ -1,4 +1,4 @@
-"""Run a command line: quiet libraries, users' errors in one line, and Markdown in the terminal."""
+"""Run a command line: quiet libraries, users' errors in one line, and tables and Markdown in the terminal."""
 
 import logging
 import os
@@ -13,6 +13,7 @@ import typer
 from huggingface_hub.errors import HTTPError
 from rich.console import Console
 from rich.markdown import Markdown
+from rich.table import Table
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
@@ -78,6 +79,15 @@ def end(program: str, error: Exception) -> NoReturn:
 def say(stage: str) -> None:
     """Print the next stage on stderr: a run whose output goes to a file must not look dead."""
     print(stage, file=sys.stderr, flush=True)
+
+
+def as_text(*parts: Table | str, width: int) -> str:
+    """Return tables and sentences, each from a new line on, as plain text of at most `width` columns."""
+    console = Console(width=width, highlight=False, markup=False, color_system=None, force_jupyter=False)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def print_markdown(console: Console, text: str) -> None:

@@ -76,7 +76,7 @@ KINDS = ("learned-tile", "sinusoidal", "ladder-concatenate", "relative", "relati
 
 
 def spread(
-    start: int, families: tuple = tuple(FAMILIES), backends: tuple = BACKENDS, cases: tuple = tuple(CASES)
+    start: int, families: tuple = FAMILIES, backends: tuple = BACKENDS, cases: tuple = tuple(CASES)
 ) -> list[tuple[str, str, str]]:
     """Return the (scheme, family, backend) that a feature is tested with: each scheme once, its partners in turn.
 
@@ -110,7 +110,7 @@ def pytest_generate_tests(metafunc):
     wanted = list(filter(None, axes))
     if not wanted:
         return
-    only = {"families": tuple(FAMILIES), "backends": BACKENDS}
+    only = {"families": FAMILIES, "backends": BACKENDS}
     for mark in metafunc.definition.iter_markers("only"):
         only |= mark.kwargs
     cases = only.pop("cases", tuple(CASES))

@@ -3,6 +3,7 @@
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from conftest import refused
@@ -49,10 +50,8 @@ def folder(tmp_path, monkeypatch):
         (place / "beside.py").write_text(f"WHO = {who!r}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    known = dict(posswap.SCHEMES)
-    yield tmp_path
-    posswap.SCHEMES.clear()
-    posswap.SCHEMES.update(known)
+    with patch.dict(posswap.SCHEMES):
+        yield tmp_path
     for name, module in list(sys.modules.items()):
         if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
             del sys.modules[name]

@@ -284,7 +284,7 @@ def test_a_broken_scheme_fails_where_it_is_broken(name):
     """A broken scheme fails the checks that are named for it, and no others, and the report says why."""
     broken, checks, says = BROKEN[name]
     expected, turn = checks.split(", "), list(BROKEN).index(name)
-    families = WHERE.get(expected[0], tuple(FAMILIES))  # a failure in one kind of model alone is looked for there
+    families = WHERE.get(expected[0], FAMILIES)  # a failure in one kind of model alone is looked for there
     family = families[turn % len(families)]
     found = check_scheme(broken, models=[(family, ("eager", "sdpa")[turn // 3 % 2])])
     failed = {result.check for result in found.results if result.passed is False}

@@ -136,8 +136,8 @@ def _jobs(schemes: list[str], starts: list[str], seeds: list[int]) -> list[tuple
     for seed in seeds:  # seed by seed, so that an interrupted comparison has complete seeds to collect
         for scheme in schemes:
             # The original has one start only, but may also be trained from scratch.
-            possible = [one for one in starts if one == "scratch"] or ["swap"] if scheme == ORIGINAL else starts
-            jobs += [(scheme, start, seed) for start in possible]
+            only = "scratch" if "scratch" in starts else "swap"
+            jobs += [(scheme, start, seed) for start in ([only] if scheme == ORIGINAL else starts)]
     return jobs
 
 

@@ -9,9 +9,9 @@ Schemes are drawn by their formula, at sizes of your choice; models with their o
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -33,44 +33,18 @@ from hf_posswap.schemes import SCHEMES, Scheme, parse_scheme
 from hf_posswap.swapping import swap
 from hf_posswap.target import find_target
 
+_Drawable = Scheme | PreTrainedModel
 _WORDS = {Scheme: "a scheme", PreTrainedModel: "a model", dict: "a result file or folder"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wish:
-    """The picture that was asked for on the command line."""
-
-    kind: str
-    sources: tuple[str, ...]
-    positions: int | None = None
-    size: int | None = None
-    shifts: tuple[int, ...] = (1, 4, 16)
-    figure: str | None = None
-    dark: bool = False
-
-    @property
-    def look(self) -> dict[str, Any]:
-        source, path = self.sources[0], Path(self.sources[0]).resolve()
-        title = source if _is_scheme(source) else (path.parent if path.is_file() else path).name
-        return {"title": title, "dark": self.dark}
-
-    def choose(self, names: list[str], wanted: str) -> str:
-        """Return the figure that was asked for, or the first; raise PosswapError if there is none, or it is unknown."""
-        if not names:
-            raise PosswapError(f"plot {self.kind} takes {wanted}; there are none in {self.sources[0]}")
-        if self.figure is not None and self.figure not in names:
-            raise PosswapError(f"{self.sources[0]} has no figure {self.figure!r} to draw; there are {', '.join(names)}")
-        return self.figure or names[0]
 
 
 def _is_scheme(source: str) -> bool:
     return source.partition(":")[0] in SCHEMES
 
 
-def open_source(source: str) -> Scheme | PreTrainedModel | dict:
+def open_source(source: str) -> _Drawable | dict:
     """Return the scheme, results or model that a word on the command line names; they are tried in this order.
 
-    Results are {"runs": [...], "vary": [...]} of `hf-posswap compare` or recipes.
+    Results are {"runs": [...], "vary": [...], "source": source} of `hf-posswap compare` or recipes.
 
     >>> open_source("relative:clip=8").clip
     8
@@ -85,11 +59,11 @@ def open_source(source: str) -> Scheme | PreTrainedModel | dict:
             found = read_json(file)
             if not found.get("runs"):
                 raise PosswapError(f"{file} holds no runs: give a comparison.json, or a folder of runs")
-            return {"vary": [], **found}
+            return {"vary": [], **found, "source": source}
     if path.is_dir() and any(path.rglob("result.json")):
         runs = load_runs([path])
         check_budgets(runs)
-        return {"runs": runs, "vary": []}
+        return {"runs": runs, "vary": [], "source": source}
     try:
         return find_target(open_model(source))[0].base_model
     except PosswapError as error:
@@ -97,62 +71,63 @@ def open_source(source: str) -> Scheme | PreTrainedModel | dict:
         raise PosswapError(f"{source} is {others}, and no model that loads: {error}") from None
 
 
-def _table(wish: Wish, one: Scheme | PreTrainedModel) -> Figure:
-    positions = wish.positions or (16 if isinstance(one, Scheme) else None)
-    if isinstance(one, PreTrainedModel):
-        attentions = find_target(one)[1].self_attentions(one.base_model)
-        layers = [attention.positions for attention in attentions if hasattr(attention, "positions")]
-        # Relative positions have vectors in each layer, by distance.
-        if len({layer.kind for layer in layers}) == 1 and hasattr(layers[0], "key_vectors"):
-            norms = torch.stack([torch.atleast_2d(layer.key_vectors().detach().norm(dim=-1)) for layer in layers])
-            if not norms.any():
-                raise PosswapError(f"the relative vectors of {wish.sources[0]} are all zeros: fit or train the model first")
-            label = "norm of the vectors of keys"
-            return plots.plot_attention_by_distance({"keys": norms}, label=label, log=False, **wish.look)
-    return plots.plot_table(position_table(one, positions, wish.size or 64), **wish.look)
+# What draws a kind of picture takes what its source is, or {source: what it is}; the keyword-only arguments are its options.
 
 
-def _similarity(wish: Wish, one: Scheme | PreTrainedModel) -> Figure:
-    return plots.plot_similarity(position_table(one, wish.positions, wish.size or 128), **wish.look)
+def _table(one: _Drawable, look: dict, *, positions: int | None = None, size: int = 64) -> Figure:
+    if isinstance(one, Scheme):
+        return plots.plot_table(position_table(one, positions or 16, size), **look)
+    attentions = find_target(one)[1].self_attentions(one.base_model)
+    layers = [attention.positions for attention in attentions if hasattr(attention, "positions")]
+    # Relative positions have vectors in each layer, by distance.
+    if len({layer.kind for layer in layers}) == 1 and hasattr(layers[0], "key_vectors"):
+        norms = torch.stack([torch.atleast_2d(layer.key_vectors().detach().norm(dim=-1)) for layer in layers])
+        if not norms.any():
+            raise PosswapError(f"the relative vectors of {look['title']} are all zeros: fit or train the model first")
+        label = "norm of the vectors of keys"
+        return plots.plot_attention_by_distance({"keys": norms}, label=label, log=False, **look)
+    return plots.plot_table(position_table(one, positions), **look)
 
 
-def _dot_products(wish: Wish, found: dict[str, Scheme | PreTrainedModel]) -> Figure:
+def _similarity(one: _Drawable, look: dict, *, positions: int | None = None, size: int = 128) -> Figure:
+    return plots.plot_similarity(position_table(one, positions, size), **look)
+
+
+def _dot_products(found: dict[str, _Drawable], look: dict, *, positions: int | None = None, size: int = 128) -> Figure:
     tables = {}
     for source, one in found.items():
-        positions = wish.positions or (256 if isinstance(one, Scheme) else None)
-        tables[source] = position_table(one, positions, wish.size or 128)
-    return plots.plot_dot_products(tables, dark=wish.dark)
+        tables[source] = position_table(one, positions or (256 if isinstance(one, Scheme) else None), size)
+    return plots.plot_dot_products(tables, **look)
 
 
-def _wavelengths(wish: Wish, found: dict[str, Scheme | PreTrainedModel]) -> Figure:
-    lines, trained = {}, wish.positions  # for schemes without a model there is no trained length, and no line for it
+def _wavelengths(found: dict[str, _Drawable], look: dict, *, positions: int | None = None, size: int = 64) -> Figure:
+    lines, trained = {}, positions  # for schemes without a model there is no trained length, and no line for it
     for source, one in found.items():
-        alone = (one, one_head(wish.size or 64, wish.positions or 512))
-        scheme, geometry = alone if isinstance(one, Scheme) else scheme_of(one)
+        scheme, geometry = (one, one_head(size, positions or 512)) if isinstance(one, Scheme) else scheme_of(one)
         lines[source] = 2 * math.pi / frequencies(scheme, geometry)
         trained = trained or (None if isinstance(one, Scheme) else geometry.trained_positions)
-    return plots.plot_wavelengths(lines, trained=trained, dark=wish.dark)
+    return plots.plot_wavelengths(lines, trained=trained, **look)
 
 
-def _translation(wish: Wish, scheme: Scheme) -> Figure:
+def _translation(scheme: Scheme, look: dict, *, size: int = 16, shift: Sequence[int] = (1, 4, 16)) -> Figure:
     panels = {}
-    for shift in wish.shifts:
-        matrix, missed = translation(scheme, shift, wish.size or 16)
-        panels[f"k = {shift}" + (f", misses by {missed:.0%}" if missed > 0.005 else "")] = matrix
-    return plots.plot_translation(panels, **wish.look)
+    for k in shift:
+        matrix, missed = translation(scheme, k, size)
+        panels[f"k = {k}" + (f", misses by {missed:.0%}" if missed > 0.005 else "")] = matrix
+    return plots.plot_translation(panels, **look)
 
 
-def _attention(wish: Wish, found: dict[str, Scheme | PreTrainedModel]) -> Figure:
+def _attention(found: dict[str, _Drawable], look: dict, *, positions: int | None = None) -> Figure:
     profiles, model = {}, None
     for source, one in found.items():
         if isinstance(one, PreTrainedModel):
-            model, batches = one, _batches(source, one, wish.positions)
+            model, batches = one, _batches(source, one, positions)
         elif model is None:
             raise PosswapError(f"plot attention takes a model, and then schemes for it: plot attention minilm {source}")
         else:
             swap(model, one)
         profiles[source] = attention_by_distance(model, batches, reach=min(64, batches[0]["input_ids"].shape[1] - 1))
-    return plots.plot_attention_by_distance(profiles, label="mean attention of a query", dark=wish.dark)
+    return plots.plot_attention_by_distance(profiles, label="mean attention of a query", **look)
 
 
 def _batches(source: str, model: PreTrainedModel, length: int | None) -> list[dict[str, torch.Tensor]]:
@@ -167,21 +142,31 @@ def _batches(source: str, model: PreTrainedModel, length: int | None) -> list[di
     return [{"input_ids": some} for some in rows.split(8)]
 
 
-def _loss(wish: Wish, found: dict) -> Figure:
+def _choose(found: dict, names: list[str], figure: str | None, wanted: str) -> str:
+    """Return the figure that was asked for, or the first; raise PosswapError if there is none, or it is unknown."""
+    if not names:
+        raise PosswapError(f"{wanted}; there are none in {found['source']}")
+    if figure is not None and figure not in names:
+        raise PosswapError(f"{found['source']} has no figure {figure!r} to draw; there are {', '.join(names)}")
+    return figure or names[0]
+
+
+def _loss(found: dict, look: dict, *, figure: str | None = None) -> Figure:
     runs = found["runs"]
     families = page.families(figure_names(runs), least=1)
     families.sort(key=lambda name: {"loss": 0, "perplexity": 1}.get(name, 2))
-    family = wish.choose(families, "runs with a figure at several lengths")
-    return page.plot(runs, family, found["vary"], trained=runs[0].get("details", {}).get("trained_length"), **wish.look)
+    family = _choose(found, families, figure, "plot loss takes runs with a figure at several lengths")
+    return page.plot(runs, family, found["vary"], trained=runs[0].get("details", {}).get("trained_length"), **look)
 
 
-def _heat_map(wish: Wish, found: dict) -> Figure:
+def _heat_map(found: dict, look: dict, *, figure: str | None = None) -> Figure:
     runs = [run for run in found["runs"] if {"depths", "lengths"} <= run.get("details", {}).keys()]
     details = [run["details"] for run in runs]
     if any((one["depths"], one["lengths"]) != (details[0]["depths"], details[0]["lengths"]) for one in details):
-        raise PosswapError(f"{wish.sources[0]} has runs of different depths or lengths: draw those of one kind")
+        raise PosswapError(f"{found['source']} has runs of different depths or lengths: draw those of one kind")
     names = [name for name in ("accuracy", "candidates") if details and name in details[0]]
-    name = wish.choose(names, "shares by depth and length, as recipes/passkey.py writes them")
+    wanted = "plot heat-map takes shares by depth and length, as recipes/passkey.py writes them"
+    name = _choose(found, names, figure, wanted)
     rows = rows_of(runs, found["vary"])
     maps = {label_of(row): [torch.tensor(run["details"][name]).double() for run in some] for row, some in rows.items()}
     return plots.plot_heat_maps(
@@ -190,58 +175,62 @@ def _heat_map(wish: Wish, found: dict) -> Figure:
         columns=details[0]["lengths"],
         row_label="depth of the key",
         column_label="length (tokens)",
-        title=f"{wish.look['title']}: {name}" + (", means over seeds" if len(runs) > len(rows) else ""),
-        dark=wish.dark,
+        title=f"{look['title']}: {name}" + (", means over seeds" if len(runs) > len(rows) else ""),
+        dark=look["dark"],
     )
 
 
-def _recovery(wish: Wish, found: dict) -> Figure:
+def _recovery(found: dict, look: dict, *, figure: str | None = None) -> Figure:
     runs = [run for run in found["runs"] if "damage" in (run.get("details", {}).get("curve") or [{}])[0]]
     names = [name for name in ("damage", "perplexity") if runs and name in runs[0]["details"]["curve"][0]]
     if runs and runs[0]["config"].get("text_weight"):  # the model also learned from the text, so low damage is not the aim
         names.reverse()
-    name = wish.choose(names, "curves over tokens, as recipes/heal.py writes them")
+    name = _choose(found, names, figure, "plot recovery takes curves over tokens, as recipes/heal.py writes them")
     lines = {}
     for run in runs:
         line = lines.setdefault(row_label(run, found["vary"]), {})
         for point in run["details"]["curve"]:
             line.setdefault(point["tokens"], []).append(point[name])
     original, label = runs[0]["details"]["original"].get(name), f"{name} on held-out text"
-    return plots.plot_recovery(lines, original=original, steps="tokens of distillation", label=label, **wish.look)
+    return plots.plot_recovery(lines, original=original, steps="tokens of distillation", label=label, **look)
 
 
-# Kind of picture -> (function, what it takes, whether several, its options); any other option is an error.
+# Kind of picture -> (function, what it takes, whether several).
 KINDS = {
-    "table": (_table, (Scheme, PreTrainedModel), False, ("positions", "size")),
-    "similarity": (_similarity, (Scheme, PreTrainedModel), False, ("positions", "size")),
-    "dot-products": (_dot_products, (Scheme, PreTrainedModel), True, ("positions", "size")),
-    "wavelengths": (_wavelengths, (Scheme, PreTrainedModel), True, ("positions", "size")),
-    "translation": (_translation, (Scheme,), False, ("size", "shift")),
-    "attention": (_attention, (Scheme, PreTrainedModel), True, ("positions",)),
-    "loss": (_loss, (dict,), False, ("figure",)),
-    "recovery": (_recovery, (dict,), False, ("figure",)),
-    "heat-map": (_heat_map, (dict,), False, ("figure",)),
+    "table": (_table, (Scheme, PreTrainedModel), False),
+    "similarity": (_similarity, (Scheme, PreTrainedModel), False),
+    "dot-products": (_dot_products, (Scheme, PreTrainedModel), True),
+    "wavelengths": (_wavelengths, (Scheme, PreTrainedModel), True),
+    "translation": (_translation, (Scheme,), False),
+    "attention": (_attention, (Scheme, PreTrainedModel), True),
+    "loss": (_loss, (dict,), False),
+    "recovery": (_recovery, (dict,), False),
+    "heat-map": (_heat_map, (dict,), False),
 }
 
 
-def draw(wish: Wish) -> Figure:
-    """Return the picture that was asked for; DataError for result files of another make."""
-    function, kinds, several, options = KINDS[wish.kind]
-    if len(wish.sources) > 1 and not several:
-        raise PosswapError(f"plot {wish.kind} draws one source at a time; given were {', '.join(wish.sources)}")
-    found = {source: open_source(source) for source in wish.sources}
+def draw(kind: str, sources: Sequence[str], *, dark: bool = False, **options) -> Figure:
+    """Return a picture of one of `KINDS`; DataError for result files of another make."""
+    function, kinds, several = KINDS[kind]
+    if len(sources) > 1 and not several:
+        raise PosswapError(f"plot {kind} draws one source at a time; given were {', '.join(sources)}")
+    found = {source: open_source(source) for source in sources}
     for source, one in found.items():
         if not isinstance(one, kinds):
-            given = next(word for kind, word in _WORDS.items() if isinstance(one, kind))
-            accepted = " or ".join(_WORDS[kind] for kind in kinds)
-            raise PosswapError(f"plot {wish.kind} takes {accepted}; {source} is {given}")
+            given = next(word for made, word in _WORDS.items() if isinstance(one, made))
+            raise PosswapError(f"plot {kind} takes {' or '.join(_WORDS[one] for one in kinds)}; {source} is {given}")
+    if several:
+        return function(found, {"dark": dark}, **options)
+    ((source, one),) = found.items()
+    path = Path(source).resolve()
+    title = source if _is_scheme(source) else (path.parent if path.is_file() else path).name
     try:
-        return function(wish, found if several else found[wish.sources[0]])
+        return function(one, {"title": title, "dark": dark}, **options)
     except (KeyError, TypeError, AttributeError) as error:
-        if "figure" not in options:
+        if not isinstance(one, dict):
             raise
         said = f"{type(error).__name__}: {error}"
-        raise DataError(f"{wish.sources[0]} is not what compare or a recipe writes ({said}): give their files") from error
+        raise DataError(f"{source} is not what compare or a recipe writes ({said}): give their files") from error
 
 
 _SOURCE_HELP = "Schemes (name:option=value), models (folder, Hub id, minilm, stdlib-gpt2), or a result file or folder."
@@ -263,13 +252,12 @@ def plot(
     if output.suffix not in (".png", ".svg"):
         raise PosswapError(f"{output} must end in .png or .svg")
     given = {"positions": positions, "size": size, "shift": shift, "figure": figure}
-    for name, value in given.items():
-        if value and name not in KINDS[kind][-1]:
-            takes = ", ".join(f"--{option}" for option in KINDS[kind][-1])
-            raise PosswapError(f"plot {kind} does not look at --{name}; it takes {takes}")
-    shifts = tuple(shift or Wish.shifts)
-    wish = Wish(kind=kind, sources=tuple(source), positions=positions, size=size, shifts=shifts, figure=figure, dark=dark)
-    drawn = draw(wish)
+    given = {name: value for name, value in given.items() if value}
+    takes = KINDS[kind][0].__kwdefaults__
+    if idle := [name for name in given if name not in takes]:
+        options = ", ".join(f"--{option}" for option in takes)
+        raise PosswapError(f"plot {kind} does not look at --{idle[0]}; it takes {options}")
+    drawn = draw(kind, source, dark=dark, **given)
     output.parent.mkdir(parents=True, exist_ok=True)
     with rc_context({"svg.hashsalt": "hf_posswap"}):  # the same picture gives the same bytes
         drawn.savefig(output, dpi=150, metadata={"Date": None} if output.suffix == ".svg" else None)

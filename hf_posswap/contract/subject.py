@@ -41,14 +41,16 @@ class NotApplicable(Exception):
     """The check has nothing to say about this scheme in this family."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Subject:
     """A scheme, and the family and attention backend of the models to check it in."""
 
     scheme: Scheme
     family: str
     backend: str
-    untouched: torch.Tensor  # logits of the model, computed before any swap
+
+    def __post_init__(self):
+        self.untouched = tiny_model(self.family, self.backend)(text()).logits.detach()  # before the scheme is swapped in
 
     @property
     def causal(self) -> bool:

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from hf_posswap.errors import CheckpointError
@@ -13,6 +12,7 @@ from hf_posswap.measure.damage import Damage
 from hf_posswap.measure.reading import Reading
 from hf_posswap.provenance import provenance, weight_hashes, without_home, write_json
 from hf_posswap.sharing.delta import saved_weights_hash
+from hf_posswap.terminal import as_text
 
 FIT_FILE = "posswap_fit.json"
 
@@ -51,12 +51,8 @@ class FitReport:
         return self.after.total if self.window is None else self.layers[-1].after
 
     def __str__(self) -> str:
-        console = Console(width=100, highlight=False, color_system=None, force_jupyter=False)
-        with console.capture() as capture:
-            for table in self._tables():
-                console.print(table, "")
-            console.print(*self._notes(), self._verdict(), sep="\n")
-        return "\n".join(line.rstrip() for line in capture.get().splitlines())
+        tables = [part for table in self._tables() for part in (table, "")]
+        return as_text(*tables, *self._notes(), self._verdict(), width=100)
 
     def _tables(self) -> list[Table]:
         """Return the damage, the reading of long text, and the layers."""
