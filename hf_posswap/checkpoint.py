@@ -266,10 +266,9 @@ def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
     ours = _position_modules(model)
 
     def among_ours(keys) -> list[str]:
-        names = [key[0] if isinstance(key, tuple) else key for key in keys]
-        return sorted(one for one in names if one.rpartition(".")[0] in ours and not one.endswith(DIGEST))
+        return sorted(one for one in keys if one.rpartition(".")[0] in ours and not one.endswith(DIGEST))
 
-    if lost := among_ours([*info["missing_keys"], *info["mismatched_keys"]]):
+    if lost := among_ours([*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]):
         raise CheckpointError(f"{source} lacks position weights ({', '.join(lost)}): save the swapped model again")
     if unread := among_ours(info["unexpected_keys"]):
         raise CheckpointError(f"{source} has position weights that its scheme does not read: {', '.join(unread)}. Get it again")
