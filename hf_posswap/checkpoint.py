@@ -80,15 +80,22 @@ def on_hub(name_or_path: str) -> dict[str, str | None] | None:
     for name, hub_id in EMBEDDED_MODELS.items():
         if hub_id is not None and is_installed(name) and name_or_path == embedded_model(name):
             return {"id": hub_id, "revision": None}
-    try:
-        validate_repo_id(name_or_path)
-    except HFValidationError:
+    if not is_repo_id(name_or_path):
         return None
     snapshots = Path(HF_HUB_CACHE, repo_folder_name(repo_id=name_or_path, repo_type="model"), "snapshots")
     commits = [folder.name for folder in snapshots.iterdir()] if snapshots.is_dir() else []
     if Path(name_or_path).exists() or not commits:
         return None
     return {"id": name_or_path, "revision": commits[0] if len(commits) == 1 else None}
+
+
+def is_repo_id(name) -> bool:
+    """Whether the Hub would take this as the name of a repository."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
@@ -266,10 +273,9 @@ def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
     ours = _position_modules(model)
 
     def among_ours(keys) -> list[str]:
-        names = [key[0] if isinstance(key, tuple) else key for key in keys]
-        return sorted(one for one in names if one.rpartition(".")[0] in ours and not one.endswith(DIGEST))
+        return sorted(one for one in keys if one.rpartition(".")[0] in ours and not one.endswith(DIGEST))
 
-    if lost := among_ours([*info["missing_keys"], *info["mismatched_keys"]]):
+    if lost := among_ours([*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]):
         raise CheckpointError(f"{source} lacks position weights ({', '.join(lost)}): save the swapped model again")
     if unread := among_ours(info["unexpected_keys"]):
         raise CheckpointError(f"{source} has position weights that its scheme does not read: {', '.join(unread)}. Get it again")

@@ -14,30 +14,32 @@ import base64
 import hashlib
 import json
 import re
+import secrets
 import struct
 import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from dataclasses import dataclass
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-import yaml
-
 LARGE = (".safetensors", ".bin", ".pt", ".gz", ".onnx", ".parquet")
-FRONT_MATTER = re.compile(r"^\s*---[\r\n]+([\S\s]*?)[\r\n]+---([\r\n]|$)")
 
 
 @dataclass(frozen=True)
 class File:
-    """Contents, or of a large file the hash that it is stored under."""
+    """Contents, or of a large file the hash that it is stored under, and its size."""
 
     data: bytes = b""
     sha256: str | None = None
-    size: int = 0
+    stored_size: int = 0
+
+    @property
+    def size(self) -> int:
+        return self.stored_size if self.sha256 else len(self.data)
 
     @property
     def oid(self) -> str:
@@ -48,63 +50,59 @@ class File:
         return hashlib.sha1(b"blob %d\0" % len(blob) + blob).hexdigest()
 
 
-@dataclass
-class Commit:
-    """A tree of files and what it came from."""
-
-    oid: str
-    parent: str | None
-    title: str
-    tree: dict[str, File]
-    date: str = field(default_factory=lambda: datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.000Z"))
-
-
 class Repo:
-    """One model or data set: commits, and the names that point at them."""
+    """One model or data set: commits, each a tree of files by path, and the names that point at them."""
 
-    def __init__(self, name: str, private: bool):
-        self.name, self.private = name, private
-        self.commits: dict[str, Commit] = {}
+    def __init__(self, *, private: bool = False):
+        self.private = private
+        self.commits: dict[str, dict[str, File]] = {}
         self.refs: dict[str, str] = {}
-        self.commit("main", {".gitattributes": File(b"", None, 0)}, "initial commit", None)
+        self.commit("main", {".gitattributes": File()})
 
-    def commit(self, ref: str, tree: dict[str, File], title: str, parent: str | None) -> str:
+    def commit(self, ref: str, tree: dict[str, File]) -> str:
         """Add a commit and point a name at it."""
-        oid = hashlib.sha1(f"{time.time_ns()} {ref} {title} {parent}".encode()).hexdigest()
-        self.commits[oid] = Commit(oid, parent, title, tree)
-        self.refs[ref] = oid
+        oid = self.refs[ref] = secrets.token_hex(20)
+        self.commits[oid] = tree
         return oid
 
     def add(self, path: str, data: bytes) -> None:
         """Write a small file, as somebody else would."""
-        head = self.commits[self.resolve("main")]
-        self.commit("main", head.tree | {path: File(data, None, len(data))}, path, head.oid)
+        self.commit("main", self.tree() | {path: File(data)})
 
     def resolve(self, revision: str) -> str | None:
         """Return the commit that a branch, a pull request or a hash stands for."""
         revision = unquote(revision).removeprefix("refs/heads/")
         return self.refs.get(revision) or (revision if revision in self.commits else None)
 
+    def tree(self, revision: str = "main") -> dict[str, File]:
+        """Return all files, by path."""
+        return self.commits[self.resolve(revision)]
+
     def pull_requests(self) -> list[str]:
         return [ref for ref in self.refs if ref.startswith("refs/pr/")]
 
-    def read(self, path: str, revision: str = "main") -> bytes | None:
-        """Return a small file, for assertions; None where there is none."""
-        file = self.commits[self.resolve(revision)].tree.get(path)
-        return None if file is None else file.data
+    def read(self, path: str) -> bytes:
+        """Return a small file, for assertions."""
+        return self.tree()[path].data
+
+
+class Refusal(Exception):
+    """An error as the real Hub words it: status, message and the code that clients read from a header."""
+
+    def __init__(self, status: int, message: str, code: str = ""):
+        self.status, self.message, self.code = status, message, code
 
 
 class Hub:
-    """Repositories, users, stored files, and the faults that tests ask for."""
+    """Repositories, users, stored files, and what tests have planned."""
 
     def __init__(self, xet_folder: Path | None, endpoint: str = ""):
         self.users = {"hf_tester": "tester"}  # token -> name
         self.repos: dict[str, Repo] = {}
         self.xet_folder = xet_folder
         self.xet_files: dict[str, tuple[str, int]] = {}  # SHA-256 -> Xet's hash, size
-        self.log: list[tuple[str, str, int]] = []  # method, path, status
-        self.faults: list[tuple[str, str, int, dict]] = []
-        self.surprises: list[tuple[str, str, Callable[[], None]]] = []
+        self.requests = 0
+        self.planned: list[tuple[str, str, Callable[[Handler], bool | None]]] = []  # method, path; True: all was answered
         self.lock = threading.RLock()
         self.endpoint = endpoint
 
@@ -131,12 +129,12 @@ class Hub:
         return {**settings, "HF_HUB_DISABLE_TELEMETRY": "1"}
 
     def fail_next(self, method: str, pattern: str, status: int, *, times: int = 1, **headers: str) -> None:
-        """Answer the next requests of this method, whose path matches, with an error."""
-        self.faults += [(method, pattern, status, headers)] * times
+        """Answer the next requests of this method, whose path matches, with an error; 0 cuts the connection."""
+        self.planned += [(method, pattern, partial(Handler.fail, status=status, headers=headers))] * times
 
-    def before_next(self, method: str, pattern: str, action: Callable[[], None]) -> None:
+    def before_next(self, method: str, pattern: str, action: Callable[["Handler"], None]) -> None:
         """Do something, as somebody else would, right before the next request of this method, whose path matches."""
-        self.surprises.append((method, pattern, action))
+        self.planned.append((method, pattern, action))
 
     def stored(self) -> set[str]:
         """Return the SHA-256 of all large files that have arrived."""
@@ -155,12 +153,11 @@ class Handler(BaseHTTPRequestHandler):
     hub: Hub
 
     def log_message(self, *_):
-        """Keep the tests' output clean; `Hub.log` has it."""
+        """Keep the tests' output clean."""
 
     def answer(self, status: int, body=b"", headers: dict | None = None, kind: str = "application/json") -> None:
         """Send a body: bytes as they are, all else as JSON."""
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.hub.log.append((self.command, urlsplit(self.path).path, status))
         self.send_response(status)
         fields = {"Content-Type": kind, "X-Request-Id": "Root=1-test", "Content-Length": str(len(body)), **(headers or {})}
         for name, value in fields.items():
@@ -169,33 +166,35 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def refuse(self, status: int, message: str, code: str = "") -> None:
-        """Send an error as the real Hub words it: the client reads the code from a header."""
-        self.answer(status, {"error": message}, {"X-Error-Message": message, **({"X-Error-Code": code} if code else {})})
+    def fail(self, status: int, headers: dict) -> bool:
+        """Answer as a test has planned."""
+        if status:
+            self.answer(status, {"error": "asked for by the test"}, headers)
+        else:
+            self.close_connection = True
+            self.connection.close()
+        return True
 
     def handle_any(self):
-        """Read the request, look for a fault that a test asked for, else route."""
+        """Read the request, look for what a test has planned, else route."""
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         url = urlsplit(self.path)
         self.query = parse_qs(url.query, keep_blank_values=True)
         self.user = self.hub.users.get((self.headers.get("Authorization") or "").removeprefix("Bearer ").strip())
         with self.hub.lock:
-            for place, (method, pattern, status, headers) in enumerate(self.hub.faults):
+            self.hub.requests += 1
+            for plan in self.hub.planned:
+                method, pattern, action = plan
                 if method == self.command and re.search(pattern, url.path):
-                    del self.hub.faults[place]
-                    if status == 0:  # a cut connection
-                        self.hub.log.append((self.command, url.path, 0))
-                        self.close_connection = True
-                        self.connection.close()
+                    self.hub.planned.remove(plan)
+                    if action(self):
                         return
-                    self.answer(status, {"error": "asked for by the test"}, headers)
-                    return
-            for place, (method, pattern, action) in enumerate(self.hub.surprises):
-                if method == self.command and re.search(pattern, url.path):
-                    del self.hub.surprises[place]
-                    action()
                     break
-            self.route(url.path)
+            try:
+                self.route(url.path)
+            except Refusal as no:
+                code = {"X-Error-Code": no.code} if no.code else {}
+                self.answer(no.status, {"error": no.message}, {"X-Error-Message": no.message, **code})
 
     do_GET = do_POST = do_PUT = do_DELETE = do_HEAD = handle_any
 
@@ -214,78 +213,70 @@ class Handler(BaseHTTPRequestHandler):
             if found := re.fullmatch(pattern, path):
                 action(*found.groups())
                 return
-        self.refuse(404, f"the test's Hub has no {self.command} {path}")
+        raise Refusal(404, f"the test's Hub has no {self.command} {path}")
 
-    def repo(self, name: str, *, write: bool = False) -> Repo | None:
-        """Return a repository, or answer why not."""
+    def repo(self, name: str, *, write: bool = False) -> Repo:
+        """Return a repository that this user may read, or write to."""
         found = self.hub.repos.get(name)
         owner = name.split("/")[-2]
         if found is None or (found.private and self.user != owner):
-            self.refuse(404 if self.user else 401, "Repository not found", "RepoNotFound")
-        elif write and self.user != owner and "create_pr" not in self.query:
-            self.refuse(403, "You don't have the rights to create a commit. Pass `create_pr=1` to create a Pull Request.")
-        else:
-            return found
-        return None
+            raise Refusal(404 if self.user else 401, "Repository not found", "RepoNotFound")
+        if write and self.user != owner and "create_pr" not in self.query:
+            raise Refusal(403, "You don't have the rights to create a commit. Pass `create_pr=1` to create a Pull Request.")
+        return found
 
-    def commit_of(self, repo: Repo, revision: str | None) -> Commit | None:
-        """Return a commit, or answer that there is none."""
+    def at(self, name: str, revision: str | None, *, write: bool = False) -> tuple[Repo, str, dict[str, File]]:
+        """Return a repository, and the commit and the tree of a revision of it."""
+        repo = self.repo(name, write=write)
         oid = repo.resolve(revision or "main")
         if oid is None:
-            self.refuse(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-            return None
-        return repo.commits[oid]
+            raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return repo, oid, repo.commits[oid]
 
     def create(self) -> None:
         if self.user is None:
-            self.refuse(401, "Invalid username or password.")
-            return
+            raise Refusal(401, "Invalid username or password.")
         asked = json.loads(self.body)
         owner = asked.get("organization") or self.user
         name = f"{owner}/{asked['name']}"
         url = f"{self.hub.endpoint}/{name}"
         if owner != self.user:
-            self.refuse(403, f'You don\'t have the rights to create a model under the namespace "{owner}"')
-        elif name in self.hub.repos:
+            raise Refusal(403, f'You don\'t have the rights to create a model under the namespace "{owner}"')
+        if name in self.hub.repos:
             self.answer(409, {"error": "You already created this model repo", "url": url})
-        else:
-            self.hub.repos[name] = Repo(name, bool(asked.get("private")) or asked.get("visibility") == "private")
-            self.answer(200, {"url": url, "name": name, "id": name})
+            return
+        self.hub.repos[name] = Repo(private=bool(asked.get("private")) or asked.get("visibility") == "private")
+        self.answer(200, {"url": url, "name": name, "id": name})
 
     def info(self, name: str, revision: str | None) -> None:
-        if (repo := self.repo(name)) is None or (commit := self.commit_of(repo, revision)) is None:
-            return
-        card = FRONT_MATTER.match(commit.tree["README.md"].data.decode()) if "README.md" in commit.tree else None
-        facts = {"id": name.removeprefix("datasets/"), "modelId": name, "sha": commit.oid, "private": repo.private, "tags": []}
-        facts |= {"cardData": yaml.safe_load(card[1]) if card else {}, "lastModified": commit.date, "createdAt": commit.date}
-        self.answer(200, facts | {"siblings": [{"rfilename": path} for path in sorted(commit.tree)]})
+        repo, oid, tree = self.at(name, revision)
+        facts = {"id": name.removeprefix("datasets/"), "modelId": name, "sha": oid, "private": repo.private, "tags": []}
+        self.answer(200, facts | {"siblings": [{"rfilename": path} for path in sorted(tree)]})
 
     def tree(self, name: str, revision: str, folder: str | None) -> None:
-        if (repo := self.repo(name)) is None or (commit := self.commit_of(repo, revision)) is None:
-            return
+        _, _, tree = self.at(name, revision)
         inside = f"{unquote(folder)}/" if folder else ""
-        below = {path.removeprefix(inside): path for path in sorted(commit.tree) if path.startswith(inside)}
+        below = {path.removeprefix(inside): path for path in sorted(tree) if path.startswith(inside)}
         deep = self.query.get("recursive", ["false"])[0].lower() in ("true", "1")
-        found = [_entry(path, commit.tree[path]) for short, path in below.items() if deep or "/" not in short]
+        found = [_entry(path, tree[path]) for short, path in below.items() if deep or "/" not in short]
         if not deep:
             folders = sorted({inside + short.split("/")[0] for short in below if "/" in short})
             found += [{"type": "directory", "path": one, "oid": "0" * 40, "size": 0} for one in folders]
         self.answer(200, found)
 
     def resolve(self, name: str, revision: str, path: str) -> None:
-        if (repo := self.repo(name)) is None or (commit := self.commit_of(repo, revision)) is None:
-            return
-        file = commit.tree.get(unquote(path))
+        _, oid, tree = self.at(name, revision)
+        file = tree.get(unquote(path))
         if file is None:
-            headers = {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found", "X-Repo-Commit": commit.oid}
+            headers = {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found", "X-Repo-Commit": oid}
             self.answer(404, b"Entry not found", headers, "text/plain")
             return
-        headers = {"ETag": f'"{file.sha256 or file.oid}"', "X-Repo-Commit": commit.oid}
+        headers = {"ETag": f'"{file.sha256 or file.oid}"', "X-Repo-Commit": oid}
         xet_hash = self.hub.xet_files.get(file.sha256, (None,))[0]
         if file.sha256:
             headers |= {"X-Linked-Size": str(file.size), "X-Linked-ETag": f'"{file.sha256}"'}
         if xet_hash:
-            token = f"{self.hub.endpoint}/api/models/{name}/xet-read-token/{commit.oid}"
+            token = f"{self.hub.endpoint}/api/models/{name}/xet-read-token/{oid}"
             headers |= {"X-Xet-Hash": xet_hash, "Link": f'<{token}>; rel="xet-auth"'}
             if self.command == "HEAD":
                 self.answer(200, b"", headers | {"Content-Length": str(file.size)}, "application/octet-stream")
@@ -294,47 +285,42 @@ class Handler(BaseHTTPRequestHandler):
 
     def preupload(self, name: str, revision: str) -> None:
         """Say which files are large, and which are here already."""
-        if (repo := self.repo(name, write=True)) is None or (commit := self.commit_of(repo, revision)) is None:
-            return
+        _, _, tree = self.at(name, revision, write=True)
         files = []
         for asked in json.loads(self.body)["files"]:
-            mode, here = "lfs" if asked["path"].endswith(LARGE) else "regular", commit.tree.get(asked["path"])
+            mode, here = "lfs" if asked["path"].endswith(LARGE) else "regular", tree.get(asked["path"])
             oid = None if here is None else here.sha256 or here.oid
             files.append({"path": asked["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self.answer(200, {"files": files})
 
     def commit(self, name: str, revision: str) -> None:
-        if (repo := self.repo(name, write=True)) is None or (parent := self.commit_of(repo, revision)) is None:
-            return
-        tree, header = dict(parent.tree), {}
+        repo, parent, tree = self.at(name, revision, write=True)
+        tree, header = dict(tree), {}
         for line in filter(bytes.strip, self.body.splitlines()):
             operation = json.loads(line)
             key, value = operation["key"], operation["value"]
             if key == "header":
                 header = value
             elif key == "file":
-                data = base64.b64decode(value["content"])
-                tree[value["path"]] = File(data, None, len(data))
+                tree[value["path"]] = File(base64.b64decode(value["content"]))
             elif key == "lfsFile":
                 assert self.hub.has(value["oid"]), "a commit of a large file that has not arrived"
                 tree[value["path"]] = File(b"", value["oid"], self.hub.xet_files[value["oid"]][1])
             elif key == "deletedFile":
                 tree.pop(value["path"], None)
-        if header.get("parentCommit") not in (None, parent.oid) and "create_pr" not in self.query:
-            self.refuse(412, "A commit has happened since. Please refresh and try again.")
-            return
+        if header.get("parentCommit") not in (None, parent) and "create_pr" not in self.query:
+            raise Refusal(412, "A commit has happened since. Please refresh and try again.")
         answer, ref = {"success": True, "hookOutput": ""}, unquote(revision)
         if "create_pr" in self.query:
             number = len(repo.pull_requests()) + 1
             ref = f"refs/pr/{number}"
             answer["pullRequestUrl"] = f"{self.hub.endpoint}/{name}/discussions/{number}"
-        oid = repo.commit(ref, tree, header.get("summary", ""), parent.oid)
+        oid = repo.commit(ref, tree)
         self.answer(200, answer | {"commitOid": oid, "commitUrl": f"{self.hub.endpoint}/{name}/commit/{oid}"})
 
     def xet_token(self, name: str) -> None:
         """Send clients to the folder that stands for Xet's storage."""
-        if self.repo(name) is None:
-            return
+        self.repo(name)
         place, until = f"local://{self.hub.xet_folder}", int(time.time()) + 3600
         headers = {"X-Xet-Cas-Url": place, "X-Xet-Access-Token": "token", "X-Xet-Token-Expiration": str(until)}
         self.answer(200, {"accessToken": "token", "exp": until, "casUrl": place}, headers)

@@ -7,14 +7,14 @@ Each folder of golden/format-1 holds the logits that its model had; they were wr
 
 import json
 import logging as std_logging
-import os
 import re
+import runpy
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import refused, rewrite, run_python
+from conftest import refused, rewrite
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
@@ -31,6 +31,7 @@ from transformers import (
 from transformers.utils import logging
 
 import hf_posswap as posswap
+from hf_posswap.checkpoint import STUB
 from hf_posswap.experiments.comparison import load_runs, markdown
 from hf_posswap.sharing.load_reports import LoadReports
 from hf_posswap.sharing.record import read_results
@@ -49,12 +50,16 @@ def load(name: str, **options):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_checkpoint(name):
-    """The Auto classes load it, and it computes what it computed."""
+    """The Auto classes load it, and it computes what it computed; the code in it has the classes that its config names."""
     assert len(FOLDERS) == 12
     expected, model = load_file(FORMAT_1 / name / "expected.safetensors"), load(name)
     told = posswap.describe(model)
     assert told.new.name == name.partition("-")[2] and told.trained_positions == 24 and not told.can_restore
     torch.testing.assert_close(model(expected["tokens"]).logits, expected["logits"], **EXACT)
+    named = json.loads((FORMAT_1 / name / "config.json").read_text())["auto_map"]
+    there = runpy.run_path(FORMAT_1 / name / STUB)  # test_fresh_processes loads by such code
+    assert there[named["AutoModel"].removeprefix(f"{Path(STUB).stem}.")] is type(model.base_model)
+    assert {f"{Path(STUB).stem}.{one}" for one in there} >= set(named.values())
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
@@ -64,20 +69,6 @@ def test_delta(family):
     posswap.load_delta(model, FORMAT_1 / f"{family}-delta")
     assert posswap.describe(model).new == posswap.Relative(clip=4)
     torch.testing.assert_close(model(expected["tokens"]).logits, expected["logits"], **EXACT)
-
-
-def test_by_the_code_in_the_folder(tmp_path):
-    """A process that has not imported this package loads it by the few lines that were saved next to it."""
-    program = (
-        "import sys, transformers; from safetensors.torch import load_file, save_file\n"
-        "model = transformers.AutoModelForMaskedLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()\n"
-        "tokens = load_file(sys.argv[1] + '/expected.safetensors')['tokens']\n"
-        "save_file({'logits': model(tokens).logits.detach()}, sys.argv[2])"
-    )
-    folder, found = FORMAT_1 / "bert-relative", tmp_path / "found.safetensors"
-    cache = {"HF_MODULES_CACHE": str(tmp_path / "modules")}  # where transformers copies code to
-    run_python("-c", program, folder, found, env=os.environ | cache)
-    torch.testing.assert_close(load_file(found)["logits"], load_file(folder / "expected.safetensors")["logits"], **EXACT)
 
 
 def test_results():

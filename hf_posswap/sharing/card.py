@@ -14,6 +14,7 @@ import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
 from hf_posswap.assets import EMBEDDED_MODELS
+from hf_posswap.checkpoint import is_repo_id
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.experiments.comparison import background, markdown, row_label
 from hf_posswap.experiments.page import plots
@@ -21,7 +22,7 @@ from hf_posswap.pipelines import KINDS
 from hf_posswap.provenance import write_json
 from hf_posswap.schemes import scheme_from_dict
 from hf_posswap.sharing.native_decoders import GPT_NEOX
-from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, data_of, gather, is_repo_id, own_rows
+from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, data_of, gather, own_rows
 
 CARD_FILE = "README.md"
 PICTURES = "posswap_results"
@@ -102,8 +103,8 @@ def write_card(
     <BLANKLINE>
     """
     folder = Path(folder)
-    if repo_id is not None:
-        check_repo_id(repo_id)
+    if repo_id is not None and (not is_repo_id(repo_id) or "/" not in repo_id):
+        raise PosswapError(f"repo_id={repo_id!r} is no name for a repository: give owner/name")
     if license is not None and not re.fullmatch(r"[A-Za-z0-9.+-]+", license):
         raise PosswapError(f"license={license!r} is no identifier of a licence: give one such as apache-2.0 or mit")
     content = gather(folder, None if results is None else [Path(place) for place in results], base_model)
@@ -132,12 +133,6 @@ def write_card(
         if path.relative_to(folder) not in written and (path.suffix == ".yaml" or re.match(r"\d+-", path.name)):
             path.unlink(missing_ok=True)
     return folder / CARD_FILE
-
-
-def check_repo_id(repo_id: str) -> None:
-    """Raise unless this is owner/name."""
-    if not is_repo_id(repo_id) or "/" not in repo_id:
-        raise PosswapError(f"repo_id={repo_id!r} is no name for a repository: give owner/name")
 
 
 def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResult]]:

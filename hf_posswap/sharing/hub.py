@@ -17,7 +17,7 @@ from hf_posswap.checkpoint import CONFIG_CLASSES, STUB, SWAPPED_CLASSES, is_stub
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.fitting.report import FIT_FILE
 from hf_posswap.provenance import read_json
-from hf_posswap.sharing.card import CARD_FILE, EVAL_RESULTS, PICTURES, check_repo_id, own_text, write_card
+from hf_posswap.sharing.card import CARD_FILE, EVAL_RESULTS, PICTURES, own_text, write_card
 from hf_posswap.sharing.delta import ABOUT
 from hf_posswap.sharing.parity import PARITY_FILE
 from hf_posswap.sharing.record import RESULTS_FILE
@@ -71,10 +71,8 @@ def share(
             without sending twice what has arrived.
     """
     folder = Path(folder)
-    check_repo_id(repo_id)
     fresh = not (folder / CARD_FILE).exists()
-    if folder.is_dir():
-        check_files(folder)
+    check_files(folder)
     options = {"results": results, "base_model": base_model, "license": license, "eval_results": eval_results}
     write_card(folder, repo_id=repo_id, **options)
     api = HfApi()

@@ -11,13 +11,12 @@ from pathlib import Path
 import transformers
 from huggingface_hub import errors as hub_errors
 from huggingface_hub import hf_hub_download
-from huggingface_hub.utils import validate_repo_id
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_posswap.architectures import family_of
-from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES, read_config_entry, scheme_in
+from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES, is_repo_id, read_config_entry, scheme_in
 from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.experiments.comparison import check_budgets, load_runs
 from hf_posswap.fitting.report import FIT_FILE
@@ -163,15 +162,6 @@ def _base_model(known: dict | None, given: str | None, before: dict | None, fold
     if known is not None and name != known["id"]:
         raise PosswapError(f"{folder} was swapped from {known['id']}, not from {name}: leave out base_model")
     return {"id": name, "revision": revision or (known or {}).get("revision"), "on_hub": on_hub}
-
-
-def is_repo_id(name) -> bool:
-    """Whether the Hub would take this as the name of a repository."""
-    try:
-        validate_repo_id(name)
-    except hub_errors.HFValidationError:
-        return False
-    return True
 
 
 def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:

@@ -78,7 +78,7 @@ def load_relative_key(
         )
     finally:
         transformers_logging.set_verbosity(verbosity)
-    misfits = [key[0] if isinstance(key, tuple) else key for key in info["mismatched_keys"]]
+    misfits = {name for name, *_ in info["mismatched_keys"]}
     unread = {name for name in (*info["missing_keys"], *misfits) if ".position_embeddings." not in f".{name}"}
     if lost := sorted(name for name in unread if name in misfits or name.endswith(".positions.key_table")):
         raise CheckpointError(f"{path_or_id} says {kind}, and what that needs is missing or misshapen: {', '.join(lost)}")

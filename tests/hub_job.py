@@ -1,6 +1,7 @@
-"""Scenarios of sharing, all against one Hub on loopback in a process of their own, since the client reads HF_ENDPOINT once.
+"""Scenarios of sharing models and of reading data sets like GLUE and wikitext, all against one Hub on loopback in a process of
+their own, since the client reads HF_ENDPOINT once.
 
-HF_ENDPOINT=http://127.0.0.1:PORT python tests/share_job.py FOLDER  # prints {scenario: "" or what went wrong} last
+HF_ENDPOINT=http://127.0.0.1:PORT python tests/hub_job.py FOLDER  # prints {scenario: "" or what went wrong} last
 """
 
 import copy
@@ -11,13 +12,18 @@ import sys
 import traceback
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
+import datasets
+import pytest
 import torch
-from hub import Hub, Repo
+from hub import File, Hub, Repo
 from huggingface_hub import HfApi
 from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, BertForMaskedLM, BertModel
 
 import hf_posswap as posswap
+from hf_posswap.data.tables import TableConfig, read_task
+from hf_posswap.data.text import read_documents
 
 SCENARIOS = {}
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
@@ -31,20 +37,15 @@ def scenario(function):
 
 def files(hub, name, revision="main"):
     """Return the paths of a repository, but git's own."""
-    repo = hub.repos[name]
-    return set(repo.commits[repo.resolve(revision)].tree) - {".gitattributes"}
+    return set(hub.repos[name].tree(revision)) - {".gitattributes"}
 
 
 @contextmanager
-def refused(words):
-    """Inside, our error is raised, says this, and does not show the token."""
-    try:
+def refused(says):
+    """Inside, our error is raised, says this, a regular expression, and does not show the token."""
+    with pytest.raises(posswap.PosswapError, match=says) as raised:
         yield
-    except posswap.PosswapError as error:
-        assert words in str(error), str(error)
-        assert os.environ["HF_TOKEN"] not in str(error)
-    else:
-        raise AssertionError(f"not refused: {words}")
+    assert os.environ["HF_TOKEN"] not in str(raised.value)
 
 
 def new_model(folder, seed):
@@ -58,6 +59,15 @@ def new_model(folder, seed):
 def push(folder, repo_id, **options):
     """Share with a base that is on no Hub."""
     return posswap.share(folder, repo_id, base_model="local:tiny", license="mit", **options)
+
+
+def another_process(program, *arguments, **variables):
+    """Run a program next to this file; return the JSON that it prints last."""
+    command, environment = [sys.executable, "-c", program, *map(str, arguments)], os.environ | variables
+    options = {"capture_output": True, "text": True, "timeout": 300, "cwd": Path(__file__).parent, "env": environment}
+    done = subprocess.run(command, check=False, **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @scenario
@@ -127,7 +137,7 @@ def private(hub, folder, model):
 @scenario
 def pull_request(hub, folder, model):
     """Into somebody else's repository: refused with the way out, and that way works, and leaves main alone."""
-    hub.repos["other/theirs"] = Repo("other/theirs", False)
+    hub.repos["other/theirs"] = Repo()
     with refused("open a pull request with create_pr=True"):
         push(folder, "other/theirs")
     assert (folder / "README.md").is_file() and files(hub, "other/theirs") == set()
@@ -147,10 +157,10 @@ def busy(hub, folder, model):
     for number, status in enumerate((429, 503, 500, 0)):
         hub.fail_next("POST", "/commit/", status, times=2 if status else 1, **{"Retry-After": "0"})
         push(folder, f"tester/busy-{number}")
-        assert not hub.faults and len(hub.repos[f"tester/busy-{number}"].commits) == 2, status
+        assert not hub.planned and len(hub.repos[f"tester/busy-{number}"].commits) == 2, status
     hub.fail_next("POST", "/preupload/", 503)  # the client's own affair
     push(folder, "tester/busy-upload")
-    assert not hub.faults and "model.safetensors" in files(hub, "tester/busy-upload")
+    assert not hub.planned and "model.safetensors" in files(hub, "tester/busy-upload")
 
 
 @scenario
@@ -159,18 +169,18 @@ def giving_up(hub, folder, model):
     hub.fail_next("POST", "/commit/", 503, times=6, **{"Retry-After": "0"})
     with refused("the Hub answered 503"):
         push(folder, "tester/later")
-    assert not hub.faults and files(hub, "tester/later") == set() and (folder / "model.safetensors").is_file()
+    assert not hub.planned and files(hub, "tester/later") == set() and (folder / "model.safetensors").is_file()
     stored = hub.stored()
     push(folder, "tester/later")
     assert "model.safetensors" in files(hub, "tester/later") and hub.stored() == stored
-    hub.repos["other/slow"] = Repo("other/slow", False)
+    hub.repos["other/slow"] = Repo()
     hub.fail_next("POST", "/commit/", 502)  # it may have been opened: another one would be a second
     with refused("the Hub answered 502"):
         push(folder, "other/slow", create_pr=True)
     hub.fail_next("POST", "/commit/", 0)
     with refused("could not be reached"):
         push(folder, "other/slow", create_pr=True)
-    assert not hub.faults and not hub.repos["other/slow"].pull_requests()
+    assert not hub.planned and not hub.repos["other/slow"].pull_requests()
 
 
 @scenario
@@ -181,7 +191,7 @@ def out_of_reach(hub, folder, model):
         with refused(f"All files are in {folder}"):
             push(folder, "tester/nowhere")
     finally:
-        hub.faults.clear()
+        hub.planned.clear()
     assert (folder / "README.md").is_file() and "tester/nowhere" not in hub.repos
 
 
@@ -191,7 +201,7 @@ def somebody_else(hub, folder, model):
     push(folder, "tester/shared")
     repo = hub.repos["tester/shared"]
 
-    hub.before_next("POST", "/commit/", lambda: repo.add("NOTES.md", b"mine"))
+    hub.before_next("POST", "/commit/", lambda _: repo.add("NOTES.md", b"mine"))
     (folder / "README.md").write_text((folder / "README.md").read_text() + "\nMore.\n")
     with refused("somebody has changed tester/shared meanwhile"):
         push(folder, "tester/shared")
@@ -206,7 +216,7 @@ def wrong_token(hub, folder, model):
     right = os.environ["HF_TOKEN"]
     os.environ["HF_TOKEN"] = "hf_wrong_and_secret"
     try:
-        with refused("log in (hf auth login, or HF_TOKEN)"):
+        with refused(r"log in \(hf auth login, or HF_TOKEN\)"):
             push(folder, "tester/unknown")
     finally:
         os.environ["HF_TOKEN"] = right
@@ -217,7 +227,7 @@ def wrong_token(hub, folder, model):
 @scenario
 def a_card_that_is_there(hub, folder, model):
     """What somebody has written into the card on the Hub stays around ours when the folder has no card yet."""
-    hub.repos["tester/written"] = repo = Repo("tester/written", False)
+    hub.repos["tester/written"] = repo = Repo()
     repo.add("README.md", b"---\nlanguage: de\n---\n\nRead me first.\n")
     push(folder, "tester/written")
     card = repo.read("README.md").decode()
@@ -233,7 +243,7 @@ def a_card_that_is_there(hub, folder, model):
 @scenario
 def what_is_not_sent(hub, folder, model):
     """Pickles, leftovers of training, links out of the folder, broken weights, strange indices, names: before any request."""
-    requests = len(hub.log)
+    requests = hub.requests
     with refused("is no name for a repository"):
         push(folder, "tester/a/b")
     with refused("give owner/name"):
@@ -277,7 +287,7 @@ def what_is_not_sent(hub, folder, model):
     with refused("has no weights"):
         push(folder, "tester/never")
     (folder / "model.safetensors").write_bytes(weights)
-    assert not (folder / "README.md").exists() and len(hub.log) == requests
+    assert not (folder / "README.md").exists() and hub.requests == requests
     push(folder, "tester/always")
     assert not [name for name in files(hub, "tester/always") if ".git" in name]
 
@@ -289,7 +299,7 @@ def delta_and_leaderboard(hub, folder, model):
     posswap.save_delta(posswap.swap(copy.deepcopy(base), "relative:clip=4"), folder / "delta", base_model=base)
     push(folder / "delta", "tester/delta")
     assert str(posswap.describe(posswap.load_delta(base, "tester/delta")).new) == "relative:clip=4"
-    hub.repos["tester/bare"] = Repo("tester/bare", False)
+    hub.repos["tester/bare"] = Repo()
     for place, words in (
         ("tester/delta", "none of tester/delta has a comparison"),
         (f"tester/delta@{hub.repos['tester/delta'].resolve('main')}", "has a comparison"),
@@ -327,12 +337,91 @@ def pushed_by_transformers(hub, folder, model):
     posswap.save_delta(model, folder / "delta", base_model=base)
     HfApi().create_repo("tester/bare-delta")
     HfApi().upload_folder(repo_id="tester/bare-delta", folder_path=folder / "delta")
-    command = [sys.executable, "-c", PULL, str(folder / "base")]
-    home = {"HF_HOME": str(folder / "home")}
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | home, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for pulled in json.loads(done.stdout.splitlines()[-1]):
+    for pulled in another_process(PULL, folder / "base", HF_HOME=str(folder / "home")):
         torch.testing.assert_close(torch.tensor(pulled), model(torch.arange(5, 25)[None]).logits, rtol=1e-4, atol=1e-4)
+
+
+SENTENCES = [f"The cat sat on {number} {'mats' if number % 2 else 'hats'}." for number in range(60)]
+COLA = datasets.Features({"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["wrong", "right"])})
+
+
+def data_set(config, **splits):
+    """Return the files of a data set on the Hub: each split's rows, and a card that says where they are."""
+    files = "".join(f"  - split: {split}\n    path: {config}/{split}-*\n" for split in splits)
+    card = f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n"
+    return {"README.md": File(card.encode())} | {f"{config}/{split}-0.parquet": rows for split, rows in splits.items()}
+
+
+def parquet(folder, columns, features=None):
+    """Return a table as a file."""
+    datasets.Dataset.from_dict(columns, features).to_parquet(folder / "rows.parquet")
+    return File((folder / "rows.parquet").read_bytes())
+
+
+def glue(folder):
+    """Return CoLA as GLUE has it, whose test labels are secret."""
+    rows = {"sentence": SENTENCES, "label": [number % 2 for number in range(60)]}
+    part = {name: values[:20] for name, values in rows.items()}
+    secret = {"sentence": SENTENCES[:5], "label": [-1] * 5}
+    splits = {"train": rows, "validation": part, "test": secret}
+    return data_set("cola", **{split: parquet(folder, columns, COLA) for split, columns in splits.items()})
+
+
+def read(name):
+    """Return what is read of a data set's labels, sizes and texts."""
+    task = read_task(TableConfig(dataset=name))
+    return [list(task.label_names), len(task.train), len(task.validation), task.validation.texts[0]]
+
+
+@scenario
+def reading(hub, folder, model):
+    """Data sets are read by the names that people write, once read also without a network; others are an error."""
+    lines = parquet(folder, {"text": ["", " = A title = \n", "The cat sat on the mat. \n"]})
+    for name, tree in {
+        "nyu-mll/glue": glue(folder),
+        "Salesforce/wikitext": data_set("wikitext-2-raw-v1", train=lines, validation=lines),
+        "other/private": {"train.parquet": lines},
+        "other/script": {"script.py": File(b"raise SystemExit('code of a stranger was run')")},
+    }.items():
+        hub.repos[f"datasets/{name}"] = Repo(private="private" in name)
+        hub.repos[f"datasets/{name}"].commit("main", tree)
+    expected = [["wrong", "right"], 60, 20, SENTENCES[0]]
+    assert read("glue/cola") == read("nyu-mll/glue:cola") == expected
+    text = read_documents("wikitext:wikitext-2-raw-v1", split="validation")
+    assert text == [" = A title = \n", "The cat sat on the mat. \n"], text
+    for name, says in (
+        ("glue/nothing", "nothing.*cola"),
+        ("other/private", "exist"),
+        ("other/script", "scripts are no longer supported"),
+        ("no/such", "exist"),
+    ):
+        with refused(f"cannot read the Hub data set .*{says}"):
+            read(name)
+    offline = "import json; from hub_job import read; print(json.dumps(read('glue/cola')))"
+    assert another_process(offline, HF_HUB_OFFLINE="1") == expected
+
+
+@scenario
+def faults_while_reading(hub, folder, model):
+    """A Hub that answers with an error, or cuts the connection, is an error of one line; the same again goes on."""
+    for status in (503, 0):
+        name = f"faulty/glue{status}"
+        hub.repos[f"datasets/{name}"] = Repo()
+        hub.repos[f"datasets/{name}"].commit("main", glue(folder))
+        with patch("time.sleep"):  # the client waits between its tries
+            for method in ("GET", "HEAD"):
+                hub.fail_next(method, "datasets", status, times=1000)
+            with refused(f"^cannot read the Hub data set {name}, cola: "):
+                read(f"{name}/cola")
+            hub.planned.clear()
+            hub.fail_next("GET", "/cola/validation-", status)
+            try:
+                read(f"{name}/cola")
+                assert status == 0  # a cut connection may be asked again at once
+            except posswap.PosswapError as error:
+                assert str(error).startswith("cannot read the Hub data set"), error
+            hub.planned.clear()
+            assert read(f"{name}/cola")[1:3] == [60, 20]
 
 
 def main(root: Path) -> None:
@@ -347,7 +436,7 @@ def main(root: Path) -> None:
                 found[name] = ""
             except BaseException:
                 found[name] = traceback.format_exc()
-                hub.faults.clear()
+                hub.planned.clear()
         print(json.dumps(found))
 
 
