@@ -72,9 +72,6 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         return figures | ({"perplexity": perplexity(model, held[0])} if causal else {})
 
     model = text.load(fit_batches=text.fit_batches, fit_learning_rate=config.fit_learning_rate)
-    # The loss on layers' states gives a pooler no gradient, and DDP waits for every gradient.
-    if getattr(model, "pooler", None) is not None:
-        model.pooler.requires_grad_(False)
     original = load_original(config.model).to(model.device)
     announce("measuring before the first step")
     before, cold = measure(original), None

@@ -93,6 +93,7 @@ def test_every_scheme_and_start(options, family, tmp_path):
         names = {"cosine_32", "word_order"}
         assert figures["original"]["cosine_32"] == pytest.approx(1.0, abs=1e-5)
         assert figures["cold"]["cosine_32"] < figures["swap"]["cosine_32"] < figures["fit"]["cosine_32"] < 1
+        assert not found["fit"]["model"].pooler.dense.weight.requires_grad  # it gets no gradient, and DDP waits for all
     else:
         names = {"perplexity_32", "perplexity_64", "perplexity_128", "kl", "word_order"}
         assert figures["original"]["kl"] == pytest.approx(0.0, abs=1e-5)

@@ -116,7 +116,11 @@ class RunText:
     def load(self, auto_class: type | None = None, **options) -> PreTrainedModel:
         """Return the model of the run (`load_model`), fitted on the training text if it is to be."""
         fit = {"fit_batches": lambda: self.fit_batches(seed=self.config.seed)}
-        return load_model(self.config, auto_class or usual_class(self.causal), tokenizer=self.tokenizer, **(fit | options))
+        model = load_model(self.config, auto_class or usual_class(self.causal), tokenizer=self.tokenizer, **(fit | options))
+        # A loss on the states gives an encoder's pooler no gradient, and DDP waits for every gradient.
+        if getattr(model, "pooler", None) is not None:
+            model.pooler.requires_grad_(False)
+        return model
 
 
 def check_enough(blocks: torch.Tensor, config: TrainingConfig) -> None:
