@@ -100,16 +100,12 @@ def _ranges(length: int):
         low, size = (1, 7) if low == 0 else (low + size, 3 * (low + size))
 
 
-def _batches(blocks: torch.Tensor, model: PreTrainedModel):
-    for rows in blocks.split(max(1, _TOKENS_A_BATCH // blocks.shape[1])):
-        yield rows.to(model.device)
-
-
 @torch.no_grad()
 def pooled_states(model: PreTrainedModel, blocks: torch.Tensor) -> torch.Tensor:
     """Return the mean over tokens of the last hidden states of unpadded blocks (N, L): (N, E), of norm 1, float32."""
+    parts = blocks.to(model.device).split(max(1, _TOKENS_A_BATCH // blocks.shape[1]))
     with evaluating(model):
-        pooled = [model.base_model(input_ids=rows).last_hidden_state.float().mean(1) for rows in _batches(blocks, model)]
+        pooled = [model.base_model(input_ids=rows).last_hidden_state.float().mean(1) for rows in parts]
     return functional.normalize(torch.cat(pooled), dim=-1)
 
 
@@ -128,10 +124,9 @@ def block_kl(model: PreTrainedModel, original: PreTrainedModel, blocks: torch.Te
     """Return, for each block (N, L), the mean over tokens of KL(original || model) of next tokens, in nats: (N,) on the CPU."""
     found = []
     with evaluating(model, original):
-        for rows in _batches(blocks, model):
-            target = original(input_ids=rows.to(original.device), use_cache=False).logits
-            given = model(input_ids=rows, use_cache=False).logits
-            found.append(_token_kl(target.to(rows.device), given).mean(1).cpu())
+        for rows in blocks.split(max(1, _TOKENS_A_BATCH // blocks.shape[1])):
+            target, given = (one(input_ids=rows.to(one.device), use_cache=False).logits for one in (original, model))
+            found.append(_token_kl(target.to(given.device), given).mean(1).cpu())
     return torch.cat(found)
 
 
