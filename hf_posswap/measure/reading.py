@@ -44,15 +44,16 @@ class LongText:
             self.original = self._by_position(lambda ids: sliding_window_losses(original, ids, window, stride=self.stride))
         else:
             self.original = {}
-            self.pooled = [self._pooled(original, batch, windows=True) for batch in batches]
+            self.pooled = [self._pooled(original, batch, window) for batch in batches]
 
     def read(self, model: PreTrainedModel) -> dict[str, float]:
         if self.measure == "loss":
             return self._by_position(lambda ids: token_losses(model, ids))
         found = defaultdict(list)
         for batch, wanted in zip(self.batches, self.pooled, strict=True):
-            got = self._pooled(model, batch)
-            found[batch["input_ids"].shape[1]] += (1 - functional.cosine_similarity(got, wanted, dim=-1)).tolist()
+            length = batch["input_ids"].shape[1]
+            got = self._pooled(model, batch, length)
+            found[length] += (1 - functional.cosine_similarity(got, wanted, dim=-1)).tolist()
         return {str(length): sum(values) / len(values) for length, values in sorted(found.items())}
 
     def _by_position(self, losses_of) -> dict[str, float]:
@@ -67,20 +68,14 @@ class LongText:
         return loss_by_position(torch.cat(table), starts)
 
     @torch.no_grad()
-    def _pooled(self, model: PreTrainedModel, batch: dict, *, windows: bool = False) -> torch.Tensor:
-        """Return the mean of each sequence's last states, (B, E) float32."""
+    def _pooled(self, model: PreTrainedModel, batch: dict, window: int) -> torch.Tensor:
+        """Return the mean of each sequence's last states, read through a window, (B, E) float32."""
         mask = batch["attention_mask"]
-        if windows and mask.shape[1] > self.window:
-            laid = lay_windows(mask, self.window, self.stride, causal=self.causal)
-            parts = [(part.cut(batch), part.chosen, part.rows) for part in laid.split(max(1, _TOKENS_A_BATCH // self.window))]
-        else:
-            few = torch.arange(len(mask)).split(max(1, _TOKENS_A_BATCH // mask.shape[1]))
-            parts = [({key: value[rows] for key, value in batch.items()}, mask[rows], rows) for rows in few]
-        total = None
-        for given, chosen, rows in parts:
-            given = {key: value.to(model.device) for key, value in given.items()}
+        window = min(window, mask.shape[1])  # one as long as the sequences is the sequences as they are
+        windows, sums = lay_windows(mask, window, self.stride, causal=self.causal), []
+        for part in windows.split(max(1, _TOKENS_A_BATCH // window)):
+            given = {key: value.to(model.device) for key, value in part.cut(batch).items()}
             states = model.base_model(**given, use_cache=False).last_hidden_state.float().cpu()
-            sums = torch.where(chosen[..., None], states, 0.0).sum(1)
-            total = sums.new_zeros(len(mask), sums.shape[-1]) if total is None else total
-            total.index_add_(0, rows, sums)
-        return total / mask.sum(1, keepdim=True)
+            sums.append(torch.where(part.chosen[..., None], states, 0.0).sum(1))
+        sums = torch.cat(sums)
+        return sums.new_zeros(len(mask), sums.shape[1]).index_add_(0, windows.rows, sums) / mask.sum(1, keepdim=True)

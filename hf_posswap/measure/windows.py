@@ -38,7 +38,7 @@ class Windows(NamedTuple):
 
 
 def lay_windows(mask: torch.Tensor, window: int, stride: int, *, causal: bool) -> Windows:
-    """Lay windows over sequences of more than `window` places, by their mask (B, L), which is false where there is padding.
+    """Lay windows over sequences of `window` places or more, by their mask (B, L), which is false where there is padding.
 
     They leave padding out, but for a sequence shorter than a window, whose only one has padding.
 
