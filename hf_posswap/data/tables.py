@@ -103,11 +103,10 @@ def read_task(config: TableConfig) -> Task:
     source = config.dataset or Path(config.train_file).name
     text, pair, label = _choose_columns(tables["train"], config, source)
     where = {split: f"the {split} part of {Path(files[split]).name if files else source}" for split in tables}
-    for split, table in tables.items():
-        if len(table) == 0:
-            raise DataError(f"{where[split]} has no rows")
-        for name in filter(None, (text, pair)):
-            read_texts(table, name, where[split])  # or raises, saying why not
+    if empty := [split for split, table in tables.items() if len(table) == 0]:
+        raise DataError(f"{where[empty[0]]} has no rows")
+    texts = {split: read_texts(table, text, where[split]) for split, table in tables.items()}
+    pairs = {split: read_texts(table, pair, where[split], "text_pair_column") for split, table in tables.items() if pair}
     values = {split: _label_column(table, label, where[split]) for split, table in tables.items()}
     fractions = all(isinstance(value, float) for value in values["train"])
     if config.task == "regression" or config.task == "auto" and fractions:
@@ -123,8 +122,7 @@ def read_task(config: TableConfig) -> Task:
         wanted = config.max_train_samples if split == "train" else config.max_eval_samples
         if wanted is not None and wanted < len(found):
             found = sorted(random.Random(config.data_seed).sample(found, wanted))
-        table = tables[whole].select(found)
-        rows[split] = Rows(table[text][:], pair and table[pair][:], [labels[whole][place] for place in found])
+        rows[split] = Rows(*([of[whole][place] for place in found] if of else None for of in (texts, pairs, labels)))
         if len(set(rows[split].labels)) < 2 and (not names or split == "train"):
             raise DataError(f"column {label!r} is the same in all rows of {where[whole]}: nothing to tell apart")
     return Task(source, rows["train"], rows["validation"], rows.get("test"), names)
@@ -189,15 +187,15 @@ def read_hub(name: str, config: str | None, split: str | None) -> "datasets.Data
         raise DataError(f"cannot read the Hub data set {place}: {reason}; a local file needs no network") from None
 
 
-def read_texts(table: "datasets.Dataset", column: str, source) -> list[str]:
-    """Return a column of texts; DataError says what the column holds instead."""
-    check_column(table, column, source, "text_column")
+def read_texts(table: "datasets.Dataset", column: str, source, option: str = "text_column") -> list[str]:
+    """Return a column of texts, which `option` has named; DataError says what the column holds instead."""
+    check_column(table, column, source, option)
     texts = table[column][:]
     empty = [number for number, text in enumerate(texts, 1) if text is None]
     if empty:
         raise DataError(f"column {column!r} of {source} has empty (None) rows, {len(empty)} from row {empty[0]} on: drop them")
     if not all(isinstance(text, str) for text in texts):
-        raise DataError(f"column {column!r} of {source} holds {table.features[column]}, not text: pass text_column=")
+        raise DataError(f"column {column!r} of {source} holds {table.features[column]}, not text: pass {option}=")
     return texts
 
 
@@ -245,7 +243,6 @@ def _choose_columns(table: "datasets.Dataset", config: TableConfig, source: str)
     """Return the columns of the text, of its pair (None: single texts) and of the label."""
     there = table.column_names
     label = config.label_column or next((name for name in LABELS if name in there), LABELS[0])
-    check_column(table, label, source, "label_column")
     if config.text_column or config.text_pair_column:
         text, pair = config.text_column or SINGLES[0], config.text_pair_column
     else:
@@ -253,9 +250,6 @@ def _choose_columns(table: "datasets.Dataset", config: TableConfig, source: str)
         if not known:
             raise DataError(f"{source} has no column of a usual name ({', '.join(SINGLES)}); it has {there}: pass text_column=")
         text, pair = known[0]
-    for column, option in ((text, "text_column"), (pair, "text_pair_column")):
-        if column:
-            check_column(table, column, source, option)
     if len({text, pair, label}) < 3:
         raise DataError(f"text, its pair and the label are to be different columns, not {text!r}, {pair!r} and {label!r}")
     return text, pair, label
