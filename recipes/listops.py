@@ -15,6 +15,7 @@ result.json also has the accuracy by length and by depth.
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Annotated
@@ -97,8 +98,8 @@ def _options(config: ListOpsConfig, positions: int) -> dict:
 
 def _by_length(lengths: list[int], right: list[bool]) -> dict[str, dict]:
     bounds = sorted(lengths)
-    cuts = [bounds[len(bounds) * part // _LENGTH_GROUPS] for part in range(_LENGTH_GROUPS)] + [bounds[-1] + 1]
-    spans = [(low, high) for low, high in zip(cuts, cuts[1:], strict=False) if low < high]
+    cuts = sorted({bounds[len(bounds) * part // _LENGTH_GROUPS] for part in range(_LENGTH_GROUPS)})
+    spans = pairwise([*cuts, bounds[-1] + 1])
     names = {length: f"{low}-{high - 1}" for low, high in spans for length in range(low, high)}
     return _by_group([names[length] for length in lengths], right)
 
