@@ -10,7 +10,6 @@ import torch
 from conftest import refused
 
 from hf_posswap.data.tables import Rows
-from hf_posswap.errors import PosswapError
 from hf_posswap.experiments import classification
 from hf_posswap.experiments.classification import encode
 
@@ -168,16 +167,7 @@ def test_bad_options(recipe, folder, options, says, monkeypatch):
     """What cannot be run is refused before anything is trained."""
     module = recipe("downstream_classification")
     monkeypatch.setattr(classification, "train", lambda *given, **options: pytest.fail("it has trained"))
-    with pytest.raises(PosswapError, match=says):
-        module.run(module.Config(**_files(folder, **{"max_steps": 1, **options})), folder / "out", False)
-
-
-def test_foreign_tokenizer(recipe, folder, bert_tokenizer):
-    """A tokenizer that knows more tokens than the model is refused."""
-    bert_tokenizer.add_tokens([f"word{n}" for n in range(100)])
-    bert_tokenizer.save_pretrained(folder / "bert")
-    module = recipe("downstream_classification")
-    refused("do not belong together", module.run, module.Config(**_files(folder)), folder / "out", False)
+    refused(says, lambda: module.run(module.Config(**_files(folder, **{"max_steps": 1, **options})), folder / "out", False))
 
 
 def test_measuring_does_not_change_training(recipe, folder):
