@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import WORDS
+from conftest import WORDS, refused
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, BertForMaskedLM
 
-import hf_posswap as posswap
 from hf_posswap.data.text import read_documents, shorter_blocks, spread, token_blocks
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import MaskedBlocks, TextConfig, documents, mask_tokens, train_head
@@ -129,8 +128,7 @@ def test_documents(tmp_path):
         ({"dataset_config": "b"}, "--dataset"),
         ({"evaluation_tokens": 0}, "at least 1"),
     ):
-        with pytest.raises(posswap.PosswapError, match=says):
-            TextConfig(**options)
+        refused(says, TextConfig, **options)
 
 
 def test_a_new_head(bert, bert_tokenizer):

@@ -8,7 +8,6 @@ from scipy import stats
 from sklearn import metrics as theirs
 from transformers import BertForSequenceClassification
 
-from hf_posswap import PosswapError
 from hf_posswap.measure.metrics import OF_LABELS, OF_NUMBERS, Metric, compute_metrics, metric_names
 from hf_posswap.training.evaluation import predict
 
@@ -68,8 +67,8 @@ def test_errors():
     """Numbers that are not finite, labels beyond two for binary F1, and unknown names are refused."""
     for metric in OF_NUMBERS:
         for bad in (float("nan"), float("inf")):
-            with pytest.raises(PosswapError, match="predictions hold (nan|inf) at place 1"):
-                Metric(metric).compute(predictions=[1.0, bad, 2.0], references=[1.0, 2.0, 3.0])
+            samples = {"predictions": [1.0, bad, 2.0], "references": [1.0, 2.0, 3.0]}
+            refused(f"predictions hold {bad} at place 1", Metric(metric).compute, **samples)
     refused("not 2: take f1_macro", Metric("f1").compute, predictions=[0, 2], references=[0, 1])
     refused("known are accuracy", compute_metrics, ("acuracy",), [0], [0])
     refused("Mismatch", Metric("accuracy").compute, predictions=[0, 1], references=[0], error=ValueError)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertForQuestionAnswering, BertTokenizer, PreTrainedTokenizerFast
 
 from hf_posswap.data.text import split_of
-from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.errors import DataError
 from hf_posswap.measure.passkey import (
     CANDIDATES,
     FILLER,
@@ -294,8 +294,7 @@ def test_refused_before_training(recipe, config, make_model, bert_tokenizer, tmp
         make_model("bert").save_pretrained(options["model"])
         bert_tokenizer.save_pretrained(options["model"])
     monkeypatch.setattr(recipe, "train", lambda *given, **options: pytest.fail("it was trained"))
-    with pytest.raises(PosswapError, match=says):
-        recipe.run(replace(config, **options), tmp_path, False)
+    refused(says, lambda: recipe.run(replace(config, **options), tmp_path, False))
 
 
 def test_bad_texts(gpt2_tokenizer, bert_tokenizer):
