@@ -160,9 +160,10 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
 
     Raises:
         PosswapError: The model is not swapped; or it was loaded from a swapped checkpoint, which lacks the original; or other
-            weights have changed since the swap.
+            weights have changed since the swap; or it is a part of another model, such as an EncoderDecoderModel.
     """
     target, architecture = find_target(model)
+    check_not_in_composite(target)
     undo = undo_of(target)
     if undo is None:
         if isinstance(target, SwappedModel):

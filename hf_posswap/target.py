@@ -116,7 +116,7 @@ COMPOSITES = ("encoder_decoder", "speech_encoder_decoder", "vision_encoder_decod
 
 
 def check_not_in_composite(model: PreTrainedModel) -> None:
-    """Raise if a model is a part of another one, such as an EncoderDecoderModel, whose config would not record the swap.
+    """Raise if a model is a part of another one, such as an EncoderDecoderModel: its config would not follow.
 
     A module does not know its parent, but the garbage collector finds what refers to it. It searches all objects of the
     process, so it is asked only where a class of such models has been imported.
@@ -129,5 +129,5 @@ def check_not_in_composite(model: PreTrainedModel) -> None:
     for owner in (one for space in spaces for one in gc.get_referrers(space)):
         whole = isinstance(owner, PreTrainedModel) and owner.base_model is not model
         if whole and any(part is model for part in owner.children()):
-            what = f"this model is a part of {type(owner).__name__}, whose saved config would not record the swap"
-            raise UnsupportedModelError(f"{what}: swap the parts first, then compose them")
+            what = f"this model is a part of {type(owner).__name__}, whose saved config would not record it"
+            raise UnsupportedModelError(f"{what}: swap or restore the parts first, then compose them")

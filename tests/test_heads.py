@@ -134,6 +134,8 @@ def test_inside_an_encoder_decoder(make_swapped, tokens, encoder, head, decoder,
     for whole in (model, model.encoder):
         with pytest.raises(posswap.UnsupportedModelError, match="then compose them"):
             posswap.swap(whole, "none")
+    with pytest.raises(posswap.UnsupportedModelError, match="then compose them"):
+        posswap.restore(model.decoder)
     model.save_pretrained(tmp_path)
     again = EncoderDecoderModel.from_pretrained(tmp_path).eval()
     assert_close(*(one(tokens, decoder_input_ids=generated).logits for one in (again, model)))

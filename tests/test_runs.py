@@ -134,6 +134,11 @@ def test_a_comparison_is_runs_too(tmp_path):
         assert markdown(whole) == markdown(load_runs([tmp_path / "a", tmp_path / "more"]))
         check_budgets(whole)
     assert len(load_runs([tmp_path / "a", tmp_path / "written"])) == 6  # a run that is given twice counts once
+    nameless = json.loads((tmp_path / "written" / "comparison.json").read_text())
+    for run in nameless["runs"]:
+        del run["folder"]
+    (tmp_path / "nameless.json").write_text(json.dumps(nameless))
+    assert len(load_runs([tmp_path / "nameless.json"])) == 6
     (tmp_path / "strange.json").write_text('{"runs": [{}]}')
     (tmp_path / "none.json").write_text('{"runs": []}')
     strange = ("strange.json", "no whole result of a recipe, it has no recipe")

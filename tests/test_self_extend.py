@@ -58,6 +58,12 @@ def test_the_formula(monkeypatch, near, group, fraction, temper, causal, blocks)
             output, probabilities = module.eval().attend(*turned, value, None, shared, return_probabilities=whole, **options)
             assert_close(output, expected, rtol=1e-5, atol=1e-5)
             assert probabilities is None or torch.allclose(probabilities.sum(-1), torch.ones(()).double())
+    ahead = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)  # a mask of the user's own shows a causal model all keys
+    output, _ = module.attend(
+        *turned, value, ahead, module.prepare(ids, ids, LENGTH, ids, ahead), return_probabilities=False, **options
+    )
+    expected = naive(query, key, value, near, group, causal=False, temper=temper, turning=int(DIM * fraction))
+    assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
@@ -121,3 +127,17 @@ def test_sharpness_counts_what_a_query_sees(make_model, family):
         packed = torch.cat([tokens[:, :4], tokens], dim=1)
         ids = torch.cat([torch.arange(4), torch.arange(60)])[None]
         assert_close(model(packed, position_ids=ids, use_cache=False).logits[:, 4:], expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_a_mask_that_looks_ahead(make_model, family):
+    """A mask of the user's own may show a causal model keys on the right: all near is rotary, far ones are the mirror image."""
+    tokens = torch.randint(2, 98, (1, 300), generator=torch.Generator().manual_seed(4))
+    given = {"attention_mask": torch.ones(1, 1, 300, 300, dtype=torch.bool), "use_cache": False}
+    rotary = posswap.swap(make_model(family, "sdpa"), "rotary", max_positions=300).eval()
+    near = posswap.swap(make_model(family, "sdpa"), "self-extend:near=300,group=2,temper=0", max_positions=300).eval()
+    assert_close(near(tokens, **given).logits, rotary(tokens, **given).logits, rtol=1e-3, atol=1e-3)
+    far = posswap.swap(make_model(family, "sdpa"), "self-extend:near=4,group=3", max_positions=300).eval()
+    expected = far(tokens, **given).logits
+    far.set_attn_implementation("eager")
+    assert_close(far(tokens, **given).logits, expected, rtol=1e-3, atol=1e-3)

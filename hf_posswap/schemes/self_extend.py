@@ -52,11 +52,13 @@ class Turns(NamedTuple):
     keys: tuple  # of all keys, from their own positions to their groups'
     left: tuple  # of queries, from their own positions to those from which they look at groups on the left
     right: tuple  # the same, on the right
+    free: bool = False  # a mask of the user's own may let the queries of a causal model see keys on their right
 
     def block(self, queries: slice, keys: torch.Tensor) -> "Turns":
         """Return what belongs to a slice of the queries and to keys by index."""
         own, left, right = ([one[..., queries, :] for one in angles] for angles in (self.own, self.left, self.right))
-        return Turns(self.places.block(queries, keys), own, [one[..., keys, :] for one in self.keys], left, right)
+        keys_turn = [one[..., keys, :] for one in self.keys]
+        return Turns(self.places.block(queries, keys), own, keys_turn, left, right, self.free)
 
     def of_keys(self, length: int) -> list[torch.Tensor]:
         """Return the angles of the cache's keys: a static one is longer than what it holds, a sliding one holds the last."""
@@ -78,7 +80,8 @@ class SelfExtendPositions(RotaryPositions):
         shift, to_group = self.near - self.near // self.group, position_ids // self.group - position_ids
         turns = position_ids, keys // self.group - keys, to_group + shift, to_group - shift
         places = AttentionPositions.prepare(self, position_ids, slots, None, keys)
-        return Turns(places, *(RotaryPositions.prepare(self, turn, slots, None, None) for turn in turns))
+        free = attention_mask is not None and attention_mask.dim() == 4
+        return Turns(places, *(RotaryPositions.prepare(self, turn, slots, None, None) for turn in turns), free)
 
     def rotate(self, states, shared):
         return super().rotate(states, shared.own)
@@ -93,7 +96,7 @@ class SelfExtendPositions(RotaryPositions):
 
         `mask` is additive, or boolean with True = attend.
         """
-        turn, length = super().rotate, key.shape[-2]
+        turn, length, causal = super().rotate, key.shape[-2], causal and not shared.free
         seen = shared.places.causal(length)[None, None] if causal and mask is None else mask
         grouped, query = turn(key, shared.of_keys(length)), query * (scaling * self._sharpness(seen, key)).to(query.dtype)
         left, right = turn(query, shared.left), None if causal else turn(query, shared.right)
@@ -137,7 +140,8 @@ class SelfExtend(Scheme):
 
     Args:
         near: Distances below it are exact, in tokens; None: three quarters of the trained length.
-        group: Tokens of a group, G; None: as many as keep the farthest distance within the trained length.
+        group: Tokens of a group, G; None: as many as keep the farthest distance within the trained length, so that another
+            `max_positions` means other groups.
         temper: How much scores are sharpened where a query sees more keys than the trained length; 0: not at all.
         theta, fraction, mark_first: As in `Rotary`.
 
