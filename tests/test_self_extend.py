@@ -124,6 +124,8 @@ def test_sharpness_counts_what_a_query_sees(make_model, family):
         start = model(tokens[:, :40], use_cache=True)
         end = model(tokens[:, 40:], past_key_values=start.past_key_values)
         assert_close(torch.cat([start.logits, end.logits], dim=1), expected, rtol=1e-3, atol=1e-3)
+        hidden = torch.full((60, 60), -10_000.0).triu(1)[None, None]  # a mask as it was before -inf was usual
+        assert_close(model(tokens, attention_mask=hidden, use_cache=False).logits, expected, rtol=1e-3, atol=1e-3)
         packed = torch.cat([tokens[:, :4], tokens], dim=1)
         ids = torch.cat([torch.arange(4), torch.arange(60)])[None]
         assert_close(model(packed, position_ids=ids, use_cache=False).logits[:, 4:], expected, rtol=1e-3, atol=1e-3)
