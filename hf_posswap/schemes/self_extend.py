@@ -52,13 +52,12 @@ class Turns(NamedTuple):
     keys: tuple  # of all keys, from their own positions to their groups'
     left: tuple  # of queries, from their own positions to those from which they look at groups on the left
     right: tuple  # the same, on the right
-    free: bool = False  # a mask of the user's own may let the queries of a causal model see keys on their right
+    looks_ahead: bool  # a mask of the user's own may let queries of a causal model see keys on their right
 
     def block(self, queries: slice, keys: torch.Tensor) -> "Turns":
         """Return what belongs to a slice of the queries and to keys by index."""
-        own, left, right = ([one[..., queries, :] for one in angles] for angles in (self.own, self.left, self.right))
-        keys_turn = [one[..., keys, :] for one in self.keys]
-        return Turns(self.places.block(queries, keys), own, keys_turn, left, right, self.free)
+        parts = {name: [one[..., queries, :] for one in getattr(self, name)] for name in ("own", "left", "right")}
+        return self._replace(places=self.places.block(queries, keys), keys=[one[..., keys, :] for one in self.keys], **parts)
 
     def of_keys(self, length: int) -> list[torch.Tensor]:
         """Return the angles of the cache's keys: a static one is longer than what it holds, a sliding one holds the last."""
@@ -80,8 +79,8 @@ class SelfExtendPositions(RotaryPositions):
         shift, to_group = self.near - self.near // self.group, position_ids // self.group - position_ids
         turns = position_ids, keys // self.group - keys, to_group + shift, to_group - shift
         places = AttentionPositions.prepare(self, position_ids, slots, None, keys)
-        free = attention_mask is not None and attention_mask.dim() == 4
-        return Turns(places, *(RotaryPositions.prepare(self, turn, slots, None, None) for turn in turns), free)
+        looks_ahead = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[-2] > 1
+        return Turns(places, *(RotaryPositions.prepare(self, turn, slots, None, None) for turn in turns), looks_ahead)
 
     def rotate(self, states, shared):
         return super().rotate(states, shared.own)
@@ -96,9 +95,10 @@ class SelfExtendPositions(RotaryPositions):
 
         `mask` is additive, or boolean with True = attend.
         """
-        turn, length, causal = super().rotate, key.shape[-2], causal and not shared.free
+        turn, length = super().rotate, key.shape[-2]
         seen = shared.places.causal(length)[None, None] if causal and mask is None else mask
         grouped, query = turn(key, shared.of_keys(length)), query * (scaling * self._sharpness(seen, key)).to(query.dtype)
+        causal = causal and not shared.looks_ahead
         left, right = turn(query, shared.left), None if causal else turn(query, shared.right)
 
         def block(rows: slice, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,7 +128,7 @@ class SelfExtendPositions(RotaryPositions):
         if mask is None:
             seen = torch.full((1, 1, 1, 1), key.shape[-2], device=key.device)
         else:
-            seen = (mask if mask.dtype == torch.bool else mask > -1e4).sum(-1, keepdim=True)
+            seen = (mask if mask.dtype == torch.bool else mask > -1e3).sum(-1, keepdim=True)
         return 1 + self.temper * (seen / self.trained).clamp(min=1).log()
 
 
