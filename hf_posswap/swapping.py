@@ -137,15 +137,16 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
     config._name_or_path = ""
     classes = checkpoint.SWAPPED_CLASSES | checkpoint.READER_CLASSES
     embedding = surgery.install(target, architecture, scheme, geometry, span=span, classes=classes, config=config)
-    embedding.register_buffer(checkpoint.DIGEST, checkpoint.digest(scheme, geometry.trained_positions, span).to(table.device))
     if same and not embedding.keeps_table:
         # A loaded model that only gets another length keeps what it has learned.
         for new, old in zip([embedding, *(getattr(a, "positions", None) for a in attentions)], kept, strict=True):
             if None not in (new, old):  # a scheme without a module in attention has one for a span
-                new.load_state_dict(old.state_dict())
+                weights = {name: value for name, value in old.state_dict().items() if name != checkpoint.DIGEST}
+                new.load_state_dict(weights)
     elif warm_start or embedding.keeps_table:
         with torch.no_grad():
             embedding.fit_table(table)
+    embedding.register_buffer(checkpoint.DIGEST, checkpoint.digest(scheme, geometry.trained_positions, span).to(table.device))
     for attention, (query, key), order in zip(attentions, moments, orders or (), strict=orders is not None):
         if order is not None:
             balance(architecture.query_key(attention), query, key, order)

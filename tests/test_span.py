@@ -186,6 +186,8 @@ def test_a_loaded_model_gets_a_span(make, tmp_path, text):
     longest = posswap.describe(again).max_positions
     remedy = rf"call posswap.swap\(model, 'none', max_positions={longest + 1}, span=40, first=2\), or truncate"
     refused(remedy, again, torch.full((1, longest + 1), 5))
+    again.save_pretrained(tmp_path)
+    assert_close(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(text).logits, again(text).logits)
 
 
 @torch.no_grad()
