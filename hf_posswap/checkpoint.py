@@ -135,6 +135,19 @@ def digest(scheme: Scheme, trained_positions: int, span: Span | None) -> torch.T
     return torch.frombuffer(bytearray(hashlib.sha256(entry.encode()).digest()[:16]), dtype=torch.uint8)
 
 
+def sign(embedding: PositionEmbedding, own: torch.Tensor) -> None:
+    """Register a scheme's digest beside the table: `load_state_dict` then refuses the weights of another scheme."""
+    embedding.register_buffer(DIGEST, own)
+    embedding.register_load_state_dict_pre_hook(_check_digest)
+
+
+def _check_digest(embedding: PositionEmbedding, state_dict: dict, prefix: str, *rest) -> None:
+    given, own = state_dict.get(f"{prefix}{DIGEST}"), getattr(embedding, DIGEST)
+    if given is not None and not (given.is_meta or own.is_meta or torch.equal(given.cpu(), own.cpu())):
+        what = "these weights belong to another position scheme, or other options of it"
+        rest[-1].append(f"{what}: swap to the scheme that they were saved with, then load them")  # torch raises what is in it
+
+
 class InitialisesPositions:
     """Mixin in front of every model that transformers initialises by itself: the whole one, and the `reader` inside it."""
 
@@ -165,7 +178,7 @@ class SwappedModel(InitialisesPositions):
         super().__init__(config, *args, **kwargs)
         span, classes = span_in(config.position_scheme), SWAPPED_CLASSES | READER_CLASSES
         embedding = install(self, self.architecture, scheme, geometry, span=span, classes=classes)
-        embedding.register_buffer(DIGEST, self._digest())
+        sign(embedding, self._digest())
         self._init_weights(embedding)  # a learned table from scratch starts as the family's tables do
 
     @property

@@ -146,7 +146,7 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
     elif warm_start or embedding.keeps_table:
         with torch.no_grad():
             embedding.fit_table(table)
-    embedding.register_buffer(checkpoint.DIGEST, checkpoint.digest(scheme, geometry.trained_positions, span).to(table.device))
+    checkpoint.sign(embedding, checkpoint.digest(scheme, geometry.trained_positions, span).to(table.device))
     for attention, (query, key), order in zip(attentions, moments, orders or (), strict=orders is not None):
         if order is not None:
             balance(architecture.query_key(attention), query, key, order)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import subprocess
 from dataclasses import asdict
@@ -314,6 +315,15 @@ def test_a_table_with_a_span(make_model, family, tokens, scheme, tmp_path):
         again = AUTO[family].from_pretrained(tmp_path).eval()
         torch.testing.assert_close(again(tokens).logits, expected, rtol=1e-3, atol=1e-4)
         again.save_pretrained(tmp_path)
+
+
+def test_a_state_of_another_scheme(make_swapped, family):
+    """A trainer that resumes calls load_state_dict: names and shapes may fit where the scheme does not."""
+    state = make_swapped(family, "rotary").state_dict()
+    for scheme in ("rotary:theta=500", "alibi"):
+        other = pickle.loads(pickle.dumps(make_swapped(family, scheme)))
+        refused("weights belong to another position scheme", other.load_state_dict, state, strict=False, error=RuntimeError)
+    make_swapped(family, "rotary").load_state_dict(state)
 
 
 def test_an_edited_config_that_is_meant(make_swapped, tmp_path):
