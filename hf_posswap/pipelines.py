@@ -64,6 +64,17 @@ def set_limit(model, tokens: int | None) -> None:
         tokenizer_of(model).model_max_length = tokens
 
 
+def card(model) -> str | None:
+    """Return the card that a pipeline was loaded with, which it saves again; None: a plain model, or no card."""
+    return getattr(model, "_model_card_text", None) if is_pipeline(model) else None
+
+
+def set_card(model, text: str | None) -> None:
+    """Set that card; leave a plain model alone. None: sentence-transformers writes a new one."""
+    if is_pipeline(model):
+        model._model_card_text = text
+
+
 def reads(model, longest: int) -> int:
     """Return how many tokens are read by a model that takes `longest`, if a pipeline around it may cut texts shorter."""
     return min(longest, limit(model) or longest)

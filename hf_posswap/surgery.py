@@ -44,6 +44,7 @@ class Undo:
     config_fields: dict
     name_or_path: str
     limit: int | None  # of the pipeline around it
+    card: str | None  # of that pipeline
 
 
 class Weight:

@@ -14,7 +14,7 @@ from hf_posswap.checkpoint import SwappedModel, on_hub
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
 from hf_posswap.functional.closed_form import balance
-from hf_posswap.pipelines import check_reads, is_pipeline, limit, set_limit
+from hf_posswap.pipelines import card, check_reads, is_pipeline, limit, set_card, set_limit
 from hf_posswap.schemes import SCHEMES, Scheme, parse_scheme
 from hf_posswap.surgery import Snapshot, Undo, is_part, state_of, undo_of
 from hf_posswap.target import check_not_in_composite, find_target
@@ -105,7 +105,10 @@ def swap(
         config_fields=copy.deepcopy(vars(target.config)),
         name_or_path=target.name_or_path if undo is None else undo.name_or_path,
         limit=limit(model) if undo is None or undo.limit is None else undo.limit,
+        card=card(model) if undo is None or undo.card is None else undo.card,
     )
+    if start.state is None:  # the card, with its figures, is about the original's weights
+        set_card(model, None)
     if asked is not None:
         set_limit(model, asked)
     # This path holds the original: an adapter saved with it as its base would load onto the original.
@@ -187,6 +190,8 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
     vars(target.config).update(since)
     target.name_or_path = undo.name_or_path
     set_limit(model, undo.limit)
+    if undo.card is not None:
+        set_card(model, undo.card)
     return model
 
 

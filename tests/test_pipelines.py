@@ -167,6 +167,23 @@ def test_folders_stay_whole(make_pipeline, kind, tmp_path, program):
     refused("what is shared is run", check_files, folder, error=posswap.CheckpointError)
 
 
+def test_the_card_of_the_original(make_pipeline, tmp_path):
+    """What a card says of the original, such as its scores on benchmarks, is not saved with other weights."""
+    make_pipeline().save_pretrained(str(tmp_path))
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n\nIt scores 99 on MTEB.\n")
+    pipeline = library.SentenceTransformer(str(tmp_path), device="cpu")
+
+    def saved() -> str:
+        pipeline.save_pretrained(str(tmp_path))
+        return (tmp_path / "README.md").read_text()
+
+    for scheme in ("rotary", "alibi"):
+        posswap.swap(pipeline, scheme)
+        assert "MTEB" not in saved() and "SentenceTransformer" in saved()
+    posswap.restore(pipeline)
+    assert "99 on MTEB" in saved()
+
+
 def test_refusals(make_pipeline, bert_tokenizer):
     """What cannot be swapped is an error with a remedy, and nothing is changed."""
     from sentence_transformers.sentence_transformer.modules import StaticEmbedding
