@@ -106,6 +106,8 @@ def read_config(config_class: type[RunOptions], file: Path | None, given: dict) 
             for replaced in config_class.REPLACES.get(name, ()):
                 values.pop(replaced, None)
     values |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    if empty := [name for name, value in values.items() if value == ""]:  # often a shell's variable that is not set
+        raise PosswapError(f"{empty[0]} is empty: give a value, or leave it out")
     if values.get("schemes_from"):  # before the name of one of its schemes is looked up
         import_schemes(values["schemes_from"])
     return config_class(**values)
