@@ -30,8 +30,9 @@ def prepare_output(config: dict, output: Path, resume: bool) -> None:
     if output.exists() and {path.name for path in output.iterdir()} - {file.name, LOCK}:  # a run leaves these two at once
         if not resume:
             raise CheckpointError(f"{output} exists and is not empty: choose another --output, or pass --resume")
-        if not file.exists() or json.loads(file.read_text()) != wanted:
-            raise CheckpointError(f"{output} was begun with another configuration, see {file}: resume with the same options")
+        if not file.exists() or read_json(file) != wanted:
+            what = f"{output} was begun with another configuration, or its files had other contents, see {file}"
+            raise CheckpointError(f"{what}: resume with the same, or choose another --output")
     write_json(file, wanted)
 
 
@@ -115,19 +116,21 @@ def weight_hashes(folder: Path) -> dict[str, str]:
     return {path.name: _sha256(path) for path in sorted(folder.glob("*.safetensors"))}
 
 
-def input_hashes(options: dict) -> dict[str, dict[str, str]]:
+def input_hashes(options: dict, output: Path | None = None) -> dict[str, dict[str, str]]:
     """Return, for each option that names files or folders, the SHA-256 of those files and of all files below the folders.
 
-    Files are named from the folder on; where an option takes several folders, with the folder's own name.
+    Files are named from the folder on; where an option takes several folders, with the folder's own name. What a run has
+    written into `output` is left out, if that lies in one of the folders.
     """
-    found = {}
+    found, written = {}, output and output.resolve()
     for name, value in options.items():
         several = isinstance(value, tuple)
         hashes = {}
         for place in (Path(one) for one in (value if several else (value,)) if isinstance(one, str) and one):
             start = place.parent if several or not place.is_dir() else place
             files = sorted(place.rglob("*")) if place.is_dir() else [place]
-            names = {file: file.relative_to(start) for file in files if file.is_file()}
+            read = (file for file in files if file.is_file() and written not in file.resolve().parents)
+            names = {file: file.relative_to(start) for file in read}
             shown = {file: name for file, name in names.items() if not any(part[0] == "." for part in name.parts)}  # no .git
             hashes |= {name.as_posix(): _sha256(file) for file, name in shown.items()}
         if hashes:

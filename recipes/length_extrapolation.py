@@ -47,7 +47,7 @@ class Config(TextConfig):
         "tuned": "the same after the fine-tune",
     }
     FORBIDDEN_STARTS = {"scratch": "a model from scratch has no trained length (language_modeling.py --lengths trains one)"}
-    LEAST = {"factors": 1, "finetune_factor": 0}
+    LEAST = {"factors": 1, "finetune_factor": 0, "stride": 1}
 
     model: str = "stdlib-gpt2"
     batch_size: Annotated[int, "Sequences per step, of the fine-tune's length, over all processes."] = 4

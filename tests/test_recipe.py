@@ -145,6 +145,11 @@ def test_configurations(recipe):
         ("start: warm", "start='warm'.*known are cold, swap"),
         ("dropout: 1", "dropout must be bool"),
         ("[1, 2]", "must hold `option: value` lines, not list"),
+        ("mixed_precision: ''", "mixed_precision is empty: give a value, or leave it out"),
+        ("depth: 5\ndepth: 6", "depth is there twice"),
+        ("depth: 5\n\tlearning_rate: 1", r"is no YAML \(.*character '.t'.* line 2.*: write `option: value` lines"),
+        ("lengths: [1", "is no YAML"),
+        ("scheme: 2026-13-41", "is no YAML"),
         ("scheme: rotery", "rotery"),
         ("fit_tokens: 0", "fit_tokens=0 must be at least 1"),
         ("seed: -1", "seed=-1 must be from 0"),
@@ -185,6 +190,22 @@ def test_inputs_are_named_as_they_were(start, tmp_path):
     assert code == 0 and not (tmp_path / "weights").exists(), out
     inputs = json.loads((tmp_path / "out" / "result.json").read_text())["inputs"]
     assert inputs == {"model": {"weights": hashlib.sha256(b"0.5").hexdigest()}}
+
+
+def test_a_resumed_run_reads_what_it_began_with(start, tmp_path):
+    """A run whose text has changed is not resumed; what the run itself has written into a folder that it reads is no change."""
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("0.5")
+    asked = ("--model", tmp_path / "texts", "--output", tmp_path / "texts" / "out")
+    for resume in ((), ("--resume",)):
+        code, out = start(*asked, *resume)
+        assert code == 0, out
+    (tmp_path / "texts" / "a.txt").write_text("0.6")
+    code, out = start(*asked, "--resume")
+    assert code == 2 and "its files had other contents" in out
+    (tmp_path / "texts" / "out" / "config.json").write_text("{")
+    code, out = start(*asked, "--resume")
+    assert code == 2 and "config.json is no JSON" in out and "Traceback" not in out
 
 
 def test_inputs_in_folders(tmp_path):

@@ -8,7 +8,7 @@ import pandas
 import pytest
 from conftest import refused
 
-from hf_posswap.data.tables import TableConfig, hold_out, read_hub, read_task
+from hf_posswap.data.tables import TableConfig, hold_out, read_hub, read_table, read_task
 
 ROWS = [{"text": f"text number {n}", "label": n % 3} for n in range(30)]
 
@@ -174,6 +174,14 @@ def test_bad_files(tmp_path):
         (tmp_path / name).write_bytes(content)
         refused(says, read_task, TableConfig(train_file=str(tmp_path / name)))
     refused("dataset.*train_file.*one of them", read_task, TableConfig())
+
+
+def test_names_are_no_patterns(tmp_path):
+    """A file whose name would match another one, as a pattern, is itself read."""
+    for name in ("rows1.csv", "rows[1].csv", "*.csv", "rows?.json"):
+        (tmp_path / name).write_text('{"text": "rows?.json"}' if name[-1] == "n" else f"text\n{name}\n")
+    for file in tmp_path.iterdir():
+        assert read_table(file)["text"] == [file.name]
 
 
 def test_hub(monkeypatch):

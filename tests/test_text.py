@@ -48,6 +48,13 @@ def test_bad_text(tmp_path, name, content, says):
     refused(says, read_documents, tmp_path / name)
 
 
+def test_no_name_is_no_folder(tmp_path, monkeypatch):
+    """An empty name, as of a shell's variable that is not set, does not read the working directory."""
+    (tmp_path / "notes.txt").write_text("private")
+    monkeypatch.chdir(tmp_path)
+    refused("is empty", read_documents, "")
+
+
 def test_blocks_are_wrapped_for_bert_and_joined_for_gpt2(bert_tokenizer, gpt2_tokenizer):
     """[CLS] and [SEP] around each block, or end-of-text between documents; every block is full."""
     documents = ["the cat sat on the mat"] * 8

@@ -78,6 +78,9 @@ def test_after_step_looks_and_changes_nothing(make_model):
     [
         ({"max_steps": 0}, "at least 1"),
         ({"checkpoints_kept": 0}, "at least 1"),
+        ({"checkpoint_every": -1}, "at least 0"),
+        ({"warmup_ratio": 10.0}, "a share of the steps, from 0 to 1"),
+        ({"max_grad_norm": 0.0}, "clip gradients to nothing"),
         ({"batch_size": 6, "gradient_accumulation_steps": 4}, "does not divide"),
         ({"batch_size": 99}, "do not fill one batch"),
         ({"lr_scheduler_type": "cosin"}, "cosine, linear"),

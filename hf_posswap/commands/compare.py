@@ -7,7 +7,6 @@ Each run is a separate process. Finished runs are kept, so the same command goes
 comparison.json, .md, .html (self-contained) and pictures.
 """
 
-import json
 import os
 import shlex
 import signal
@@ -25,7 +24,7 @@ from hf_posswap.errors import Interrupted, PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL, load_runs
 from hf_posswap.experiments.options import STARTS
 from hf_posswap.experiments.page import write_comparison
-from hf_posswap.provenance import write_json
+from hf_posswap.provenance import read_json, write_json
 from hf_posswap.schemes import parse_scheme
 from hf_posswap.schemes.importing import import_schemes
 from hf_posswap.terminal import print_markdown
@@ -144,6 +143,6 @@ def _jobs(schemes: list[str], starts: list[str], seeds: list[int]) -> list[tuple
 def _begin(output: Path, asked: dict) -> None:
     """Note recipe and options in the folder, or raise if it has runs of others: finished runs would be mixed with new ones."""
     file = output / "comparison_of.json"
-    if file.exists() and json.loads(file.read_text()) != asked:
+    if file.exists() and read_json(file) != asked:
         raise PosswapError(f"{output} holds runs of another recipe or of other options, see {file}: choose another --output")
     write_json(file, asked)

@@ -4,6 +4,7 @@ A task is a text or a pair of texts, and a label or a number. Columns are found 
 numbered in sorted order of the training set, and a table is checked in full before training starts.
 """
 
+import glob
 import math
 import random
 from dataclasses import dataclass
@@ -165,7 +166,8 @@ def read_table(path: str | Path) -> "datasets.Dataset":
     if path.name.lower().removesuffix(".gz").endswith(".tsv"):
         options["delimiter"] = "\t"
     try:
-        return datasets.load_dataset(kind, data_files=str(path), split="train", **options)
+        # datasets takes names for patterns: rows[1].csv would read rows1.csv
+        return datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", **options)
     except (datasets.exceptions.DatasetsError, ValueError) as error:
         if "no data" in str(error) or type(error.__cause__).__name__ == "EmptyDataError":
             raise DataError(f"{path} has no rows") from None

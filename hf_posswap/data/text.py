@@ -94,6 +94,8 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
     A plain text file is one document, and held-out text is its last tenth; a table has one document a row, and rows are
     held out by a hash of their text; a Hub dataset ("name" or "name:config") uses its own splits. `split=None` reads all.
     """
+    if not str(source):  # Path("") is the working directory
+        raise DataError("the name of the text is empty: give a file, a folder of .txt files or a Hub dataset id")
     path = Path(source)
     if table_kind(path) and path.is_file():
         texts = read_texts(read_table(path), text_column, source)

@@ -83,9 +83,16 @@ def read_config(config_class: type[RunOptions], file: Path | None, given: dict) 
     hints = {field.name: hints[field.name] for field in fields(config_class)}
     values = {}
     if file is not None:
-        values = yaml.safe_load(file.read_text()) or {}
+        try:
+            text = file.read_text(encoding="utf-8")
+            lines, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text) or {}
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no UTF-8, a date that is none
+            raise PosswapError(f"{file} is no YAML ({' '.join(str(error).split())}): write `option: value` lines") from None
         if not isinstance(values, dict):
             raise PosswapError(f"{file} must hold `option: value` lines, not {type(values).__name__}")
+        names = [key.value for key, _ in lines.value] if values else []
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise PosswapError(f"{file}: {twice[0]} is there twice, and only the last would count: leave one out")
         if unknown := sorted(set(values) - set(hints), key=str):
             raise PosswapError(f"{file}: unknown option {unknown[0]!r}; known are {', '.join(sorted(hints))}")
         for name, value in values.items():
@@ -99,6 +106,8 @@ def read_config(config_class: type[RunOptions], file: Path | None, given: dict) 
             for replaced in config_class.REPLACES.get(name, ()):
                 values.pop(replaced, None)
     values |= {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    if empty := [name for name, value in values.items() if value == ""]:  # often a shell's variable that is not set
+        raise PosswapError(f"{empty[0]} is empty: give a value, or leave it out")
     if values.get("schemes_from"):  # before the name of one of its schemes is looked up
         import_schemes(values["schemes_from"])
     return config_class(**values)

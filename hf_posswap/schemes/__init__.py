@@ -62,13 +62,14 @@ def parse_scheme(scheme: Scheme | str) -> Scheme:
 def options_in(scheme: str) -> dict[str, Any]:
     """Return the name and the options that a string holds, as config.json would; their values are not checked."""
     name, _, options = scheme.partition(":")
+    # A YAML flow mapping reads numbers, booleans, null and nested scalings alike.
+    text = "{" + options.replace("=", ": ") + "}"
     try:
-        # A YAML flow mapping reads numbers, booleans, null and nested scalings alike.
-        given = yaml.safe_load("{" + options.replace("=", ": ") + "}")
-    except yaml.YAMLError:
+        given = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError):  # ValueError: a date that is none
         given = None
-    if not isinstance(given, dict):
-        raise UnknownSchemeError(f"cannot read the options of {scheme!r}; write name:option=value,option=value")
+    if not isinstance(given, dict) or len(given) < len(yaml.compose(text).value) or "name" in given:
+        raise UnknownSchemeError(f"cannot read the options of {scheme!r}; write name:option=value,option=value, each once")
     return {"name": name.strip(), **given}
 
 

@@ -42,6 +42,7 @@ class TrainingConfig:
 
     LEAST: ClassVar[dict[str, float]] = {
         **dict.fromkeys(("max_steps", "batch_size", "gradient_accumulation_steps", "checkpoints_kept"), 1),
+        "checkpoint_every": 0,
         **dict.fromkeys(("learning_rate", "table_learning_rate_factor", "warmup_ratio", "weight_decay", "max_grad_norm"), 0),
     }
 
@@ -71,6 +72,10 @@ class TrainingConfig:
 
     def __post_init__(self):
         check_numbers(self)
+        if self.warmup_ratio > 1:  # the rate would never reach its peak
+            raise PosswapError(f"warmup_ratio={self.warmup_ratio} must be a share of the steps, from 0 to 1")
+        if self.max_grad_norm == 0:  # in transformers, 0 is no clipping
+            raise PosswapError("max_grad_norm=0 would clip gradients to nothing: give a large number to clip none")
         if self.batch_size % (parts := self.gradient_accumulation_steps):
             raise PosswapError(f"batch_size={self.batch_size} does not divide into gradient_accumulation_steps={parts}")
         for name, known in (("lr_scheduler_type", SCHEDULES), ("train_sampling_strategy", SAMPLING_STRATEGIES)):
