@@ -117,7 +117,7 @@ def swap(
 
 
 def _install(target, architecture: Architecture, scheme: Scheme, geometry, span: Span | None, warm_start: bool, orders):
-    table = _rows(target, architecture, geometry.trained_positions)
+    table = _rows(target, architecture)
     if not torch.isfinite(table).all():
         raise PosswapError("the position table holds NaN or infinite numbers: the checkpoint is broken, load it again")
     attentions = architecture.self_attentions(target.base_model)
@@ -284,11 +284,14 @@ def _check_span(span: int | None, first: int, max_positions: int) -> Span | None
     return Span(span, first)
 
 
-def _rows(target: PreTrainedModel, architecture: Architecture, trained_positions: int) -> torch.Tensor:
+def _rows(target: PreTrainedModel, architecture: Architecture) -> torch.Tensor:
     """Return what a table, or the module in its place, adds at each trained position: (P, E) float64."""
-    base = target.base_model
+    base, state = target.base_model, state_of(target)
     with torch.no_grad():
-        if state_of(target) is None:
+        if state is None:
             return architecture.trained_rows(base).double()
-        ids = torch.arange(trained_positions, device=base.device)[None] + architecture.first_id(base.config)
+        # A longer table may have been trained in all its rows.
+        lengths = state.geometry
+        count = lengths.max_positions if architecture.table(base).keeps_table else lengths.trained_positions
+        ids = torch.arange(count, device=base.device)[None] + architecture.first_id(base.config)
         return architecture.table(base)(ids)[0].double()

@@ -52,6 +52,19 @@ def test_longer_range_of_a_loaded_model_keeps_what_it_learned(make_swapped, toke
         assert loaded(torch.cat([tokens] * 3, dim=1)).logits.shape[1] == 60
 
 
+@pytest.mark.parametrize("extend", ["tile", "interpolate"])
+def test_an_extended_table_of_a_loaded_model_keeps_all_rows(make_swapped, tokens, tmp_path, extend):
+    """Rows behind the trained length have been learned, too: another span, or other positions near them, start from all."""
+    scheme, text = f"learned:extend={extend}", torch.cat([tokens] * 3, dim=1)
+    model = make_swapped("bert", scheme, "sdpa", max_positions=60)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    for options in ({}, {"span": 60}):
+        assert_close(posswap.swap(loaded, scheme, **options)(text).logits, model(text).logits)
+    posswap.swap(loaded, "none")
+    assert_close(loaded.bert.embeddings.position_embeddings.mean, model.bert.embeddings.position_embeddings.weight.mean(0))
+
+
 def test_back_to_the_scheme_that_was_loaded(make_swapped, tokens, tmp_path):
     """Swapped away and back, a loaded rotary encoder is as it was: its projections are balanced once only."""
     model = make_swapped("bert", "rotary")
