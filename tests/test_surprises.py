@@ -52,6 +52,20 @@ def test_longer_range_of_a_loaded_model_keeps_what_it_learned(make_swapped, toke
         assert loaded(torch.cat([tokens] * 3, dim=1)).logits.shape[1] == 60
 
 
+def test_a_loaded_longrope_that_lacks_its_factor(make_swapped, tokens, tmp_path):
+    """It comes from the longest input: another one would change every score, so it is refused; a factor that is given stays."""
+    for scheme, fits in ((LONGROPE, True), (LONGROPE.replace(",factor=2", ""), False)):
+        model = make_swapped("gpt2", scheme, max_positions=64)
+        model.save_pretrained(tmp_path / str(fits))
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / str(fits), attn_implementation="eager").eval()
+        if fits:
+            assert torch.equal(posswap.swap(loaded, scheme, max_positions=128)(tokens).logits, model(tokens).logits)
+        else:
+            refused("was made for 64 positions", posswap.swap, loaded, scheme, max_positions=128)
+            load = AutoModelForCausalLM.from_pretrained
+            refused("was made for 64 positions", load, tmp_path / str(fits), max_position_embeddings=128)
+
+
 @pytest.mark.parametrize("extend", ["tile", "interpolate"])
 def test_an_extended_table_of_a_loaded_model_keeps_all_rows(make_swapped, tokens, tmp_path, extend):
     """Rows behind the trained length have been learned, too: another span, or other positions near them, start from all."""

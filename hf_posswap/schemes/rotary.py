@@ -208,6 +208,8 @@ class Rotary(Scheme):
         if self.scaling is not None:
             self._check_scaling()
             object.__setattr__(self, "scaling", copy.deepcopy(self.scaling))  # the caller may change its own dict
+            if self.scaling["rope_type"] == "longrope" and not self.scaling.keys() & {"factor", "attention_factor"}:
+                object.__setattr__(self, "resizable", False)  # the missing factor comes from the longest input
 
     def _check_scaling(self) -> None:
         given = dict(self.scaling) if isinstance(self.scaling, dict) else {}
