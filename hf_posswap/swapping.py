@@ -90,7 +90,7 @@ def swap(
         before.attention_weights = surgery.copy_attention_weights(architecture.self_attentions(target.base_model))
     try:
         if undo is not None:
-            surgery.revert(target, architecture, start)
+            _revert(target, architecture, undo)
         # Query and key weights are kept only when they are about to be rewritten: restore touches nothing else.
         original = surgery.take_snapshot(target, architecture, weights=orders is not None)
         _install(target, architecture, scheme, geometry, near, warm_start, orders)
@@ -181,18 +181,20 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
         raise PosswapError(f"{what}, and their old weights do not fit: undo that first")
     if not keep_training:
         _check_mixture(target, architecture, undo)
-    config = target.config
-    # Fields that the user has set since (vocabulary size, labels, attention implementation) stay; the two that save_pretrained
-    # writes do not count.
-    before, written = undo.config_fields, ("architectures", "dtype", "position_scheme")
-    since = {k: v for k, v in vars(config).items() if k not in written and (k not in before or before[k] != v)}
-    surgery.revert(target, architecture, undo.snapshot)
-    vars(target.config).update(since)
+    _revert(target, architecture, undo)
     target.name_or_path = undo.name_or_path
     set_limit(model, undo.limit)
     if undo.card is not None:
         set_card(model, undo.card)
     return model
+
+
+def _revert(target: PreTrainedModel, architecture: Architecture, undo: Undo) -> None:
+    """Put the original back; fields that the user has set since (vocabulary size, labels, attention implementation) stay."""
+    before, written = undo.config_fields, ("architectures", "dtype", "position_scheme")  # save_pretrained writes two of them
+    since = {k: v for k, v in vars(target.config).items() if k not in written and (k not in before or before[k] != v)}
+    surgery.revert(target, architecture, undo.snapshot)
+    vars(target.config).update(since)
 
 
 def _check_mixture(target: PreTrainedModel, architecture: Architecture, undo: Undo) -> None:

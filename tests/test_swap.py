@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import KINDS, changes, refused, snapshot
+from torch.testing import assert_close
 
 import hf_posswap as posswap
 
@@ -73,6 +74,19 @@ def test_restore_keeps_other_changes_of_the_config(make_model, family):
     posswap.restore(model)
     assert model.get_input_embeddings().num_embeddings == model.config.vocab_size == 120
     assert model.config.max_position_embeddings == 32 and not hasattr(model.config, "position_scheme")
+
+
+def test_a_second_swap_keeps_other_changes_of_the_config(make_model, family, tokens, tmp_path):
+    """The size of the vocabulary and the attention implementation are those of the model, also where it is saved then."""
+    model = posswap.swap(make_model(family, "eager"), "rotary")
+    model.resize_token_embeddings(120)
+    model.set_attn_implementation("sdpa")
+    posswap.swap(model, "relative:clip=4")
+    assert (model.config.vocab_size, model.config._attn_implementation) == (120, "sdpa")
+    model.save_pretrained(tmp_path)
+    assert_close(type(model).from_pretrained(tmp_path).eval()(tokens).logits, model(tokens).logits)
+    posswap.restore(model)
+    assert (model.config.vocab_size, model.config._attn_implementation) == (120, "sdpa")
 
 
 @pytest.mark.only(cases=KINDS)
