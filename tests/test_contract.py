@@ -13,7 +13,7 @@ from torch.testing import assert_close
 import hf_posswap as posswap
 from hf_posswap.contract.checks import CHECKS
 from hf_posswap.contract.subject import BACKENDS, FAMILIES, Failure, NotApplicable, Subject, gradients_of, padded
-from hf_posswap.schemes import parse_scheme
+from hf_posswap.schemes import options_in, parse_scheme, scheme_from_dict
 
 LENGTH = 20
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -197,7 +197,8 @@ def test_every_option_matters(make_model, family):
     tokens = torch.randint(2, 98, (1, 50), generator=torch.Generator().manual_seed(5))
     turned = set()
     for start, option in ((start, option) for start, options in TURNS.items() for option in options.split()):
-        pair, name = [parse_scheme(start), parse_scheme(start + option)], option.partition("=")[0]
+        before, name = options_in(start), option.partition("=")[0]
+        pair = [parse_scheme(start), scheme_from_dict(before | options_in(f"{before['name']}:{option}"))]
         turned.add((pair[0].name, name))
         outputs = []
         for scheme in pair:
