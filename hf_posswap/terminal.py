@@ -24,8 +24,12 @@ from hf_posswap.extras import extra
 def begin() -> None:
     """Silence the progress bars and advice of libraries, and let SIGTERM and a closed terminal stop a command as Ctrl-C does.
 
-    Otherwise they would leave its files on the way: hidden states, folders half written.
+    Otherwise they would leave its files on the way: hidden states, folders half written. A terminal that lacks a character,
+    such as ±, gets a question mark, not an error.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a notebook's have no such method
+            stream.reconfigure(errors="replace")
     for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows has no SIGHUP
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores it
             signal.signal(number, signal.default_int_handler)

@@ -5,6 +5,8 @@ import json
 import os
 import random
 import re
+import sys
+from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from statistics import fmean
 from unittest.mock import patch
@@ -25,6 +27,7 @@ from hf_posswap.commands import swap as commands_swap
 from hf_posswap.data.text import embedded_documents
 from hf_posswap.provenance import new_folder, weight_hashes
 from hf_posswap.schemes import SCHEMES
+from hf_posswap.terminal import begin
 
 
 @pytest.fixture
@@ -61,6 +64,8 @@ def test_swap_then_describe(folder, tmp_path, program):
         (("--scheme", "rotary", "--fit-tokens", "999"), "--fit-tokens is about a fit"),
         (("--scheme", "rotary", "--fit", "auto", "--fit-tokens", "0"), "greater than or equal to 1"),
         (("--scheme", "rotary", "--reconstruct", "0"), "--reconstruct is about a fit"),
+        (("--scheme", "rotary", "--first", "9"), "--first is about a span: pass --span, too"),
+        (("--scheme", "rotary", "--fit", "auto", "--reconstruct", "-1"), "greater than or equal to 0"),
         (("--scheme", "rotary", "--text-column", "text"), "--text-column is about a fit"),
     ],
 )
@@ -236,6 +241,14 @@ for place, status in ((folder, 0), (folder + "/gone", 2)):
     done = run_python("-c", code, tmp_path, env=environment)
     assert "Traceback" not in done.stderr, done.stderr
     assert done.stderr.startswith("hf-posswap: ") and (tmp_path / "table.png").exists()
+
+
+def test_a_terminal_without_unicode(monkeypatch):
+    """A character that a terminal lacks is a question mark there."""
+    monkeypatch.setattr("sys.stdout", TextIOWrapper(BytesIO(), encoding="ascii"))
+    begin()
+    print("3.0 \u00b1 0.1", flush=True)
+    assert sys.stdout.buffer.getvalue().decode().strip() == "3.0 ? 0.1"
 
 
 def test_too_much_memory_is_one_line(program, monkeypatch):

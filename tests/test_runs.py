@@ -303,6 +303,7 @@ def test_the_order_of_runs():
         (["recipes/nothing.py"], "there is no recipes/nothing.py"),
         (["--scheme", "original", "--scheme", "rotray"], "did you mean 'rotary'"),
         (["--collect", "here", "--", "--model", "minilm"], "not both"),
+        (["--collect", "here", "--scheme", "rotary"], "not both"),
         (["--start", "warm"], "known are cold, swap, fit, scratch"),
         (["recipes/passkey.py", "--quick"], "leave out the recipe, or --quick"),
         (["--", "--output=elsewhere"], "--output is given by the comparison: put it before --"),

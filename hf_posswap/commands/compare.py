@@ -65,8 +65,9 @@ def compare(
     """
     if recipe is not None and recipe.startswith("-"):  # only options after `--`: they are for the default recipe
         recipe, options = None, [recipe, *(options or [])]
-    if collect and (recipe or options or schemes_from):
-        raise PosswapError("give a recipe to run (and --schemes-from), or --collect folders of finished runs, not both")
+    if collect and (recipe or options or scheme or start or seed or schemes_from):
+        what = "give a recipe to run (and --scheme, --start, --seed, --schemes-from), or --collect folders of finished runs"
+        raise PosswapError(f"{what}, not both")
     if quick and (recipe or collect):
         raise PosswapError("--quick is the default recipe with a small budget: leave out the recipe, or --quick")
     if quick:  # other options given on the command line win

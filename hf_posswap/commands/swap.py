@@ -31,7 +31,9 @@ def swap_command(
     output: Annotated[Path, typer.Option(help="A new folder for the swapped model and its tokenizer.")],
     max_positions: Annotated[int | None, typer.Option(help="The longest input; the checkpoint's own by default.")] = None,
     span: Annotated[int | None, typer.Option(help="Attend only to keys at a distance below this. Default: to all.")] = None,
-    first: Annotated[int, typer.Option(help="With --span: every token also sees this many at the beginning.")] = 4,
+    first: Annotated[
+        int | None, typer.Option(help="With --span: every token also sees this many at the beginning. Default: 4.")
+    ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Drop the old table without a warm start.")] = False,
     fit: Annotated[
         str | None,
@@ -42,7 +44,7 @@ def swap_command(
     ] = None,
     fit_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to fit on and measure with. Default: 65536.")] = None,
     reconstruct: Annotated[
-        int | None, typer.Option(help="Steps per layer, more win more; 0: only the closed form. Default: 100.")
+        int | None, typer.Option(min=0, help="Steps per layer, more win more; 0: only the closed form. Default: 100.")
     ] = None,
     text_column: Annotated[str | None, typer.Option(help="The column of a table with the text. Default: text.")] = None,
     trust_remote_code: Trust = False,
@@ -55,6 +57,8 @@ def swap_command(
     given = {"--fit-tokens": fit_tokens, "--reconstruct": reconstruct, "--text-column": text_column}
     if fit is None and (idle := [name for name, value in given.items() if value is not None]):
         raise PosswapError(f"{idle[0]} is about a fit: pass --fit FILE or --fit auto, too")
+    if span is None and first is not None:
+        raise PosswapError("--first is about a span: pass --span, too")
     chosen = parse_scheme(scheme)
     with new_folder(output) as folder:
         whole = open_whole(model, trust_remote_code=trust_remote_code)
@@ -69,7 +73,7 @@ def swap_command(
             say(f"choosing {', '.join(chosen.open_options())} of {chosen.name} by short fits")
             chosen = choose(loaded, chosen, batches, max_positions=max_positions, progress=bar)
         say(f"swapping to {chosen}")
-        swap(whole, chosen, max_positions=max_positions, warm_start=not cold, span=span, first=first)
+        swap(whole, chosen, max_positions=max_positions, warm_start=not cold, span=span, first=4 if first is None else first)
         report = None
         if batches is not None:
             steps = 100 if reconstruct is None else reconstruct
