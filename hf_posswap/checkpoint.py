@@ -7,6 +7,7 @@ weights imports it (given trust_remote_code) or says what to install. Stock clas
 (`PositionEmbedding`).
 """
 
+import functools
 import hashlib
 import json
 import re
@@ -135,17 +136,23 @@ def digest(scheme: Scheme, trained_positions: int, span: Span | None) -> torch.T
     return torch.frombuffer(bytearray(hashlib.sha256(entry.encode()).digest()[:16]), dtype=torch.uint8)
 
 
-def sign(embedding: PositionEmbedding, own: torch.Tensor) -> None:
-    """Register a scheme's digest beside the table: `load_state_dict` then refuses the weights of another scheme."""
+def sign(embedding: PositionEmbedding, own: torch.Tensor, *, guard: bool = True) -> None:
+    """Register a scheme's digest beside the table; with `guard`, `load_state_dict` refuses the weights of another scheme."""
     embedding.register_buffer(DIGEST, own)
-    embedding.register_load_state_dict_pre_hook(_check_digest)
+    if guard:  # by a copy: where a model is made without memory (`to_empty`), the buffer holds nothing yet
+        embedding.register_load_state_dict_pre_hook(functools.partial(_check_digest, own.clone()))
 
 
-def _check_digest(embedding: PositionEmbedding, state_dict: dict, prefix: str, *rest) -> None:
-    given, own = state_dict.get(f"{prefix}{DIGEST}"), getattr(embedding, DIGEST)
-    if given is not None and not (given.is_meta or own.is_meta or torch.equal(given.cpu(), own.cpu())):
+def _check_digest(own: torch.Tensor, embedding: PositionEmbedding, state_dict: dict, prefix: str, *rest) -> None:
+    given = state_dict.get(f"{prefix}{DIGEST}")
+    if given is not None and not given.is_meta and not torch.equal(given.cpu(), own.cpu()):
         what = "these weights belong to another position scheme, or other options of it"
         rest[-1].append(f"{what}: swap to the scheme that they were saved with, then load them")  # torch raises what is in it
+
+
+def _is_edited(config: PreTrainedConfig) -> bool:
+    """Whether the config says that its scheme was changed on purpose after the weights were saved."""
+    return config.position_scheme.get("edited") is True
 
 
 class InitialisesPositions:
@@ -178,7 +185,7 @@ class SwappedModel(InitialisesPositions):
         super().__init__(config, *args, **kwargs)
         span, classes = span_in(config.position_scheme), SWAPPED_CLASSES | READER_CLASSES
         embedding = install(self, self.architecture, scheme, geometry, span=span, classes=classes)
-        sign(embedding, self._digest())
+        sign(embedding, self._digest(), guard=not _is_edited(config))
         self._init_weights(embedding)  # a learned table from scratch starts as the family's tables do
 
     @property
@@ -297,8 +304,7 @@ def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
             if not value.is_meta and not torch.isfinite(value).all():
                 raise CheckpointError(f"{source}: {place}.{one} holds NaN or infinite numbers: get the checkpoint again")
     kept = next(getattr(one, DIGEST) for one in ours.values() if DIGEST in one._buffers)
-    edited = model.config.position_scheme.get("edited") is True
-    if not edited and not kept.is_meta and not torch.equal(kept.cpu(), model._digest()):
+    if not _is_edited(model.config) and not kept.is_meta and not torch.equal(kept.cpu(), model._digest()):
         raise CheckpointError(
             f"{source}: position_scheme in config.json is not the one that these weights were saved with. Get the file again, "
             'or, if the change is meant, add "edited": true to it'

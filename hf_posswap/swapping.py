@@ -287,13 +287,12 @@ def _check_span(span: int | None, first: int, max_positions: int) -> Span | None
 
 
 def _rows(target: PreTrainedModel, architecture: Architecture) -> torch.Tensor:
-    """Return what a table, or the module in its place, adds at each trained position: (P, E) float64."""
+    """Return what a table, or the module in its place, adds at each position that was trained: (P, E) float64."""
     base, state = target.base_model, state_of(target)
     with torch.no_grad():
         if state is None:
             return architecture.trained_rows(base).double()
-        # A longer table may have been trained in all its rows.
-        lengths = state.geometry
-        count = lengths.max_positions if architecture.table(base).keeps_table else lengths.trained_positions
+        longer = architecture.table(base).keeps_table  # all rows of an extended table may have been trained
+        count = state.geometry.max_positions if longer else state.geometry.trained_positions
         ids = torch.arange(count, device=base.device)[None] + architecture.first_id(base.config)
         return architecture.table(base)(ids)[0].double()

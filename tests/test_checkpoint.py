@@ -323,7 +323,14 @@ def test_a_state_of_another_scheme(make_swapped, family):
     for scheme in ("rotary:theta=500", "alibi"):
         other = pickle.loads(pickle.dumps(make_swapped(family, scheme)))
         refused("weights belong to another position scheme", other.load_state_dict, state, strict=False, error=RuntimeError)
-    make_swapped(family, "rotary").load_state_dict(state)
+    same = make_swapped(family, "rotary")
+    same.load_state_dict(state)
+    with torch.device("meta"):
+        empty = type(same)(same.config)
+    empty.to_empty(device="cpu").load_state_dict(state)
+    edited = make_swapped(family, "rotary:theta=500").config
+    edited.position_scheme["edited"] = True
+    type(same)(edited).load_state_dict(state)
 
 
 def test_an_edited_config_that_is_meant(make_swapped, tmp_path):
