@@ -23,17 +23,18 @@ from hf_posswap.errors import CheckpointError
 LOCK = ".lock"
 
 
-def prepare_output(config: dict, output: Path, resume: bool) -> None:
-    """Begin a run in a folder, or check that a resumed one was begun with the same configuration."""
-    wanted = json.loads(json.dumps(config))  # lists, not tuples, come back from JSON
-    file = output / "config.json"
-    if output.exists() and {path.name for path in output.iterdir()} - {file.name, LOCK}:  # a run leaves these two at once
+def prepare_output(config: dict, inputs: dict, output: Path, resume: bool) -> None:
+    """Begin a run in a folder, or check that a resumed one was begun with the same configuration and the same inputs."""
+    wanted = json.loads(json.dumps({"config.json": config, "inputs.json": inputs}))  # as lists, not tuples, come back from JSON
+    if output.exists() and {path.name for path in output.iterdir()} - {*wanted, LOCK}:  # a run leaves these three at once
         if not resume:
             raise CheckpointError(f"{output} exists and is not empty: choose another --output, or pass --resume")
-        if not file.exists() or read_json(file) != wanted:
-            what = f"{output} was begun with another configuration, or its files had other contents, see {file}"
+        begun = {name: read_json(output / name) for name in wanted if (output / name).exists()}  # older runs noted no inputs
+        if "config.json" not in begun or begun != {name: wanted[name] for name in begun}:
+            what = f"{output} was begun with another configuration, or its files had other contents (see {', '.join(wanted)})"
             raise CheckpointError(f"{what}: resume with the same, or choose another --output")
-    write_json(file, wanted)
+    for name, content in wanted.items():
+        write_json(output / name, content)
 
 
 def check_new(folder: Path, remedy: str = "choose another folder") -> None:

@@ -200,6 +200,8 @@ def test_a_resumed_run_reads_what_it_began_with(start, tmp_path):
     for resume in ((), ("--resume",)):
         code, out = start(*asked, *resume)
         assert code == 0, out
+    code, out = start("--config", tmp_path / "texts" / "out" / "config.json", "--output", tmp_path / "again")
+    assert code == 0, out  # its config.json is a file of options
     (tmp_path / "texts" / "a.txt").write_text("0.6")
     code, out = start(*asked, "--resume")
     assert code == 2 and "its files had other contents" in out

@@ -15,8 +15,8 @@ answers the question for one scheme and one seed:
     if __name__ == "__main__":
         main(Config, run)
 
-The output folder gets config.json, with all options and the hashes of the files that they name, and result.json, with the
-figures. `hf-posswap compare` runs a recipe for several schemes and seeds.
+The output folder gets config.json, with all options (--config reads it), inputs.json, with the hashes of the files that they
+name, and result.json, with the figures. `hf-posswap compare` runs a recipe for several schemes and seeds.
 """
 
 import inspect
@@ -68,7 +68,7 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
             held.enter_context(lock(output))
             options = asdict(config) | ({"model": model_source(config.model)} if hasattr(config, "model") else {})
             inputs = input_hashes({name: value for name, value in options.items() if not name.endswith(NO_FILE)}, output)
-            prepare_output({**asdict(config), "inputs": inputs}, output, resume)
+            prepare_output(asdict(config), inputs, output, resume)
         PartialState().wait_for_everyone()
         try:
             answer = run(config, output, resume)
