@@ -97,7 +97,8 @@ class PositionedAttention(nn.Module):
             return attend_by_distance(query, key, value, bias, scaling, causal).transpose(1, 2), None
         if self.positions.bias is not None:
             bias = self.positions("bias", shared, key.shape[-2]).to(query.dtype)
-            mask = add_bias(mask, bias, shared.causal(key.shape[-2]) if causal else None, implementation)
+            after = causal and query.shape[-2] > 1  # nothing stands after a single query, the last
+            mask = add_bias(mask, bias, shared.causal(key.shape[-2]) if after else None, implementation)
             if implementation == "flex_attention":
                 kwargs["position_bias"] = bias.expand(len(query), query.shape[1], *bias.shape[2:])
         return self.architecture.backend(self)(self, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
@@ -152,14 +153,19 @@ MOST_POSITIONS = 256**DIGITS
 
 def write_positions(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return (B, H, Q, D + 3) keys that carry their positions, (B or 1, Q)."""
-    digits = torch.stack([positions // 256**place % 256 for place in range(DIGITS)], dim=-1).to(keys.dtype)
+    digits = (positions[..., None] // places(positions) % 256).to(keys.dtype)
     return torch.cat([keys, digits[:, None].expand(*keys.shape[:-1], DIGITS)], dim=-1)
 
 
 def read_positions(keys: torch.Tensor) -> torch.Tensor:
     """Return the positions (B, K) that such keys carry."""
     digits = keys[:, 0, :, -DIGITS:].to(torch.int64)
-    return sum(digits[..., place] * 256**place for place in range(DIGITS))
+    return (digits * places(digits)).sum(-1)
+
+
+def places(digits: torch.Tensor) -> torch.Tensor:
+    """Return what each digit is worth, (3,) int64: 1, 256, 65536."""
+    return 256 ** torch.arange(DIGITS, device=digits.device)
 
 
 def let_carry(cache: Cache | None, layers: list[int], head_dim: int) -> None:

@@ -92,7 +92,8 @@ class Places(NamedTuple):
     def distances(self, key_length: int, queries: slice = slice(None)) -> torch.Tensor:
         """Return key position minus query position, (B or 1, Q, K), of all queries or of a slice."""
         # A static cache is longer than what it holds, the rest is masked; a sliding one holds the last keys only.
-        keys = nn.functional.pad(self.keys[:, -key_length:], (0, max(0, key_length - self.keys.shape[-1])))
+        keys, room = self.keys[:, -key_length:], key_length - self.keys.shape[-1]
+        keys = nn.functional.pad(keys, (0, room)) if room > 0 else keys
         return keys[:, None, :] - self.queries[:, queries, None]
 
     def block(self, queries: slice, keys: torch.Tensor) -> "Places":
