@@ -91,7 +91,9 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
         raise UnsupportedModelError("this model's projections are quantized: swap, describe or restore it before that")
     # accelerate's dispatch (device_map over several devices, offload) and other patchers set `forward` on the instance, which
     # would keep calling the old attention: the swap would silently do nothing.
-    for module in () if dispatched else (base, *architecture.self_attentions(base)):
+    for module in () if dispatched else (base, owner, *architecture.self_attentions(base)):
+        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+            raise UnsupportedModelError(f"{type(module._orig_mod).__name__} is compiled already: swap first, then compile")
         if "forward" in vars(module):
             raise UnsupportedModelError(
                 f"the forward of {type(module).__name__} is replaced on the instance (device_map with several devices, "

@@ -158,6 +158,10 @@ TABLE, QUERY = "bert.embeddings.position_embeddings.weight", "bert.encoder.layer
 CHANGES = {  # what is done to a BERT, and what the error then says
     "quantized": (lambda m: setattr(m, "is_quantized", True), "quantized: swap the full-precision checkpoint, then quantize"),
     "compiled": (lambda m: m.compile(backend="eager"), "compiled already: swap first, then compile"),
+    "compiled inside": (
+        lambda m: setattr(m.bert, "embeddings", torch.compile(m.bert.embeddings, backend="eager")),
+        "BertEmbeddings is compiled already: swap first",
+    ),
     "forward": (
         lambda m: setattr(m.bert.encoder.layer[1].attention.self, "forward", m.forward),
         "forward of BertSelfAttention",

@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 import hf_posswap as posswap
-from hf_posswap.contract.subject import move, position_parameters
+from hf_posswap.contract.subject import move, position_parameters, text
 from hf_posswap.sharing.delta import ABOUT, WEIGHTS, weights_hash
 
 
@@ -37,6 +37,17 @@ def test_round_trip(delta, case, family, tokens):
     assert sum(path.stat().st_size for path in folder.iterdir()) < 60_000
     posswap.restore(base)
     assert torch.equal(base(tokens).logits, before)
+
+
+def test_a_fit_after_a_delta(delta, make_model):
+    """It needs the original passed to it, and says so."""
+    base, _, folder = delta("gpt2", posswap.Relative(clip=4))
+    posswap.load_delta(base, folder)
+    options = {"reconstruct": 1, "progress": False}
+    refused("a delta.*pass it as original_model=", posswap.fit, base, text(40), **options)
+    assert posswap.fit(base, text(40), original_model=make_model("gpt2"), **options).layers
+    posswap.restore(base)
+    assert weights_hash(base) == weights_hash(make_model("gpt2"))
 
 
 def test_a_table_with_a_span_of_before(delta, family, tokens):

@@ -231,7 +231,8 @@ def _check(
         if undo_of(target) is None:
             raise PosswapError(f"this process has no original of a model that was loaded swapped. {_LOAD_IT}")
         if not is_unchanged(target):
-            raise PosswapError("attention has changed since it was swapped (trained, cast, loaded): fit right after the swap")
+            what = "attention has changed since it was swapped (trained, cast, loaded, a delta)"
+            raise PosswapError(f"{what}: fit right after the swap. {_LOAD_IT}")
         if any("forward" in vars(module) for module in target.modules()):
             raise UnsupportedModelError(f"accelerate or another patcher has changed this model: fit before. {_LOAD_IT}")
         # A half-precision layer becomes float32 while it is fitted; the original must not change with it.
