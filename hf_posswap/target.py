@@ -102,6 +102,12 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     return model, architecture
 
 
+def check_no_adapters(model: PreTrainedModel) -> None:
+    """Raise if PEFT's adapters are still beside the weights."""
+    if any(".base_layer." in name or "lora_" in name for name, _ in model.named_parameters()):
+        raise UnsupportedModelError("there are adapters around the model's layers: merge them first (merge_and_unload)")
+
+
 def _for_swapped(adapter) -> bool:
     """Whether a PEFT config names a swapped model, by its class or by the base's config."""
     if (adapter.auto_mapping or {}).get("base_model_class", "").startswith("Posswap"):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from conftest import KINDS, refused, rewrite
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification, GPT2ForSequenceClassification, GPT2LMHeadModel
 
@@ -123,6 +124,7 @@ def test_broken_files(delta):
     assert not posswap.describe(base).swapped
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # PEFT asks by the old name
 def test_changed_weights_cannot_be_a_delta(make_model, tmp_path, tokens):
     """A balanced basis, a fit, training: the weights that changed are named, and nothing is written."""
     base = make_model("bert")
@@ -135,6 +137,8 @@ def test_changed_weights_cannot_be_a_delta(make_model, tmp_path, tokens):
         posswap.save_delta(trained, tmp_path / "out", base_model=base)
     refused("not swapped", posswap.save_delta, base, tmp_path / "out")
     refused("must be an unswapped bert model", posswap.save_delta, trained, tmp_path / "out", base_model=make_model("gpt2"))
+    adapted = get_peft_model(posswap.swap(make_model("bert"), "relative:clip=4"), LoraConfig(target_modules=["query"]))
+    refused("adapters.*merge them first", posswap.save_delta, adapted, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")

@@ -134,6 +134,7 @@ VALIDATION = {"train_file": "good.csv", "validation_file": "t.csv"}
         (GOOD, {"dataset": "glue/cola"}, "one of them"),
         (GOOD, {"dataset_config": "cola"}, "one of them"),
         (GOOD, {"validation_file": "missing.csv"}, "no such file: missing.csv"),
+        (GOOD, {"validation_file": "."}, ". is a folder: give one file in it"),
         ("", {}, "t.csv has no rows"),
         ("text,label\n", {}, "t.csv has no rows"),
         ("text,label\n,1\nx,0\n,1\n", {}, r"column 'text' of the train part of t.csv has empty \(None\) rows, 2 from row 1"),

@@ -26,7 +26,7 @@ def test_prose_is_prose():
 
 def test_text_file_and_folder(tmp_path):
     """A text file is held out from its end; a folder of several by name."""
-    (tmp_path / "one.txt").write_text("a" * 90 + "b" * 10)
+    (tmp_path / "one.txt").write_text("\ufeff" + "a" * 90 + "b" * 10)  # a byte order mark is no text
     assert read_documents(tmp_path / "one.txt") == ["a" * 90]
     assert read_documents(tmp_path / "one.txt", split="validation") == ["b" * 10]
     assert read_documents(tmp_path, split="validation") == ["b" * 10]
@@ -38,6 +38,7 @@ def test_text_file_and_folder(tmp_path):
         ("missing.txt", None, "no such file"),
         ("empty.txt", "", "has no text"),
         ("other.csv", "body\nhello\n", r"no column 'text'.*\['body'\]"),
+        ("stray.tsv", 'text\n"one\ntwo"\nthree\n', "3 lines below its header but 2 rows: quotes"),
         ("holes.json", '{"text": "x"}\n{"text": null}\n', "empty .None. rows"),
     ],
 )

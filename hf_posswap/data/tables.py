@@ -5,6 +5,7 @@ numbered in sorted order of the training set, and a table is checked in full bef
 """
 
 import glob
+import gzip
 import math
 import random
 from dataclasses import dataclass
@@ -158,21 +159,28 @@ def read_table(path: str | Path) -> "datasets.Dataset":
     path = Path(path).expanduser()
     kind = table_kind(path)
     if not path.is_file():
-        raise DataError(f"no such file: {path}")
+        raise DataError(f"{path} is a folder: give one file in it" if path.is_dir() else f"no such file: {path}")
     if kind is None or (kind == "parquet" and path.suffix.lower() == ".gz"):
         raise DataError(f"{path} is no table that can be read: give {', '.join(KINDS)}, or all but .parquet with .gz")
     # The words "null" and "NA" are text; only an empty cell is missing.
     options = {"keep_default_na": False, "na_values": [""]} if kind == "csv" else {}
-    if path.name.lower().removesuffix(".gz").endswith(".tsv"):
+    if tabs := path.name.lower().removesuffix(".gz").endswith(".tsv"):
         options["delimiter"] = "\t"
     try:
         # datasets takes names for patterns: rows[1].csv would read rows1.csv
-        return datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", **options)
+        rows = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", **options)
     except (datasets.exceptions.DatasetsError, ValueError) as error:
         if "no data" in str(error) or type(error.__cause__).__name__ == "EmptyDataError":
             raise DataError(f"{path} has no rows") from None
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise DataError(f"{path} cannot be read as {kind} in UTF-8: {reason}") from None
+    if tabs:  # one stray quote makes a cell of all that follows, to the next quote
+        with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
+            lines = sum(1 for line in file if line.strip(b"\r\n")) - 1
+        if len(rows) < lines:
+            what = f'{path} has {lines:,} lines below its header but {len(rows):,} rows: quotes (") span lines'
+            raise DataError(f"{what}. Save it as .csv or .jsonl")
+    return rows
 
 
 def read_hub(name: str, config: str | None, split: str | None) -> "datasets.Dataset | datasets.DatasetDict":

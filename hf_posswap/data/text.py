@@ -124,7 +124,7 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # without the mark that some editors put in front
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error}): convert it first") from None
 

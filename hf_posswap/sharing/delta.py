@@ -24,7 +24,7 @@ from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.provenance import check_new, write_json
 from hf_posswap.surgery import position_modules, state_of
 from hf_posswap.swapping import original, restore, swap
-from hf_posswap.target import find_target
+from hf_posswap.target import check_no_adapters, find_target
 
 FORMAT = 1
 ABOUT, WEIGHTS = "position_delta.json", "position_delta.safetensors"
@@ -56,6 +56,7 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
     target, architecture = find_target(model)
     if not isinstance(target, SwappedModel):
         raise PosswapError(f"this {type(target).__name__} is not swapped: pass a swapped model")
+    check_no_adapters(target)
     folder = Path(folder)
     check_new(folder)
     if base_model is None:

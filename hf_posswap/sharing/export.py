@@ -38,7 +38,7 @@ from hf_posswap.sharing.native_decoders import GPT_NEOX, gpt_neox
 from hf_posswap.sharing.native_encoders import ESM, JINA, ROFORMER, esm, jina, roformer
 from hf_posswap.sharing.parity import PARITY_FILE, Certificate, certify
 from hf_posswap.surgery import state_of
-from hf_posswap.target import find_target
+from hf_posswap.target import check_no_adapters, find_target
 
 _CONVERT: dict[type, Callable[..., Converted]] = {
     **dict.fromkeys(ROFORMER, roformer),
@@ -126,9 +126,7 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
 
 
 def _check_weights(model: SwappedModel) -> None:
-    names = [name for name, _ in model.named_parameters()]
-    if any(".base_layer." in name or "lora_" in name for name in names):
-        raise UnsupportedModelError("there are adapters around the model's layers: merge them first (merge_and_unload)")
+    check_no_adapters(model)
     if len(dtypes := {str(parameter.dtype) for parameter in model.parameters()}) > 1:
         raise UnsupportedModelError(f"the model's weights are {' and '.join(sorted(dtypes))}: give it one dtype, model.to(...)")
     devices = {parameter.device for parameter in model.parameters()}
