@@ -153,17 +153,17 @@ MOST_POSITIONS = 256**DIGITS
 
 def write_positions(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Return (B, H, Q, D + 3) keys that carry their positions, (B or 1, Q)."""
-    digits = (positions[..., None] // places(positions) % 256).to(keys.dtype)
+    digits = (positions[..., None] // place_values(positions) % 256).to(keys.dtype)
     return torch.cat([keys, digits[:, None].expand(*keys.shape[:-1], DIGITS)], dim=-1)
 
 
 def read_positions(keys: torch.Tensor) -> torch.Tensor:
     """Return the positions (B, K) that such keys carry."""
     digits = keys[:, 0, :, -DIGITS:].to(torch.int64)
-    return (digits * places(digits)).sum(-1)
+    return (digits * place_values(digits)).sum(-1)
 
 
-def places(digits: torch.Tensor) -> torch.Tensor:
+def place_values(digits: torch.Tensor) -> torch.Tensor:
     """Return what each digit is worth, (3,) int64: 1, 256, 65536."""
     return 256 ** torch.arange(DIGITS, device=digits.device)
 

@@ -123,7 +123,7 @@ class BucketPositions(DistanceBias):
     def index(self, distances: torch.Tensor) -> torch.Tensor:
         """Return the bucket of each distance, int64."""
         near, far = self.buckets // 2, distances.abs()
-        share = torch.log(far.clamp(min=near) / near) / math.log(self.reach / near)  # 0 below `near`
+        share = torch.log(far.clamp(min=near).float() / near) / math.log(self.reach / near)  # 0 below `near`
         grown = (share * (self.buckets - near)).long().clamp(max=self.buckets - 1 - near)
         return far.clamp(max=near) + grown + self.buckets * (distances > 0)
 
