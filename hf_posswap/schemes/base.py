@@ -88,6 +88,7 @@ class Places(NamedTuple):
     keys: torch.Tensor | None  # positions of all keys so far, (B or 1, K); None where the scheme does not need them
     key_mask: torch.Tensor | None = None  # (B, K) bool, True = attend; None if there is none, or it has another shape
     in_order: bool = False  # attended keys have no gaps in position, and only `key_mask` and causality mask
+    measured: torch.Tensor | None = None  # what a scheme makes of a single query's distances, alike in all layers
 
     def distances(self, key_length: int, queries: slice = slice(None)) -> torch.Tensor:
         """Return key position minus query position, (B or 1, Q, K), of all queries or of a slice."""

@@ -27,7 +27,7 @@ from torch import nn
 
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.closed_form import missing_scores, solve_with_ridge, sum_keys_by_distance
-from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number
+from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number, is_traced
 
 
 class DistanceBias(AttentionPositions):
@@ -36,14 +36,30 @@ class DistanceBias(AttentionPositions):
     needs_key_positions = True
 
     @abstractmethod
-    def by_distance(self, distances: torch.Tensor) -> torch.Tensor:
-        """Return the bias of distances (...), (H, ...)."""
+    def measure(self, distances: torch.Tensor) -> torch.Tensor:
+        """Return what all layers make of distances (...), (...)."""
+
+    @abstractmethod
+    def weigh(self, measured: torch.Tensor) -> torch.Tensor:
+        """Return this layer's bias of what was measured (...), (H, ...)."""
+
+    def by_distance(self, distances):
+        return self.weigh(self.measure(distances))
+
+    def prepare(self, position_ids, *others):
+        places = super().prepare(position_ids, *others)
+        if position_ids.shape[-1] > 1 or is_traced():
+            return places
+        return places._replace(measured=self.measure(places.distances(places.keys.shape[-1])))
 
     def bias(self, shared, key_length):
         if shared.in_order and shared.slots.shape[-1] == key_length:  # a row of values, each row of the bias a step further on
             steps = torch.arange(1 - key_length, key_length, device=shared.slots.device)
             return self.by_distance(steps).unfold(-1, key_length, 1).flip(1)[None]
-        return self.by_distance(shared.distances(key_length)).transpose(0, 1)
+        measured = shared.measured
+        if measured is None or measured.shape[-1] != key_length:  # a static cache is longer than what it holds
+            measured = self.measure(shared.distances(key_length))
+        return self.weigh(measured).transpose(0, 1)
 
     @abstractmethod
     def features(self, distances: torch.Tensor) -> torch.Tensor:
@@ -81,12 +97,15 @@ class AlibiPositions(DistanceBias):
     def initial_values(self):
         return {} if self.log_slopes is None else {"log_slopes": alibi_slopes(self.heads).log()}
 
-    def by_distance(self, distances):
+    def measure(self, distances):
+        return -distances.abs()
+
+    def weigh(self, measured):
         if self.log_slopes is None:
-            slopes = alibi_slopes(self.heads).to(distances.device)
+            slopes = alibi_slopes(self.heads).to(measured.device)
         else:
             slopes = self.log_slopes.float().exp()  # in float32: half precision does not hold large distances
-        return -slopes.reshape(-1, *[1] * distances.dim()) * distances.abs()
+        return slopes.reshape(-1, *[1] * measured.dim()) * measured
 
     def features(self, distances):
         return -distances.abs().double()[..., None]
@@ -120,18 +139,17 @@ class BucketPositions(DistanceBias):
         self.buckets, self.reach = scheme.buckets, scheme.reach
         self.table = nn.Parameter(torch.zeros(geometry.num_heads, 2 * scheme.buckets))
 
-    def index(self, distances: torch.Tensor) -> torch.Tensor:
-        """Return the bucket of each distance, int64."""
+    def measure(self, distances):  # the bucket of each, int64
         near, far = self.buckets // 2, distances.abs()
         share = torch.log(far.clamp(min=near).float() / near) / math.log(self.reach / near)  # 0 below `near`
         grown = (share * (self.buckets - near)).long().clamp(max=self.buckets - 1 - near)
         return far.clamp(max=near) + grown + self.buckets * (distances > 0)
 
-    def by_distance(self, distances):
-        return self.table[:, self.index(distances)]
+    def weigh(self, measured):
+        return self.table[:, measured]
 
     def features(self, distances):
-        return nn.functional.one_hot(self.index(distances), 2 * self.buckets).double()
+        return nn.functional.one_hot(self.measure(distances), 2 * self.buckets).double()
 
     def settle(self, weights):
         self.table.copy_(weights)
