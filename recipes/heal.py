@@ -8,9 +8,9 @@
 The scheme `original` is the control: the unswapped model, tuned alike, which matters if --text-weight lets it learn the text.
 
 Figures: `damage` on held-out text (KL from the original's predictions in nats, or 1 - cosine of an encoder's pooled states) and
-`perplexity`, at 0 tokens and at about ten steps that grow by a constant factor. `to_90_percent` is the number of tokens until
-damage is a tenth of that of a cold swap, for every start. It is interpolated between measurements, linearly in the logarithm of
-damage, and missing if damage never falls so far.
+`perplexity`, on the blocks that `fit_quality` measures on, at 0 tokens and at about ten steps that grow by a constant factor.
+`to_90_percent` is the number of tokens until damage is a tenth of that of a cold swap, for every start. It is interpolated
+between measurements, linearly in the logarithm of damage, and missing if damage never falls so far.
 """
 
 import math
@@ -18,17 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import torch
 from transformers import PreTrainedModel
 
 import hf_posswap as posswap
-from hf_posswap.data.calibration import text_batches
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_original
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextConfig
 from hf_posswap.fitting.distillation import distillation_loss
-from hf_posswap.measure.damage import damage, perplexity
+from hf_posswap.measure.damage import block_kl, pooled_states
+from hf_posswap.measure.losses import row_perplexities, token_losses
 from hf_posswap.training import TrainingRun, train
 from hf_posswap.training.run_log import announce
 
@@ -51,7 +53,6 @@ class Config(TextConfig):
     scheme: str = "rotary"
     learning_rate: float = 1e-3
     dropout: bool = False
-    evaluation_tokens: int = 8192
     text_weight: Annotated[float, "Weight of next-token prediction in the loss of a causal model, 0 to 1."] = 0.0
     block_size: Annotated[int | None, "Tokens of a training sequence. Default: the trained length; for BERT up to 128."] = None
     fit_learning_rate: Annotated[float, "Peak learning rate of --start fit."] = 1e-3
@@ -65,46 +66,50 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     if not 2 < block_size <= longest:
         raise PosswapError(f"block_size={block_size} must be from 3 to {longest}, the length {config.model} was trained at")
     blocks = text.blocks(block_size)
-    held = text_batches(text.held_out, text.tokenizer, longest, tokens=config.evaluation_tokens, causal=causal)
-
-    def measure(model: PreTrainedModel) -> dict[str, float]:
-        figures = {"damage": damage(model, original, [{"input_ids": blocks} for blocks in held]).total}
-        return figures | ({"perplexity": perplexity(model, held[0])} if causal else {})
-
+    held = text.held(longest, 4 * longest) if causal else text.held(text.block_size, longest)
+    held = held[longest] if causal else list(held.values())
     model = text.load(fit_batches=text.fit_batches, fit_learning_rate=config.fit_learning_rate)
     original = load_original(config.model).to(model.device)
     announce("measuring before the first step")
-    before, cold = measure(original), None
+    before = token_losses(original, held) if causal else [pooled_states(original, blocks) for blocks in held]
+
+    def measure(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        """Return figures of each block of held-out text."""
+        if not causal:
+            pairs = zip(held, before, strict=True)
+            return {"damage": 1 - torch.cat([torch.cosine_similarity(pooled_states(model, rows), was) for rows, was in pairs])}
+        losses = token_losses(model, held)
+        found = {"damage": block_kl(model, original, held), "perplexity": row_perplexities(losses)}
+        return found | {"ratio": row_perplexities(losses - before)}
+
+    cold = None
     if config.scheme != ORIGINAL:
-        cold = measure(posswap.swap(load_original(config.model).to(model.device), config.scheme, warm_start=False))["damage"]
+        swapped = posswap.swap(load_original(config.model).to(model.device), config.scheme, warm_start=False)
+        cold = averaged(measure(swapped))["figures"]["damage"]
     looks = measured_steps(config.max_steps)
-    begin = {"step": 0, "tokens": 0, **measure(model)}
+    begin = {"step": 0, "tokens": 0, **averaged(measure(model))["figures"]}
 
     def look(model: PreTrainedModel, run: TrainingRun) -> None:
         if len(run.losses) in looks:
-            run.points.append({"step": len(run.losses), "tokens": run.tokens, **measure(model)})
+            run.points.append({"step": len(run.losses), "tokens": run.tokens, **averaged(measure(model))["figures"]})
 
     rows, loss = [{"input_ids": row} for row in blocks], distillation_loss(original, text_weight=config.text_weight)
     place = {"output": folder, "resume": resume, "description": "distillation"}
     model, done = train(model, rows, config, compute_loss=loss, after_step=look, **place)
     curve = [begin, *done.points]
-    for point in curve if causal else ():
-        point["ratio"] = point["perplexity"] / before["perplexity"]
     # With --text-weight the model also learns from the text, so low damage is not the aim.
     judged = "ratio" if causal and config.text_weight else "damage"
     shares = () if cold is None else SHARES
     marks = {f"to_{share}_percent": tokens_to_reach(curve, (1 - share / 100) * cold) for share in shares}
-    ends = [judged, *(name for name in ("damage", "perplexity", "ratio") if name in curve[-1])]
-    return {
-        "figures": {
-            **{name: curve[-1][name] for name in ends},
-            **{name: tokens for name, tokens in marks.items() if tokens is not None},
-            **{f"{judged}_{point['tokens']}": point[judged] for point in curve},
-        },
-        "cost": cost(model, done),
-        "model": model,
-        "details": {"curve": curve, "original": before, "cold_damage": cold, "block_size": block_size, "losses": done.losses},
+    end = measure(model)  # again: with a value for each block
+    figures = {
+        **{name: end[name] for name in dict.fromkeys((judged, *end))},
+        **{name: tokens for name, tokens in marks.items() if tokens is not None},
+        **{f"{judged}_{point['tokens']}": point[judged] for point in curve},
     }
+    details = {"curve": curve, "original": averaged(measure(original))["figures"], "cold_damage": cold}
+    details |= {"block_size": block_size, "losses": done.losses}
+    return {**averaged(figures), "cost": cost(model, done), "model": model, "details": details}
 
 
 def measured_steps(max_steps: int) -> list[int]:
