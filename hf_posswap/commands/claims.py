@@ -128,7 +128,7 @@ def symmetric() -> Iterator[Finding]:
     yield Finding("relative vectors (Shaw), by definition", False, "2 clip + 1 vectors, one for each signed distance")
     bias = AlibiPositions(Alibi(), SIZES).features(torch.tensor([9, -9]))
     yield Finding("ALiBi", bool(bias[0] == bias[1]), f"both {bias[0].item():.0f} slopes at distances 9 and -9")
-    right, left = BucketPositions(Buckets(), SIZES).index(torch.tensor([9, -9])).tolist()
+    right, left = BucketPositions(Buckets(), SIZES).measure(torch.tensor([9, -9])).tolist()
     yield Finding("T5's buckets", right == left, f"bucket {left} at distance -9, {right} at 9")
 
 
