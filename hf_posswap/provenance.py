@@ -175,8 +175,11 @@ def write_json(path: Path, content: dict) -> None:
     aside = path.with_name(path.name + ".writing")
     # Lists of numbers on one line each.
     text = re.sub(r"\[\n[\d\s,.eE+-]*\]", lambda numbers: re.sub(r"\s+", "", numbers[0]), json.dumps(content, indent=2))
-    aside.write_text(text + "\n")
-    aside.replace(path)
+    try:
+        aside.write_text(text + "\n")
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)  # of a full disk, say
 
 
 def read_json(path: Path) -> dict:

@@ -38,6 +38,7 @@ from hf_posswap.experiments.text_tasks import documents
 from hf_posswap.extras import extra
 from hf_posswap.measure.retrieval import Way, cut_documents, draw_passages, read_as, recall
 from hf_posswap.pipelines import unwrap
+from hf_posswap.provenance import new_folder
 from hf_posswap.training.run_log import announce
 
 with extra():
@@ -105,7 +106,8 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     if config.scheme != ORIGINAL and not posswap.describe(embedder).swapped:
         swap_embedder(embedder, config, training, tokens=config.tokens)
         if PartialState().is_main_process:
-            embedder.save_pretrained(str(begun))
+            with new_folder(begun) as whole:  # --resume takes what is there
+                embedder.save_pretrained(str(whole))
     elif config.scheme == ORIGINAL:
         read_as(embedder, config.read, config.chunk, config.tokens)
     if config.max_steps:

@@ -95,6 +95,9 @@ def test_a_fit_leaves_its_report(folder, tmp_path, program):
     assert kept["report"]["longest"] == 64
     code, out, err = program("card", output, "--base-model", "local:tiny")
     assert code == 0 and f"| {kept['report']['after']['total']:.4f} |" in (output / "README.md").read_text()
+    with patch.object(commands_swap.typer, "echo", side_effect=OSError("nobody reads")):
+        code, _, err = program("swap", folder, *options, "--output", tmp_path / "unread")
+    assert code == 2 and "nobody reads" in err and weight_hashes(tmp_path / "unread") == kept["weights"]
 
 
 def test_export(folder, tmp_path, program):

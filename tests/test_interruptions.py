@@ -14,6 +14,7 @@ from test_training import even_rows, trained
 
 from hf_posswap import PosswapError
 from hf_posswap.errors import Interrupted
+from hf_posswap.provenance import write_json
 from hf_posswap.training import TrainingConfig, train
 
 
@@ -124,6 +125,9 @@ def test_a_full_disk(make_model, tmp_path):
     assert checkpoint_names(tmp_path) == ["step-00000001"]
     whole = trained(make_model("gpt2"), config)[1]
     assert trained(make_model("gpt2"), config, output=tmp_path, resume=True)[1].losses == whole.losses
+    with patch.object(Path, "replace", side_effect=OSError("no space left")), pytest.raises(OSError):
+        write_json(tmp_path / "json" / "config.json", {})
+    assert not list((tmp_path / "json").iterdir())
 
 
 def test_checkpoints_are_read_without_executing_anything(make_model, tmp_path):

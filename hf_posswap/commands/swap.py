@@ -79,7 +79,6 @@ def swap_command(
             steps = 100 if reconstruct is None else reconstruct
             say(f"fitting {loaded.config.num_hidden_layers} layers, {steps} steps each, on {words}: minutes on a CPU")
             report = replace(fit_swapped(loaded, batches, reconstruct=steps, progress=bar), text=words)
-            typer.echo(report)
         say(f"saving to {output}")
         whole.save_pretrained(str(folder))
         if report is not None:
@@ -87,6 +86,8 @@ def swap_command(
         if tokenizer is not None and not piped:
             tokenizer.model_max_length = longest_input(loaded.config)
             tokenizer.save_pretrained(folder)
+    if report is not None:
+        typer.echo(report)  # not before all is saved: printing fails where nobody reads
     typer.echo(replace(describe(loaded), can_restore=False))  # only this process could restore it
     if tokenizer is None:
         typer.echo(f"no tokenizer saved: {model} has none for this model")
