@@ -3,11 +3,15 @@
 Where the scheme was set up for more positions than the table held, all sequences here run past that old maximum of 32.
 """
 
+import copy
+
 import pytest
 import torch
 from conftest import KINDS
+from transformers import DynamicCache
 
 import hf_posswap as posswap
+from hf_posswap.attention import CACHE
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-4}
 
@@ -95,3 +99,22 @@ def test_longer_than_the_model_raises(model, prompt, case):
     """Generation that would pass the last position stops with an error, not with wrong tokens."""
     with pytest.raises(posswap.PosswapError, match=r"reaches 3[3-9] positions|reaches (49|65) positions"):
         generate(model, prompt, max_new_tokens=30)
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "relative:clip=4", "relative:clip=4,key_query=true", "self-extend:near=4,group=2"])
+def test_a_sliding_cache_shows_no_later_token(make_swapped, scheme):
+    """Read in chunks, with a cache that forgets, a token changes nothing before it."""
+    model = make_swapped("gpt2", scheme)
+    model.set_attn_implementation("eager")
+    config = copy.deepcopy(model.config)
+    config.sliding_window, config.layer_types = 9, ["sliding_attention"] * config.num_hidden_layers
+
+    def read(tokens):
+        cache = DynamicCache(config=config)
+        return torch.cat([model(chunk, **{CACHE: cache}).logits for chunk in tokens.split(4, 1)], 1)
+
+    tokens = torch.arange(24)[None] + 5
+    changed = tokens.clone()
+    changed[0, -1] = 40
+    with torch.no_grad():
+        assert torch.equal(read(tokens)[:, :-1], read(changed)[:, :-1])

@@ -103,8 +103,8 @@ class Places(NamedTuple):
 
     def causal(self, key_length: int) -> torch.Tensor:
         """Return which keys stand at or before each query in the sequence, (Q, K) bool."""
-        first = 0 if self.keys is None else max(0, self.keys.shape[-1] - key_length)
-        return torch.arange(first, first + key_length, device=self.slots.device) <= self.slots[0, :, None]
+        first = (self.slots[0, -1] + 1 - key_length).clamp(min=0)  # a sliding cache has forgotten those before
+        return first + torch.arange(key_length, device=self.slots.device) <= self.slots[0, :, None]
 
 
 def is_traced() -> bool:

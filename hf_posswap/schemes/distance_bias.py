@@ -128,7 +128,7 @@ def alibi_slopes(heads: int) -> torch.Tensor:
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
     slopes += [2 ** (-4 * (2 * head + 1) / power) for head in range(heads - power)]
-    return torch.tensor(slopes)
+    return torch.tensor(slopes, dtype=torch.float32)  # whatever torch's default is
 
 
 class BucketPositions(DistanceBias):
