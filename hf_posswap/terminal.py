@@ -40,12 +40,19 @@ def begin() -> None:
     logging.getLogger("accelerate").setLevel(logging.ERROR)
 
 
+def expanded(argument: str) -> str:
+    """Return --output=~/runs with the home folder in it, as the shell has done with --output ~/runs already."""
+    name, _, value = argument.partition("=")
+    return f"{name}={os.path.expanduser(value)}" if name.startswith("--") and value.startswith("~") else argument
+
+
 def run_program(program: str, command: Callable) -> None:
     """Run a command such as a recipe; its error messages begin with `program`.
 
     Exits with 2 after an error of the user's or the machine's, and with 130 after an interrupt, as shells do.
     """
     begin()
+    sys.argv[1:] = map(expanded, sys.argv[1:])
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(command)
     try:

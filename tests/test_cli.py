@@ -355,3 +355,10 @@ def test_the_first_help_names_all():
     """The text stands where nothing heavy is imported: it names every scheme and every family all the same."""
     text = hf_posswap_cli._about.__doc__
     assert [name for name in (*SCHEMES, *ARCHITECTURES) if not re.search(rf"\b{name}\b", text)] == []
+
+
+def test_a_home_folder_after_an_equals_sign(monkeypatch, tmp_path, program):
+    """Shells leave the ~ of --output=~/x alone, and a folder of that name is not what anybody means."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code, _, err = program("plot", "table", "sinusoidal", "--output=~/table.png")
+    assert code == 0 and (tmp_path / "table.png").exists(), err

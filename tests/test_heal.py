@@ -40,6 +40,7 @@ def test_healing_end_to_end(recipe, heal, name):
         assert [point["step"] for point in curve] == [0, *recipe.measured_steps(20)]
         assert curve[-1]["tokens"] == result["cost"]["tokens"] == 20 * 4 * details["block_size"]
         assert figures["damage"] == figures[f"damage_{curve[-1]['tokens']}"] and figures["damage_0"] == curve[0]["damage"]
+        assert all(len(values) > 1 for values in result["items"].values()) and "damage" in result["items"]
         assert ("perplexity" in figures) == ("ratio" in figures) == (name == "gpt2")
         if scheme == "rotary":
             assert figures["damage"] < figures["damage_0"]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -142,11 +143,15 @@ def long_embedder(recipe, monkeypatch, folder, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
-def test_a_stopped_embedder_goes_on(long_embedder, monkeypatch, save, family):
+def test_a_stopped_embedder_goes_on(long_embedder, monkeypatch, save, family, tmp_path):
     """Stopped in its third step and resumed, it is the one that was never stopped, bit for bit."""
     run, _ = long_embedder
     module, steps = sys.modules["long_embedder"], []
     compute = module.PairsWithBrake.forward
+
+    def half_saved(self, path, **options):
+        (Path(path) / "0_Transformer").mkdir(parents=True)
+        raise KeyboardInterrupt
 
     def stops(self, *batch):
         steps.append(batch)
@@ -156,6 +161,10 @@ def test_a_stopped_embedder_goes_on(long_embedder, monkeypatch, save, family):
 
     options = {"model": str(save(family)), "scheme": "rotary", "max_steps": 4, "checkpoint_every": 1}
     whole = run("whole", **options)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # in the middle of saving what tuning starts from
+        patch.setattr(library.SentenceTransformer, "save_pretrained", half_saved)
+        run("stopped", **options)
+    assert not (tmp_path / "stopped" / "start").exists()
     monkeypatch.setattr(module.PairsWithBrake, "forward", stops)
     with pytest.raises(KeyboardInterrupt):
         run("stopped", **options)

@@ -229,3 +229,19 @@ def test_fixed_slopes_stay():
     module = Alibi(slopes="fixed").attention_module(GEOMETRY)
     assert not list(module.parameters()) and not module.state_dict()
     module.solve(None, None, 1.0)
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "alibi:slopes=fixed", "self-extend:near=4,group=2", "sinusoidal"])
+def test_torchs_default_dtype_changes_nothing(make_model, scheme):
+    """Neither what a swap sets nor what a float32 model computes depends on the dtype of new tensors."""
+    tokens, found = torch.arange(96)[None] % 90, []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = make_model("gpt2")
+        torch.set_default_dtype(dtype)
+        try:
+            posswap.swap(model, scheme, max_positions=600)
+            with torch.no_grad():
+                found.append(model(tokens).logits)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert_close(*found)

@@ -40,11 +40,11 @@ class DistanceBias(AttentionPositions):
         """Return what all layers make of distances (...), (...)."""
 
     @abstractmethod
-    def weigh(self, measured: torch.Tensor) -> torch.Tensor:
+    def bias_of(self, measured: torch.Tensor) -> torch.Tensor:
         """Return this layer's bias of what was measured (...), (H, ...)."""
 
     def by_distance(self, distances):
-        return self.weigh(self.measure(distances))
+        return self.bias_of(self.measure(distances))
 
     def prepare(self, position_ids, *others):
         places = super().prepare(position_ids, *others)
@@ -59,7 +59,7 @@ class DistanceBias(AttentionPositions):
         measured = shared.measured
         if measured is None or measured.shape[-1] != key_length:  # a static cache is longer than what it holds
             measured = self.measure(shared.distances(key_length))
-        return self.weigh(measured).transpose(0, 1)
+        return self.bias_of(measured).transpose(0, 1)
 
     @abstractmethod
     def features(self, distances: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ class AlibiPositions(DistanceBias):
     def measure(self, distances):
         return -distances.abs()
 
-    def weigh(self, measured):
+    def bias_of(self, measured):
         if self.log_slopes is None:
             slopes = alibi_slopes(self.heads).to(measured.device)
         else:
@@ -139,13 +139,14 @@ class BucketPositions(DistanceBias):
         self.buckets, self.reach = scheme.buckets, scheme.reach
         self.table = nn.Parameter(torch.zeros(geometry.num_heads, 2 * scheme.buckets))
 
-    def measure(self, distances):  # the bucket of each, int64
+    def measure(self, distances):
+        """Return the bucket of each distance, int64."""
         near, far = self.buckets // 2, distances.abs()
         share = torch.log(far.clamp(min=near).float() / near) / math.log(self.reach / near)  # 0 below `near`
         grown = (share * (self.buckets - near)).long().clamp(max=self.buckets - 1 - near)
         return far.clamp(max=near) + grown + self.buckets * (distances > 0)
 
-    def weigh(self, measured):
+    def bias_of(self, measured):
         return self.table[:, measured]
 
     def features(self, distances):

@@ -129,7 +129,7 @@ class SelfExtendPositions(RotaryPositions):
             seen = torch.full((1, 1, 1, 1), key.shape[-2], device=key.device)
         else:
             seen = (mask if mask.dtype == torch.bool else mask > -1e3).sum(-1, keepdim=True)
-        return 1 + self.temper * (seen / self.trained).clamp(min=1).log()
+        return 1 + self.temper * (seen.float() / self.trained).clamp(min=1).log()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,7 +86,8 @@ class ProjectedCode(PositionEmbedding):
         tenth token, few have a five-hundredth. S' are the positions from the trained length to the longest input: without that
         last term the fit is closer on the table, and explodes beyond it.
         """
-        beyond = torch.linspace(len(table), self.max_positions - 1, min(4096, self.max_positions - len(table))).round()
+        count = min(4096, self.max_positions - len(table))
+        beyond = torch.linspace(len(table), self.max_positions - 1, count, dtype=torch.float32).round()
         positions = torch.cat([torch.arange(len(table)), beyond]).to(table.device)
         signal = self.code(positions).double()
         weights = 1 / (torch.arange(len(table), device=table.device, dtype=table.dtype) + 4)

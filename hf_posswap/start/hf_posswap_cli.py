@@ -31,7 +31,12 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx, args):
         name, command, rest = super().resolve_command(ctx, args)
-        return name, command and load(name), rest
+        if command is None:
+            return name, command, rest
+        command = load(name)
+        from hf_posswap.terminal import expanded
+
+        return name, command, [*map(expanded, rest)]
 
 
 app = typer.Typer(
