@@ -42,6 +42,8 @@ def test_healing_end_to_end(recipe, heal, name):
         assert figures["damage"] == figures[f"damage_{curve[-1]['tokens']}"] and figures["damage_0"] == curve[0]["damage"]
         assert all(len(values) > 1 for values in result["items"].values()) and "damage" in result["items"]
         assert ("perplexity" in figures) == ("ratio" in figures) == (name == "gpt2")
+        if name == "gpt2":
+            assert figures["ratio"] == pytest.approx(figures["perplexity"] / details["original"]["perplexity"], rel=1e-4)
         if scheme == "rotary":
             assert figures["damage"] < figures["damage_0"]
             marks.add(details["cold_damage"])

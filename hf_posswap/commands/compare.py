@@ -87,7 +87,7 @@ def compare(
         run_all([*shlex.split(launcher), *program, *(options or [])], jobs, output)
     written = write_comparison(load_runs(collect or [output / "runs"]), output, vary=vary or (), figures=figure or ())
     console = Console()
-    print_markdown(console, (output / "comparison.md").read_text())
+    print_markdown(console, (output / "comparison.md").read_text(encoding="utf-8"))
     for path in written:
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
 

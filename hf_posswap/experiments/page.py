@@ -34,13 +34,13 @@ def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = ()
     for file, figure in pictures.items():
         figure.savefig(file, dpi=150)
     write_json(written[0], {"format": 1, "vary": list(vary), "runs": runs})
-    written[1].write_text(text)
-    written[2].write_text(_page(runs, text, pictures))
+    written[1].write_text(text, encoding="utf-8")
+    written[2].write_text(_page(runs, text, pictures), encoding="utf-8")
     return [*written, *pictures]
 
 
 def _page(runs: list[dict], text: str, pictures: Iterable[Path]) -> str:
-    template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True).from_string(_TEMPLATE.read_text())
+    template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=True).from_string(_TEMPLATE.read_text("utf-8"))
     return template.render(
         title=": ".join(filter(None, (runs[0]["recipe"], runs[0]["config"].get("model")))),
         tables=MarkdownIt("commonmark", {"html": False}).enable("table").render(text),
