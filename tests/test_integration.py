@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from conftest import refused
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.testing import assert_close
 
@@ -107,6 +108,15 @@ def add_lora(model, family: str) -> PeftModel:
             if "lora_" in name:
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     return adapted.eval()
+
+
+def test_lora_on_the_table(make_model, tokens):
+    """RoBERTa's ids start at 2 and the table of a swap at 0: an adapter on it would add other rows than a merge does."""
+    options = LoraConfig(target_modules=["position_embeddings"], init_lora_weights=False)
+    adapted = get_peft_model(posswap.swap(make_model("bert"), "learned"), options).eval()
+    expected = adapted(tokens).logits
+    assert_close(adapted.merge_and_unload()(tokens).logits, expected, rtol=1e-3, atol=1e-3)
+    refused("leave it to other modules", get_peft_model(posswap.swap(make_model("roberta"), "learned"), options), tokens)
 
 
 @pytest.mark.parametrize(("family", "scheme", "swap_first"), [(*pair, i % 3 > 0) for i, pair in enumerate(PAIRS[:5])])
