@@ -94,7 +94,7 @@ def _positions(base, inputs: Inputs, given, past, slots: torch.Tensor) -> tuple[
     """Return ids as the family counts them, and the positions that they mean, counted from 0; each (B or 1, L)."""
     first_id, padding = base.architecture.first_id(base.config), base.architecture.first_row(base.config) > 0
     if padding and hasattr(base.architecture.table(base), "base_layer"):  # what an adapter adds would be of other positions
-        raise PosswapError("an adapter on these positions, which count from 0, reads the family's ids: leave it to other modules")
+        raise PosswapError("an adapter on these positions, which count from 0, reads the family's ids: adapt other modules")
     ids = base.architecture.position_ids(base, inputs, past) if given is None else _check_ids(given, inputs.shape[-1])
     if ids is None:
         return slots + first_id if first_id else slots, slots

@@ -5,12 +5,14 @@ sentence-transformers' own trainer can train the model as it will be used:
 
     truncated   the first tokens
     ends        the first half and the last half of what it reads
-    chunks      all tokens, piece by piece; the mean of the pieces' vectors, of length 1
+    chunks      all tokens, in as few pieces as can be, of equal length: a short rest would count as much as the others in the
+                mean of their vectors, of length 1
     whole       as it is: for an embedder that reads enough
 """
 
 from collections.abc import Sequence
 from itertools import pairwise
+from math import ceil
 from typing import Literal, NamedTuple
 
 import torch
@@ -75,7 +77,7 @@ def pieces_of(ids: list[int], tokenizer: PreTrainedTokenizerBase, way: Way, size
 
     >>> from transformers import GPT2Tokenizer
     >>> [pieces_of(list(range(7)), GPT2Tokenizer(), way, 4) for way in ("truncated", "ends", "chunks")]
-    [[[0, 1, 2, 3]], [[0, 1, 5, 6]], [[0, 1, 2, 3], [4, 5, 6]]]
+    [[[0, 1, 2, 3]], [[0, 1, 5, 6]], [[0, 1, 2], [3, 4, 5, 6]]]
     """
     edge = 1 if wraps(tokenizer) else 0
     first, body, last = ids[:edge], ids[edge : len(ids) - edge], ids[len(ids) - edge :]
@@ -83,7 +85,9 @@ def pieces_of(ids: list[int], tokenizer: PreTrainedTokenizerBase, way: Way, size
     if way == "whole" or len(body) <= room:
         return [ids]
     if way == "chunks":
-        return [first + body[start : start + room] + last for start in range(0, len(body), room)]
+        count = ceil(len(body) / room)
+        cuts = [len(body) * number // count for number in range(count + 1)]
+        return [first + body[start:end] + last for start, end in pairwise(cuts)]
     return [first + (body[:room] if way == "truncated" else body[: room // 2] + body[room // 2 - room :]) + last]
 
 
