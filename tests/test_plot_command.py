@@ -183,13 +183,17 @@ def test_refusals(arguments, says, bert, relative, tmp_path, program):
 
 
 def test_files_of_another_make(tmp_path):
-    """Runs of other depths and foreign files are refused."""
+    """Runs of other depths, foreign files, and what `compare` would refuse: no numbers, a run twice."""
     file, details = tmp_path / "runs.json", {"depths": [0], "lengths": [8], "accuracy": [[1]]}
-    run = {"config": {"scheme": "rotary", "start": "fit", "seed": 0}, "details": details}
+    run = json.loads(write_run(tmp_path / "run", {"loss_8": 2.0}, also={"details": details}).read_text())
+    other = {**run, "config": {**run["config"], "seed": 1}, "details": {**details, "lengths": [32]}}
     for kind, runs, message in (
-        ("heat-map", [run, {**run, "details": {**details, "lengths": [32]}}], "runs of different depths or lengths"),
-        ("loss", [{}], "is not what compare or a recipe writes"),
-        ("recovery", [1], "is not what compare or a recipe writes"),
+        ("heat-map", [run, other], "runs of different depths or lengths"),
+        ("recovery", [{**run, "details": {"curve": [{"damage": 1}]}}], "is not what compare or a recipe writes"),
+        ("loss", [{}], "no whole result of a recipe, it has no recipe"),
+        ("loss", [1], "no whole result of a recipe, it has no object"),
+        ("loss", [{**run, "figures": {"loss_8": math.nan}}], "loss_8 nan, which is no finite number"),
+        ("loss", [run, run], "has a seed twice"),
     ):
         file.write_text(json.dumps({"runs": runs}))
         refused(message, drawn, kind, file)

@@ -56,10 +56,9 @@ def open_source(source: str) -> _Drawable | dict:
         return parse_scheme(source)
     for file in (path, path / "comparison.json"):
         if file.is_file():
-            found = read_json(file)
-            if not found.get("runs"):
-                raise PosswapError(f"{file} holds no runs: give a comparison.json, or a folder of runs")
-            return {"vary": [], **found, "source": source}
+            runs, vary = load_runs([file]), read_json(file).get("vary") or []
+            check_budgets(runs, vary)
+            return {"runs": runs, "vary": vary, "source": source}
     if path.is_dir() and any(path.rglob("result.json")):
         runs = load_runs([path])
         check_budgets(runs)
