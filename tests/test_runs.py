@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import stdev
 
 import pytest
-from conftest import refused, write_run
+from conftest import refused, rewrite, write_run
 from scipy import stats
 
 import hf_posswap as posswap
@@ -144,6 +144,18 @@ def test_a_comparison_is_runs_too(tmp_path):
     strange = ("strange.json", "no whole result of a recipe, it has no recipe")
     for name, says in (strange, ("none.json", "holds no runs"), ("nowhere", "no result.json in .*nowhere")):
         refused(says, load_runs, [tmp_path / name])
+
+
+def test_a_comparison_of_others(tmp_path, program):
+    """What is edited until no table can be made of it is one line; the path of what is written is printed as it is."""
+    write_comparison(_matrix(tmp_path / "a"), tmp_path / "written")
+    output = tmp_path / "[b] :b:"
+    code, out, err = program("compare", "--collect", tmp_path / "written", "--output", output)
+    assert code == 0 and f"wrote {output}/comparison.md" in out, err
+    for part in ({"hardware": {}}, {"cost": {"tokens_per_second": "fast"}}, {"items": [1]}):
+        rewrite(tmp_path / "written" / "comparison.json", lambda found, part=part: found["runs"][0].update(part))
+        code, _, err = program("compare", "--collect", tmp_path / "written", "--output", tmp_path / "c")
+        assert code == 2 and "does not write" in err and not (tmp_path / "c").exists()
 
 
 def test_runs_of_one_name_are_not_one(tmp_path, monkeypatch):
@@ -306,6 +318,8 @@ def test_the_order_of_runs():
         (["--collect", "here", "--scheme", "rotary"], "not both"),
         (["--start", "warm"], "known are cold, swap, fit, scratch"),
         (["recipes/passkey.py", "--quick"], "leave out the recipe, or --quick"),
+        ([""], "there is no : give the path of a recipe"),  # a shell's variable that is not set
+        (["--launcher", "nice 'it"], "--launcher nice 'it is no command (No closing quotation): write it as for a shell"),
         (["--", "--output=elsewhere"], "--output is given by the comparison: put it before --"),
         (["--", "--max-steps", "1", "--seed", "3"], "--seed is given by the comparison"),
     ],

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from tqdm import tqdm
 
-from hf_posswap.errors import Interrupted, PosswapError
+from hf_posswap.errors import DataError, Interrupted, PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL, load_runs
 from hf_posswap.experiments.options import STARTS
 from hf_posswap.experiments.page import write_comparison
@@ -79,14 +79,25 @@ def compare(
         if schemes_from:
             import_schemes(schemes_from)
             options = [*(options or []), "--schemes-from", schemes_from]
-        if recipe and not Path(recipe).is_file():
+        if recipe is not None and not Path(recipe).is_file():  # an empty one, too: a variable that is not set
             raise PosswapError(f"there is no {recipe}: give the path of a recipe, such as recipes/passkey.py")
         program = [recipe] if recipe else ["-m", DEFAULT_RECIPE]
+        try:
+            begins = shlex.split(launcher)
+        except ValueError as error:
+            raise PosswapError(f"--launcher {launcher} is no command ({error}): write it as for a shell") from None
         jobs = _jobs(scheme or SCHEMES, start or ["swap"], seed or [0, 1, 2])
         _begin(output, {"recipe": program, "options": options or []})
-        run_all([*shlex.split(launcher), *program, *(options or [])], jobs, output)
-    written = write_comparison(load_runs(collect or [output / "runs"]), output, vary=vary or (), figures=figure or ())
-    console = Console()
+        run_all([*begins, *program, *(options or [])], jobs, output)
+    runs = load_runs(collect or [output / "runs"])
+    try:
+        written = write_comparison(runs, output, vary=vary or (), figures=figure or ())
+    except (KeyError, TypeError, AttributeError) as error:
+        if not collect:
+            raise
+        said = f"{type(error).__name__}: {error}"
+        raise DataError(f"--collect names what compare or a recipe does not write ({said}): give their files") from error
+    console = Console(markup=False, emoji=False)  # paths are printed
     print_markdown(console, (output / "comparison.md").read_text(encoding="utf-8"))
     for path in written:
         console.print(f"wrote {path}", highlight=False, soft_wrap=True)
