@@ -153,6 +153,7 @@ def test_configurations(recipe):
         ("scheme: rotery", "rotery"),
         ("fit_tokens: 0", "fit_tokens=0 must be at least 1"),
         ("seed: -1", "seed=-1 must be from 0"),
+        (f"learning_rate: 1{'0' * 400}", "learning_rate must be float, not 1000"),
         ("learning_rate: -1", "learning_rate=-1.0 must be finite and at least 0"),
         ("weight_decay: .nan", "weight_decay=nan must be"),
         ("learning_rate: .inf", "learning_rate=inf must be"),

@@ -120,7 +120,7 @@ def _as_declared(value, hint):
     if float in (hint, *get_args(hint)) and isinstance(value, int | str) and not isinstance(value, bool):
         try:
             return float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             pass  # the caller reports that it is no number
     return value
 
