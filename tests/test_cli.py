@@ -119,6 +119,7 @@ BROKEN = {  # what is done to config.json, and what the one line says
     "unknown": ({"model_type": "nonsense"}, "a 'nonsense' model"),
     "nameless": ({"model_type": None}, "names no model_type"),
     "shape": ({"hidden_size": 64}, "their shapes are not those that config.json says"),
+    "classes": ({"architectures": 5}, "names no list of architectures"),
     "string": ({"hidden_size": "32"}, "'hidden_size' expected int"),
     "part": ({"model_type": "posswap-bert"}, "needs a complete `position_scheme` entry"),
 }

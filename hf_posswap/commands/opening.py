@@ -93,6 +93,8 @@ def _config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
         kind = written.get("model_type")
         if not isinstance(kind, str):
             raise CheckpointError(f"config.json of {source} names no model_type: add the family, bert or gpt2")
+        if not isinstance(written.get("architectures") or [], list):
+            raise CheckpointError(f"config.json of {source} names no list of architectures: give the one of these weights")
         if find_family(kind) is None and not (trust_remote_code and "auto_map" in written):
             raise unsupported(kind, f"{source}, a {kind!r} model")
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)

@@ -110,7 +110,10 @@ def write_card(
     content = gather(folder, None if results is None else [Path(place) for place in results], base_model)
     name = repo_id or re.sub(r"[^\w.-]", "-", folder.resolve().name)
     pictures = {}  # path -> figure
-    text, index = _body(content, name, pictures)
+    try:
+        text, index = _body(content, name, pictures)
+    except (LookupError, jinja2.UndefinedError) as error:  # parts that the schema takes one by one, but that do not fit
+        raise CheckpointError(f"the fit or results of {folder} lack {error}: write them again, or remove them") from None
     card = _merge(folder / CARD_FILE, text, _metadata(content, license), index, name.rpartition("/")[2])
     entries = _eval_results(content, eval_results)
     with tempfile.TemporaryDirectory(prefix=".posswap-", dir=folder) as aside:  # an error leaves the folder unchanged

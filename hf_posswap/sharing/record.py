@@ -112,7 +112,8 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
 
 def _class_name(config: PreTrainedConfig, folder: Path) -> str | None:
     """Return the class that config.json names, for the card's code; raise unless it is ours or transformers'."""
-    name = (config.architectures or [None])[0]
+    named = config.architectures or [None]
+    name = named[0] if isinstance(named, list) else named
     known = getattr(transformers, str(name), None)
     ours = [kind.__name__ for kind in SWAPPED_CLASSES.values()]
     if name is None or name in ours or (isinstance(known, type) and issubclass(known, PreTrainedModel)):
