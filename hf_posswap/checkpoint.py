@@ -33,11 +33,10 @@ from hf_posswap.attention import add_positioned_class
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.forward import positioned_forward
 from hf_posswap.functional.banded import Span
-from hf_posswap.schemes import AttentionPositions, PositionEmbedding, Scheme, scheme_from_dict
+from hf_posswap.schemes import ABOUT_THE_MODEL, AttentionPositions, PositionEmbedding, Scheme, scheme_from_dict
 from hf_posswap.surgery import geometry_of, install, position_modules, state_of
 
 FORMAT = 1
-_ABOUT_THE_MODEL = "format trained_positions made_for_positions base_model edited span guarded fitted_length".split()
 DIGEST = "scheme_digest"  # the name of a buffer beside the table
 
 STUB = "modeling_hf_posswap.py"
@@ -69,7 +68,7 @@ def config_entry(
 
 def scheme_in(entry: dict[str, Any]) -> Scheme:
     """Return the scheme in such an entry; its other keys describe the model."""
-    return scheme_from_dict({key: value for key, value in entry.items() if key not in _ABOUT_THE_MODEL})
+    return scheme_from_dict({key: value for key, value in entry.items() if key not in ABOUT_THE_MODEL})
 
 
 def on_hub(name_or_path: str) -> dict[str, str | None] | None:

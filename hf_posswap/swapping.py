@@ -15,7 +15,7 @@ from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
 from hf_posswap.functional.closed_form import balance
 from hf_posswap.pipelines import card, check_reads, is_pipeline, limit, set_card, set_limit
-from hf_posswap.schemes import SCHEMES, Scheme, parse_scheme
+from hf_posswap.schemes import SCHEMES, Scheme, check_class, parse_scheme
 from hf_posswap.surgery import Snapshot, Undo, is_part, state_of, undo_of
 from hf_posswap.target import check_not_in_composite, find_target
 from hf_posswap.warm_start import balanced_order, query_key_moments
@@ -59,6 +59,7 @@ def swap(
     if torch.is_inference_mode_enabled():
         raise PosswapError("a swap inside torch.inference_mode() would make parameters that can never be trained: swap outside")
     scheme = parse_scheme(scheme)
+    check_class(type(scheme))
     if SCHEMES.get(scheme.name, type(scheme)) is not type(scheme):
         what = f"{type(scheme).__name__} is named {scheme.name!r} like {SCHEMES[scheme.name].__name__}"
         raise PosswapError(f"{what}, and a saved model of it would load as that one: give it a name of its own")

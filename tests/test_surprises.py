@@ -103,6 +103,19 @@ def test_private_scheme_under_a_taken_name(make_model):
     refused("a name of its own", posswap.swap, make_model("gpt2"), Mine())
 
 
+def test_schemes_that_could_not_be_loaded_again(make_model):
+    """A scheme is refused before the swap if no saved model of it could be read: by its name, or by those of its options."""
+    shared = {"__module__": __name__, "summary": "no positions"}
+    wrong = {"must be a dataclass": shared | {"name": "a:b"}, "must be a dataclass, .* with a `name`": shared}
+    for option in ("span", "trained_positions", "base_model"):
+        wrong[f"under the name '{option}'"] = shared | {"name": "mine", "__annotations__": {option: int}, option: 3}
+    for says, own in wrong.items():
+        scheme = dataclasses.dataclass(frozen=True, kw_only=True)(type("Mine", (posswap.Scheme,), own))
+        refused(says, posswap.swap, make_model("gpt2"), scheme())
+    undecorated = type("Mine", (posswap.Scheme,), shared | {"name": "mine"})
+    refused("must be a dataclass", posswap.swap, make_model("gpt2"), undecorated())
+
+
 def test_restore_after_saving_gives_the_same_config(make_model, tmp_path):
     """What save_pretrained writes into the config does not outlive the swap."""
     model = make_model("bert")

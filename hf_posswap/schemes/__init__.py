@@ -29,20 +29,30 @@ SCHEMES: dict[str, type[Scheme]] = {
     for scheme in (Learned, Sinusoidal, Relative, Rotary, SelfExtend, Alibi, Buckets, NoPositions, Mixed, Ladder)
 }
 
+# What config.json holds beside a scheme's name and options: see `checkpoint.config_entry`.
+ABOUT_THE_MODEL = "format trained_positions made_for_positions base_model edited span guarded fitted_length".split()
+
 
 def register_scheme(scheme: type[Scheme]) -> type[Scheme]:
     """Make a scheme known by its `name`, for strings, the command line and saved checkpoints; usable as a decorator.
 
     A scheme passed as an instance needs no registration until a checkpoint of it is loaded. PosswapError: the name is taken.
     """
-    name = getattr(scheme, "name", None)
-    plain = isinstance(name, str) and name.replace("-", "_").isidentifier()
-    if not (isinstance(scheme, type) and issubclass(scheme, Scheme) and "__dataclass_fields__" in vars(scheme) and plain):
-        raise PosswapError(f"{scheme!r} must be a dataclass, a subclass of Scheme, with a `name` of letters, digits, - or _")
+    check_class(scheme)
     if SCHEMES.get(scheme.name, scheme) is not scheme:
         raise PosswapError(f"a scheme named {scheme.name!r} exists already ({SCHEMES[scheme.name]}): choose another name")
     SCHEMES[scheme.name] = scheme
     return scheme
+
+
+def check_class(scheme: type[Scheme]) -> None:
+    """Raise PosswapError unless saved models of this class of schemes can be loaded again, once it is registered."""
+    name = getattr(scheme, "name", None)
+    plain = isinstance(name, str) and name.replace("-", "_").isidentifier()
+    if not (isinstance(scheme, type) and issubclass(scheme, Scheme) and "__dataclass_fields__" in vars(scheme) and plain):
+        raise PosswapError(f"{scheme!r} must be a dataclass, a subclass of Scheme, with a `name` of letters, digits, - or _")
+    if taken := [option.name for option in fields(scheme) if option.name in ABOUT_THE_MODEL]:
+        raise PosswapError(f"{scheme.name}: config.json keeps something else under the name {taken[0]!r}: rename that option")
 
 
 def parse_scheme(scheme: Scheme | str) -> Scheme:
