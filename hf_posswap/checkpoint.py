@@ -233,11 +233,14 @@ class SwappedModel(InitialisesPositions):
 def register_architecture(architecture: Architecture) -> Architecture:
     """Register a family with `swap`, and its swapped classes with transformers' Auto classes.
 
-    Its heads are those in the Auto mappings and its `further_classes`. PosswapError: its `model_type` is taken.
+    Its heads are those in the Auto mappings and its `further_classes`. PosswapError: its `model_type` is taken, or not its
+    config's.
     """
     if not isinstance(architecture, Architecture):
         raise PosswapError(f"{architecture!r} must be an instance of a subclass of Architecture")
-    known = ARCHITECTURES.get(architecture.model_type)
+    known, kind = ARCHITECTURES.get(architecture.model_type), architecture.config_class.model_type
+    if architecture.model_type != kind:  # the classes made here would take the names of that family's
+        raise PosswapError(f"model_type is {architecture.model_type!r}, config_class is of {kind!r}: set both to one family's")
     if architecture.model_type in CONFIG_CLASSES:
         if type(known) is type(architecture):
             return known
