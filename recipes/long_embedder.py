@@ -209,9 +209,8 @@ def measure(embedder, original, config: Config, asked: dict[str, tuple[list, lis
             third = max(1, EACH // 3)
             figures |= {"early": hits[:, :third].mean(1), "late": hits[:, -third:].mean(1)}
             if config.scheme == ORIGINAL and config.read == "chunks" and 2 * config.chunk <= config.tokens:  # two or more
-                pieces = [cut_documents([one], embedder.tokenizer, config.chunk - 2) for one in texts]
-                parts = embedder.encode([part for one in pieces for part in one], convert_to_tensor=True).cpu()
-                hits = recall(parts.split(list(map(len, pieces))), short, [one.document for one in passages])
+                pieces = [one["pieces"].cpu() for one in embedder.encode(texts, batch_size=8, output_value=None)]
+                hits = recall(pieces, short, [one.document for one in passages])
                 figures["by_chunk"] = hits.float().view(len(texts), EACH).mean(1)
     before = original.encode([one.text for one in passages], convert_to_tensor=True).cpu()
     figures["kept"] = functional.cosine_similarity(short, before, dim=-1).view(-1, EACH).mean(1)

@@ -92,7 +92,11 @@ def pieces_of(ids: list[int], tokenizer: PreTrainedTokenizerBase, way: Way, size
 
 
 def read_as(pipeline, way: Way, size: int, longest: int) -> None:
-    """Let a SentenceTransformer take texts of up to `longest` tokens, in place, with a model that reads `size`."""
+    """Let a SentenceTransformer take texts of up to `longest` tokens, in place, with a model that reads `size`.
+
+    `encode(..., output_value=None)` then also gives the vectors of a text's `pieces`, (N, E), the last one as often as is
+    needed for all texts of a batch to have as many.
+    """
     tokenizer, counts = pipeline.tokenizer, []
     pipeline.max_seq_length = longest
 
@@ -107,8 +111,9 @@ def read_as(pipeline, way: Way, size: int, longest: int) -> None:
         return kept | padded, *rest
 
     def join(module, arguments, features):
-        means = [part.mean(0) for part in features["sentence_embedding"].split(counts)]
-        features["sentence_embedding"] = functional.normalize(torch.stack(means), dim=-1)
+        pieces, places = features["sentence_embedding"].split(counts), torch.arange(max(counts))
+        features["sentence_embedding"] = functional.normalize(torch.stack([part.mean(0) for part in pieces]), dim=-1)
+        features["pieces"] = torch.stack([part[places.clamp(max=len(part) - 1)] for part in pieces])
         return features
 
     if way != "whole":
