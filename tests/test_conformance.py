@@ -227,7 +227,7 @@ BROKEN = {  # scheme, the checks that fail, what one of the reasons says
     "without a name": (scheme(Waves, name=None), "builds", "Broken has no name"),
     "unknown backend": (scheme(Waves, implementations=("flex",)), "builds", "run with attention impl"),
     "tuple": (LISTED, "options, save and reload", r"comes back from config.json .*\[1, 2\]"),
-    "not to be registered": (INHERITED, "options, save and reload", "must be a dataclass"),
+    "not to be registered": (INHERITED, "builds", "must be a dataclass"),
     "read as another": (Waves(label="no"), "options", "comes back from the string 'waves:label=no' as .*label=False"),
     "patch": (scheme(Waves, embedding_module=patch_the_library), "restores", "outputs: the largest difference"),
     "never switched on": (
