@@ -296,8 +296,8 @@ def test_folders_that_are_refused(swapped, fitted, results, make_model, tmp_path
     model.save_pretrained(tmp_path / "none")
     with pytest.raises(posswap.PosswapError, match="no run with none, the scheme of .*; it has original, rotary:theta=500"):
         posswap.write_card(tmp_path / "none", results=[results], base_model=BASE)
-    for name in ("os; __import__('os').system('id') #DoubleHeadsModel", "PosswapBertForNothing", "pipeline", ["BertModel"], 5):
-        named = [name] if name != 5 else 5
+    wrong = "os; __import__('os').system('id') #DoubleHeadsModel", "PosswapBertForNothing", "pipeline", ["BertModel"]
+    for named in (*([name] for name in wrong), 5):
         rewrite(swapped / "config.json", lambda config, named=named: config.update(architectures=named))
         refused("which does not exist", posswap.write_card, swapped, base_model=BASE, error=posswap.CheckpointError)
     folder, report = fitted
@@ -305,7 +305,8 @@ def test_folders_that_are_refused(swapped, fitted, results, make_model, tmp_path
     for part in ("before", "after"):
         rewrite(folder / "posswap_fit.json", lambda found, part=part: found["report"][part].update(by_length={}))
         refused("the fit or results of .* lack ", posswap.write_card, folder, base_model=BASE, error=posswap.CheckpointError)
-        assert not (folder / "README.md").exists() and (folder / "posswap_fit.json").write_text(whole)
+        assert not (folder / "README.md").exists()
+        (folder / "posswap_fit.json").write_text(whole)
     rewrite(folder / "config.json", lambda config: config["position_scheme"].update(theta=12345))  # not what was measured
     refused("of another scheme", posswap.write_card, folder, base_model=BASE, error=posswap.CheckpointError)
     posswap.swap(make_model("gpt2", seed=9), "rotary:theta=500").save_pretrained(folder)

@@ -54,15 +54,11 @@ def open_source(source: str) -> _Drawable | dict:
     path = Path(source)
     if _is_scheme(source):
         return parse_scheme(source)
-    for file in (path, path / "comparison.json"):
-        if file.is_file():
-            runs, vary = load_runs([file]), read_json(file).get("vary") or []
-            check_budgets(runs, vary)
-            return {"runs": runs, "vary": vary, "source": source}
-    if path.is_dir() and any(path.rglob("result.json")):
-        runs = load_runs([path])
-        check_budgets(runs)
-        return {"runs": runs, "vary": [], "source": source}
+    file = next((one for one in (path, path / "comparison.json") if one.is_file()), None)
+    if file or (path.is_dir() and any(path.rglob("result.json"))):
+        runs, vary = load_runs([file or path]), (read_json(file).get("vary") if file else None) or []
+        check_budgets(runs, vary)
+        return {"runs": runs, "vary": vary, "source": source}
     try:
         return find_target(open_model(source))[0].base_model
     except PosswapError as error:
