@@ -11,7 +11,8 @@ three facts:
 Balanced basis (rotary). Write the second moments E[q q^T] = L_q L_q^T and E[k k^T] = L_k L_k^T (Cholesky), and
 take the singular value decomposition L_k^T L_q = U S V^T. Then A = S^(-1/2) U^T L_k^T gives both sides the same diagonal
 moments S: the directions that carry q.k, sorted by importance. The most important go to the dimensions that do not turn or turn
-slowest, the least important to the fastest plane.
+slowest, the least important to the fastest plane. Each direction's sign is free, and rounding decides it: two machines may give
+two models, of which neither is nearer to the original.
 
 Kernel (rotary). Written as complex numbers, a plane's part of q_i.k_j is Re(conj(z_q) z_k e^(i theta (j - i))). The product of
 the means of q and k is therefore a function of distance alone, sum_m Re(Z_m e^(i theta_m (j - i))), Z = conj(mean z_q) mean
