@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NoReturn
 
 import torch
@@ -40,10 +40,20 @@ def begin() -> None:
     logging.getLogger("accelerate").setLevel(logging.ERROR)
 
 
-def expanded(argument: str) -> str:
-    """Return --output=~/runs with the home folder in it, as the shell has done with --output ~/runs already."""
-    name, _, value = argument.partition("=")
-    return f"{name}={os.path.expanduser(value)}" if name.startswith("--") and value.startswith("~") else argument
+def checked(arguments: list[str]) -> list[str]:
+    """Return arguments with the home folder for the ~ of --output=~/runs, as the shell does it in --output ~/runs already.
+
+    PosswapError: one is empty. As a path it would be the working directory.
+    """
+    result = []
+    for before, argument in pairwise(["the command", *arguments]):
+        name, _, value = argument.partition("=")
+        option = name.startswith("--")
+        if not argument or (option and argument == f"{name}="):
+            given = argument or f"the argument after {before}"
+            raise PosswapError(f"{given} is empty, as a variable of the shell that is not set: give a value, or leave it out")
+        result.append(f"{name}={os.path.expanduser(value)}" if option and value.startswith("~") else argument)
+    return result
 
 
 def run_program(program: str, command: Callable) -> None:
@@ -52,10 +62,10 @@ def run_program(program: str, command: Callable) -> None:
     Exits with 2 after an error of the user's or the machine's, and with 130 after an interrupt, as shells do.
     """
     begin()
-    sys.argv[1:] = map(expanded, sys.argv[1:])
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(command)
     try:
+        sys.argv[1:] = checked(sys.argv[1:])
         app()
     except SystemExit as stop:
         if not stop.code and torch.distributed.is_initialized():

@@ -248,6 +248,14 @@ for place, status in ((folder, 0), (folder + "/gone", 2)):
     assert done.stderr.startswith("hf-posswap: ") and (tmp_path / "table.png").exists()
 
 
+@pytest.mark.parametrize("arguments", [["--output", ""], ["--output="], [""], ["--figure", "", "--output", "a.png"]])
+def test_an_empty_argument(arguments, program, tmp_path, monkeypatch):
+    """A variable of the shell that is not set is no working directory, and no option left out."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = program("plot", "table", "sinusoidal", *arguments)
+    assert code == 2 and "is empty, as a variable of the shell" in err and not any(tmp_path.iterdir()), err
+
+
 def test_a_terminal_without_unicode(monkeypatch):
     """A character that a terminal lacks is a question mark there."""
     monkeypatch.setattr("sys.stdout", TextIOWrapper(BytesIO(), encoding="ascii"))

@@ -170,6 +170,7 @@ def test_folders_of_runs_are_read(tmp_path):
         (["heat-map", RESULTS / "attention" / "old" / "results.json"], "results.json holds no runs"),
         (["loss", "{bert}/model.safetensors"], "model.safetensors is no JSON"),
         (["table", "sinusoidal", "--shift", "3"], "does not look at --shift; it takes --positions, --size"),
+        (["table", "stdlib-gpt2", "--size", "8"], "--size is for schemes, and stdlib-gpt2 has its own: leave it out"),
         (["table", "sinusoidal", "--output", "a.jpg"], "must end in .png or .svg"),
         (["table", "no/such-thing"], "no/such-thing is no scheme .*, no result file or folder, and no model that loads"),
     ],

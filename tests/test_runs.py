@@ -318,7 +318,7 @@ def test_the_order_of_runs():
         (["--collect", "here", "--scheme", "rotary"], "not both"),
         (["--start", "warm"], "known are cold, swap, fit, scratch"),
         (["recipes/passkey.py", "--quick"], "leave out the recipe, or --quick"),
-        ([""], "there is no : give the path of a recipe"),  # a shell's variable that is not set
+        ([""], "the argument after"),  # a shell's variable that is not set
         (["--launcher", "nice 'it"], "--launcher nice 'it is no command (No closing quotation): write it as for a shell"),
         (["--", "--output=elsewhere"], "--output is given by the comparison: put it before --"),
         (["--", "--max-steps", "1", "--seed", "3"], "--seed is given by the comparison"),

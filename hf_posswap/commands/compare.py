@@ -79,7 +79,7 @@ def compare(
         if schemes_from:
             import_schemes(schemes_from)
             options = [*(options or []), "--schemes-from", schemes_from]
-        if recipe is not None and not Path(recipe).is_file():  # an empty one, too: a variable that is not set
+        if recipe and not Path(recipe).is_file():
             raise PosswapError(f"there is no {recipe}: give the path of a recipe, such as recipes/passkey.py")
         program = [recipe] if recipe else ["-m", DEFAULT_RECIPE]
         try:

@@ -214,6 +214,8 @@ def draw(kind: str, sources: Sequence[str], *, dark: bool = False, **options) ->
         if not isinstance(one, kinds):
             given = next(word for made, word in _WORDS.items() if isinstance(one, made))
             raise PosswapError(f"plot {kind} takes {' or '.join(_WORDS[one] for one in kinds)}; {source} is {given}")
+    if "size" in options and not any(isinstance(one, Scheme) for one in found.values()):
+        raise PosswapError(f"--size is for schemes, and {' and '.join(sources)} has its own: leave it out")
     if several:
         return function(found, {"dark": dark}, **options)
     ((source, one),) = found.items()

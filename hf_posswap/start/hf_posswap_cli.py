@@ -34,9 +34,9 @@ class Commands(TyperGroup):
         if command is None:
             return name, command, rest
         command = load(name)
-        from hf_posswap.terminal import expanded
+        from hf_posswap.terminal import checked
 
-        return name, command, [*map(expanded, rest)]
+        return name, command, checked(rest)
 
 
 app = typer.Typer(
