@@ -4,6 +4,7 @@
     python recipes/read_on.py --scheme rotary --start fit --span 192     # attention to the last 192 tokens and the first 4
     python recipes/read_on.py --scheme original                          # the baseline: a window slides over the same text
     python recipes/read_on.py --scheme rotary --start fit --span 192 --generate 20000      # also time generated tokens
+    python recipes/read_on.py --scheme original --generate 1             # the same behind a window
     python recipes/read_on.py --scheme relative --start fit --tune-steps 500       # also train on long text afterwards
 
 The swapped model reads whole blocks of 16 times the trained length. The original reads the same blocks through a window of the
@@ -59,7 +60,9 @@ class Config(TextOptions, SwapOptions):
     tune_steps: Annotated[int, "Training steps on next-token prediction, after the fit; 0: none."] = 0
     tune_tokens: Annotated[int, "Tokens per training step."] = 4096
     learning_rate: Annotated[float, "Peak rate, after warm-up over a tenth of the steps; then a cosine to 0."] = 6e-4
-    generate: Annotated[int, "Also generate this many tokens, and time their first and last thousand, and reading."] = 0
+    generate: Annotated[
+        int, "Also time so many generated tokens, the first and last thousand, and reading; original: its window."
+    ] = 0
 
     def __post_init__(self):
         super().__post_init__()
@@ -106,14 +109,17 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     details = {"trained_length": trained, "evaluation_tokens": blocks.numel()}
     if config.generate:
         announce(f"generating {config.generate} tokens")
-        details["generation"] = generation(model, blocks[:1, : min(64, trained)], config.generate, trained)
-        details["milliseconds a token read"] = {end: reading(model, blocks[:1].view(-1, end)) for end in ends}
+        if swapped:
+            details["generation"] = generation(model, blocks[:1, : min(64, trained)], config.generate)
+            details["milliseconds a token read"] = {end: reading(model, blocks[:1].view(-1, end)) for end in ends}
+        else:
+            details["generation"] = window_generation(model, blocks[:1, :trained], stride=max(1, trained // 4))
     return {**averaged(figures), "cost": cost(model, done), "model": model, "details": details}
 
 
 @torch.no_grad()
-def generation(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, window: int) -> dict[str, float]:
-    """Return median milliseconds per token, of the first and last thousand and of reading a window anew, and cached keys."""
+def generation(model: PreTrainedModel, prompt: torch.Tensor, tokens: int) -> dict[str, float]:
+    """Return median milliseconds per token of the first and last thousand tokens, how many were written, and cached keys."""
     model = model.eval()
     cache, token = DynamicCache(config=model.config), prompt.to(model.device)
 
@@ -121,13 +127,29 @@ def generation(model: PreTrainedModel, prompt: torch.Tensor, tokens: int, window
         nonlocal token
         token = model(token, **{CACHE: cache}).logits[:, -1:].argmax(-1)
 
-    def read() -> None:
-        model(prompt.repeat(1, window // prompt.shape[1]).to(model.device), use_cache=False)
-
     written = milliseconds(write, min(tokens, longest_input(model.config) - prompt.shape[1]))
-    times = {"first": written[1:1001], "last": written[-1000:], "window read for each token": milliseconds(read, 20)}
-    counts = {"tokens": len(written), "keys in the cache": cache.layers[0].keys.shape[-2]}
-    return {name: median_high(some) for name, some in times.items()} | counts
+    times = {"first": median_high(written[1:1001]), "last": median_high(written[-1000:])}
+    return times | {"tokens": len(written), "keys in the cache": cache.layers[0].keys.shape[-2]}
+
+
+@torch.no_grad()
+def window_generation(model: PreTrainedModel, text: torch.Tensor, *, stride: int) -> dict[str, float]:
+    """Return median milliseconds per token of a model without room for more than `text` (1, N), which therefore reads anew:
+
+    its last N tokens for each token; or its last N - `stride`, and then writes `stride` tokens with a cache.
+    """
+    model, text = model.eval(), text.to(model.device)
+
+    def slide() -> None:
+        cache, token = DynamicCache(config=model.config), text[:, :-stride]
+        for _ in range(stride):
+            token = model(token, logits_to_keep=1, **{CACHE: cache}).logits.argmax(-1)
+
+    each = milliseconds(lambda: model(text, use_cache=False, logits_to_keep=1), 20)
+    return {
+        "window read for each token": median_high(each),
+        "window that slides": median_high(milliseconds(slide, 20)) / stride,
+    }
 
 
 @torch.no_grad()

@@ -256,7 +256,7 @@ def test_read_on(gpt2, text, result, tmp_path, monkeypatch):
     results = {
         name: result("read_on", **options, output=tmp_path / name, **more)
         for name, more in {
-            "original": {},
+            "original": {"generate": 1},
             "whole": {"scheme": "rotary", "start": "fit"},
             "near": {"scheme": "rotary", "start": "fit", "span": 8, "first": 2, "generate": 60},
             "tuned": {"scheme": "rotary", "tune_steps": 8, "tune_tokens": 512, "learning_rate": 0.01},
@@ -277,6 +277,8 @@ def test_read_on(gpt2, text, result, tmp_path, monkeypatch):
     generation = results["near"]["details"]["generation"]
     assert list(results["near"]["details"]["milliseconds a token read"]) == ["32", "64", "128"]
     assert generation["tokens"] == 60 and generation["keys in the cache"] == 8 + 2 - 1
+    window = results["original"]["details"]["generation"]
+    assert 0 < window["window that slides"] and list(window) == ["window read for each token", "window that slides"]
 
 
 @pytest.mark.parametrize(("scheme", "length"), [("original", 32), ("rotary", 64)])
