@@ -36,7 +36,7 @@ from hf_posswap.experiments.models import cost
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import documents
 from hf_posswap.extras import extra
-from hf_posswap.measure.retrieval import Way, cut_documents, draw_passages, read_as, recall
+from hf_posswap.measure.retrieval import Way, cut_documents, draw_passages, piece_vectors, read_as, recall
 from hf_posswap.pipelines import unwrap
 from hf_posswap.provenance import new_folder
 from hf_posswap.training.run_log import announce
@@ -209,8 +209,7 @@ def measure(embedder, original, config: Config, asked: dict[str, tuple[list, lis
             third = max(1, EACH // 3)
             figures |= {"early": hits[:, :third].mean(1), "late": hits[:, -third:].mean(1)}
             if config.scheme == ORIGINAL and config.read == "chunks" and 2 * config.chunk <= config.tokens:  # two or more
-                pieces = [one["pieces"].cpu() for one in embedder.encode(texts, batch_size=8, output_value=None)]
-                hits = recall(pieces, short, [one.document for one in passages])
+                hits = recall(piece_vectors(embedder, texts), short, [one.document for one in passages])
                 figures["by_chunk"] = hits.float().view(len(texts), EACH).mean(1)
     before = original.encode([one.text for one in passages], convert_to_tensor=True).cpu()
     figures["kept"] = functional.cosine_similarity(short, before, dim=-1).view(-1, EACH).mean(1)

@@ -8,7 +8,8 @@
 Figures come from sentence-transformers' evaluators, so they can be compared with other embedders' figures. --read whole is for
 models that read enough tokens, such as those of recipes/long_embedder.py.
 
-Figures: passkey_N and needle_N, the share of 50 questions whose document is the first of 100 of N tokens; beir_NAME, nDCG@10;
+Figures: passkey_N and needle_N, the share of 50 questions whose document is the first of 100 of N tokens; for chunks also
+passkey_by_chunk_N and needle_by_chunk_N, by the nearest single chunk, which takes an index of all chunks; beir_NAME, nDCG@10;
 sts, Spearman's rho.
 """
 
@@ -23,7 +24,7 @@ from hf_posswap.experiments.models import cost
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import documents
 from hf_posswap.extras import extra
-from hf_posswap.measure.retrieval import read_as
+from hf_posswap.measure.retrieval import piece_vectors, read_as, recall
 from hf_posswap.measure.retrieval_sets import RetrievalSet, needles, passkeys, read_beir
 from hf_posswap.pipelines import unwrap
 from hf_posswap.training.run_log import announce
@@ -39,6 +40,7 @@ class Config(EmbedderOptions):
     FIGURES = {
         "passkey": "share of questions whose document of N tokens is the first of 100, made of one sentence in filler",
         "needle": "the same, with a fact in prose",
+        "by_chunk": "the same if each chunk has a vector, and the nearest chunk tells the document",
         "beir": "nDCG@10",
         "sts": "Spearman's rho on pairs of sentences",
     }
@@ -63,8 +65,11 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     figures = {}
     for length in config.lengths:
         announce(f"looking in documents of {length} tokens")
-        figures[f"passkey_{length}"] = found(embedder, passkeys(embedder.tokenizer, length)).first
-        figures[f"needle_{length}"] = found(embedder, needles(embedder.tokenizer, length, text)).first
+        sets = {"passkey": passkeys(embedder.tokenizer, length), "needle": needles(embedder.tokenizer, length, text)}
+        for name, one in sets.items():
+            figures[f"{name}_{length}"] = found(embedder, one).first
+            if config.scheme == ORIGINAL and config.read == "chunks":
+                figures[f"{name}_by_chunk_{length}"] = nearest_chunk(embedder, one)
     for name, one in beir.items():
         announce(f"looking in {name}")
         figures[f"beir_{name}"] = found(embedder, one).ndcg
@@ -92,6 +97,13 @@ def found(embedder, one: RetrievalSet) -> Evaluator:
     evaluator = Evaluator(*one, batch_size=8, write_csv=False, score_functions={"cosine": cos_sim})
     evaluator(embedder)
     return evaluator
+
+
+def nearest_chunk(embedder, one: RetrievalSet) -> list[bool]:
+    """Return for each query whether the nearest of all chunks is one of its document."""
+    documents, queries = list(one.corpus), embedder.encode_query(list(one.queries.values()), convert_to_tensor=True).cpu()
+    answers = [documents.index(*one.relevant[query]) for query in one.queries]
+    return recall(piece_vectors(embedder, list(one.corpus.values())), queries, answers).tolist()
 
 
 if __name__ == "__main__":

@@ -64,10 +64,15 @@ def test_recipe(recipe, save, bert_tokenizer, beir, tmp_path):
     given = {"model": str(save("bert")), "lengths": (96,), "beir": (str(beir),), "start": "swap", **texts}
     for options in ({"scheme": "rotary", "span": 8}, {"read": "chunks", "chunk": 16}):
         found = module.run(module.Config(**given, **options), tmp_path, False)
-        assert set(found["figures"]) == {"passkey_96", "needle_96", "beir_tiny-beir"} and len(found["items"]["needle_96"]) == 50
+        by_chunk = {"passkey_by_chunk_96", "needle_by_chunk_96"} if "read" in options else set()
+        assert set(found["figures"]) == {"passkey_96", "needle_96", "beir_tiny-beir"} | by_chunk
+        assert len(found["items"]["needle_96"]) == 50
         embedder, keys = found["model"], passkeys(bert_tokenizer, 96)
         vectors = [embedder.encode(list(part.values()), convert_to_tensor=True) for part in (keys.corpus, keys.queries)]
         assert found["figures"]["passkey_96"] == pytest.approx(float(recall(*vectors, range(50)).float().mean()))
+    pieces = [one["pieces"] for one in embedder.encode(list(keys.corpus.values()), output_value=None)]
+    assert {len(one) for one in pieces} == {7}  # of 96 tokens, 14 at most in each
+    assert found["figures"]["passkey_by_chunk_96"] == pytest.approx(float(recall(pieces, vectors[1], range(50)).float().mean()))
 
 
 def text(words: int, seed: int) -> str:

@@ -121,6 +121,11 @@ def read_as(pipeline, way: Way, size: int, longest: int) -> None:
         pipeline[-1].register_forward_hook(join)
 
 
+def piece_vectors(pipeline, texts: Sequence[str]) -> list[torch.Tensor]:
+    """Return the vectors of each text's pieces, (N, E), of a SentenceTransformer that `read_as` has changed."""
+    return [one["pieces"].cpu() for one in pipeline.encode_document(texts, batch_size=8, output_value=None)]
+
+
 def recall(documents: Sequence[torch.Tensor], queries: torch.Tensor, answers: Sequence[int]) -> torch.Tensor:
     """Return for each query (Q, E) whether its document is the nearest by cosine: (Q,) bool.
 
