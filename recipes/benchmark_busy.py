@@ -1,4 +1,4 @@
-"""How much longer does a fit take beside a process that keeps a core busy? At most 2.5 times as long, it should be.
+"""How much longer does a fit take beside a process that keeps a core busy?
 
     python recipes/benchmark_busy.py                          # with GOMP_SPINCOUNT=500, as `hf-posswap` sets it
     GOMP_SPINCOUNT=1000000000 python recipes/benchmark_busy.py    # as torch's threads wait without

@@ -92,7 +92,7 @@ def _batches(text: RunText, original) -> list[torch.Tensor]:
         return random_tokens(original, tokens=config.fit_tokens, seed=config.seed)
     if config.text == "embedded":
         text = RunText(replace(config, dataset=None, dataset_config=None, train_file=None, validation_file=None))
-    batches = text.fit_batches(seed=config.seed)
+    batches = text.fit_batches()
     generator = torch.Generator().manual_seed(config.seed)
     edge = 0 if text.causal else 1  # [CLS] and [SEP] stay where they are
     for blocks in batches if config.text == "shuffled" else ():

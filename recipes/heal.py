@@ -68,7 +68,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     blocks = text.blocks(block_size)
     held = text.held(longest, 4 * longest) if causal else text.held(text.block_size, longest)
     held = held[longest] if causal else list(held.values())
-    model = text.load(fit_batches=text.fit_batches, fit_learning_rate=config.fit_learning_rate)
+    model = text.load(fit_learning_rate=config.fit_learning_rate)
     original = load_original(config.model).to(model.device)
     announce("measuring before the first step")
     before = token_losses(original, held) if causal else [pooled_states(original, blocks) for blocks in held]

@@ -82,8 +82,8 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
         raise PosswapError(f"length={lengths[0]} is too short: keys and question take {tested.shortest} tokens")
 
     def fit_batches() -> list:
-        texts, options = embedded_documents("train", causal=causal), {"tokens": config.fit_tokens, "causal": causal}
-        return text_batches(texts, tokenizer, longest_input(checkpoint), **options)
+        options = {"tokens": config.fit_tokens, "causal": causal, "seed": config.seed}
+        return text_batches(embedded_documents("train", causal=causal), tokenizer, longest_input(checkpoint), **options)
 
     auto_class = AutoModelForCausalLM if causal else AutoModelForQuestionAnswering
     model = load_model(config, auto_class, max_positions=lengths[-1], fit_batches=fit_batches, tokenizer=tokenizer)

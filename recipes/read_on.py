@@ -87,7 +87,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         to_select = spread(cut_blocks(to_select, tokenizer, read_length), config.evaluation_tokens)
     model = text.load(
         max_positions=max(longest, config.generate) if swapped else None,
-        fit_batches=lambda: text.fit_batches(fit_length, window=trained, seed=config.seed),
+        fit_batches=lambda: text.fit_batches(fit_length, window=trained),
     )
     ends = [trained * 2**power for power in range(config.factor.bit_length())]
 

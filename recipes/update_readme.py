@@ -24,8 +24,9 @@ from hf_posswap import ARCHITECTURES, SCHEMES
 from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.commands.claims import check_claims
 from hf_posswap.commands.claims import markdown as claims_table
-from hf_posswap.experiments.comparison import background, markdown, row_label, starts_table, table
+from hf_posswap.experiments.comparison import background, label_of, markdown, row_label, rows_of, starts_table, table
 from hf_posswap.experiments.differences import differences, interval_table
+from hf_posswap.experiments.items import half_width, items_of, parted
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "recipes" / "results"
@@ -87,7 +88,9 @@ def rows(file: Path) -> dict[str, dict[str, list[float]]]:
     for run in content["runs"]:
         row, curve = found.setdefault(row_label(run, content["vary"]), {}), run.get("details", {}).get("curve") or [{}]
         ends = {f"{name} {when}": x for when, point in (("start", curve[0]), ("end", curve[-1])) for name, x in point.items()}
-        for name, value in (ends | run["figures"] | run["cost"]).items():
+        starts = run.get("details", {}).get("start_loss")  # by length, of a language model
+        starts = {f"start_loss_{n}": x for n, x in starts.items()} if isinstance(starts, dict) else {}
+        for name, value in (starts | ends | run["figures"] | run["cost"]).items():
             row.setdefault(name, []).append(value)
     return found
 
@@ -107,6 +110,14 @@ def environment() -> Environment:
         content = read(f"{folder}/comparison.json")
         return differences(content["runs"], vary=content["vary"])[row][figure].sure
 
+    def gap(folder: str, row: str, name: str, other: str = "original") -> str:
+        """Return how much a row's figure is above another's, with the half width of the interval over items."""
+        runs = rows_of((content := read(f"{folder}/comparison.json"))["runs"], content["vary"])
+        one, two = (
+            items_of(next(some for key, some in runs.items() if label_of(key) == label), name) for label in (row, other)
+        )
+        return f"{(one - two).mean():+.3f} ± {half_width(parted(one - two)):.3f}"
+
     def holds(*conditions: bool) -> str:
         if not all(conditions):
             raise ValueError(f"the result files do not say what this sentence says: {conditions}")
@@ -115,7 +126,7 @@ def environment() -> Environment:
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["d"] = lambda value, digits: f"{value:.{digits}f}"
     environment.globals |= {"of": of, "m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": figures}
-    environment.globals |= {"sure": sure, "holds": holds, "exp": exp, "sqrt": sqrt, "abs": abs}
+    environment.globals |= {"sure": sure, "gap": gap, "holds": holds, "exp": exp, "sqrt": sqrt, "abs": abs}
     environment.globals |= {"table": comparison_table, "ladder": ladder_table, "index": index, "read": read}
     environment.globals["generated"] = {f.stem: read(f)["details"] for f in RESULTS.glob("read_on/generation/*.json")}
     return environment

@@ -94,7 +94,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     def fit_batches() -> list[torch.Tensor]:
         _, causal = load_family(config.model)
         texts = [*task.train.texts, *(task.train.pairs or [])] if enough else embedded_documents("train", causal=causal)
-        return text_batches(texts, tokenizer, reads, tokens=config.fit_tokens, causal=causal)
+        return text_batches(texts, tokenizer, reads, tokens=config.fit_tokens, causal=causal, seed=config.seed)
 
     texts = {"fit_batches": fit_batches, "tokenizer": tokenizer}
     model = load_model(config, AutoModelForSequenceClassification, **texts, **options)

@@ -110,13 +110,13 @@ class RunText:
 
     def fit_batches(self, longest: int | None = None, **options) -> TextBatches:
         """Return `text_batches` of the training text for --start fit, by default up to the checkpoint's longest input."""
-        longest, tokens = longest or self.trained, self.config.fit_tokens
-        return text_batches(self.training, self.tokenizer, longest, tokens=tokens, causal=self.causal, **options)
+        options |= {"tokens": self.config.fit_tokens, "causal": self.causal, "seed": self.config.seed}
+        return text_batches(self.training, self.tokenizer, longest or self.trained, **options)
 
     def load(self, auto_class: type | None = None, **options) -> PreTrainedModel:
         """Return the model of the run (`load_model`), fitted on the training text if it is to be."""
-        fit = {"fit_batches": lambda: self.fit_batches(seed=self.config.seed)}
-        model = load_model(self.config, auto_class or usual_class(self.causal), tokenizer=self.tokenizer, **(fit | options))
+        options = {"fit_batches": self.fit_batches, "tokenizer": self.tokenizer} | options
+        model = load_model(self.config, auto_class or usual_class(self.causal), **options)
         # A loss on the states gives an encoder's pooler no gradient, and DDP waits for every gradient.
         if getattr(model, "pooler", None) is not None:
             model.pooler.requires_grad_(False)

@@ -20,7 +20,7 @@ _MEASURES = {
     "KL": "how far predictions are from the original's, in nats a token",
     "1 - cosine": "1 - cosine of mean-pooled states with the original's",
 }
-_NEAR = 0.05  # damage, in either measure, that users hardly notice
+_NEAR = 0.05  # damage, in either measure, from which on the verdict asks for more; a rule of thumb
 
 
 @dataclass(frozen=True)
