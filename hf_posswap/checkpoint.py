@@ -140,6 +140,7 @@ def sign(embedding: PositionEmbedding, own: torch.Tensor, *, guard: bool = True)
     embedding.register_buffer(DIGEST, own)
     if guard:  # by a copy: where a model is made without memory (`to_empty`), the buffer holds nothing yet
         embedding.register_load_state_dict_pre_hook(functools.partial(_check_digest, own.clone()))
+        embedding.register_state_dict_post_hook(functools.partial(_give_digest, own.clone()))
 
 
 def _check_digest(own: torch.Tensor, embedding: PositionEmbedding, state_dict: dict, prefix: str, *rest) -> None:
@@ -147,6 +148,12 @@ def _check_digest(own: torch.Tensor, embedding: PositionEmbedding, state_dict: d
     if given is not None and not given.is_meta and not torch.equal(given.cpu(), own.cpu()):
         what = "these weights belong to another position scheme, or other options of it"
         rest[-1].append(f"{what}: swap to the scheme that they were saved with, then load them")  # torch raises what is in it
+
+
+def _give_digest(own: torch.Tensor, embedding: PositionEmbedding, state_dict: dict, prefix: str, *rest) -> None:
+    """Save the digest whatever became of the buffer: averages of models average their buffers (`AveragedModel`)."""
+    if not (kept := state_dict[f"{prefix}{DIGEST}"]).is_meta:
+        state_dict[f"{prefix}{DIGEST}"] = own.to(kept.device)
 
 
 def _is_edited(config: PreTrainedConfig) -> bool:

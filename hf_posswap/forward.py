@@ -114,10 +114,11 @@ def _check_length(base, scheme, tokens: Tokens) -> None:
     positions, slots, past = tokens
     limit = base.architecture.longest_input(base.config)
     needed = past + slots.shape[-1] if isinstance(past, int) else 0
-    # Values are read only where that costs nothing: not while tracing, and not where it would wait for a GPU.
-    look = tokens.length is None and positions.device.type == "cpu" and positions.numel()
+    # Values are read only where that costs nothing: not while tracing, and not where it would wait for a GPU, unless there are
+    # more tokens than positions, as in a row of several texts.
+    look = tokens.length is None and positions.numel() and (positions.device.type == "cpu" or needed > limit)
     if look and not torch.compiler.is_compiling():
-        needed = max(needed, int(positions.max()) + 1)
+        needed = int(positions.max()) + 1
         if int(positions.min()) < 0:
             raise PosswapError(f"position_ids must not be negative, the smallest is {int(positions.min())}")
     state, fitted = state_of(base), base.config.position_scheme.get("fitted_length")
@@ -163,6 +164,7 @@ def _share(base, arguments: dict, tokens: Tokens) -> dict:
         if cache is None and wanted:
             crossing = arguments.get("encoder_hidden_states") is not None
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()
+    if causal:
         cache = keep_span(cache, [kind.span for kind in kinds], counted=tokens.counted)
     shared = tuple(_share_kind(base, first, kind, tokens, mask, cache) for first, kind in zip(firsts, state.kinds, strict=True))
     given = {"shared_positions": shared} if cache is None else {"shared_positions": shared, CACHE: cache}
@@ -185,7 +187,7 @@ def _share_kind(base, first, kind, tokens: Tokens, mask, cache) -> Shared:
         if causal and not tokens.counted and isinstance(past, int) and (past or mask is not None):
             _check_one_text(seen, mask)
         # A text no longer than the span needs no mask for it, if its positions have no gaps.
-        if not (tokens.counted and tokens.fresh) or keys.shape[-1] > kind.span.span:
+        if not (tokens.counted and tokens.fresh) or torch.compiler.is_exporting() or keys.shape[-1] > kind.span.span:
             if _in_blocks(base, tokens, mask):
                 span, key_mask = kind.span, None if mask is None else mask.bool()
                 mask = own = None if mask is None else key_mask[:, None, None]
@@ -241,6 +243,10 @@ def _near(span, tokens: Tokens, keys: torch.Tensor, mask, causal: bool) -> torch
     """Return the whole mask, (B or 1, 1, Q, K) bool: within the span, no padding, and in packed texts the own text only."""
     positions = tokens.positions
     allowed = (span.allowed(positions, keys, causal=causal) & (keys != PADDING)[:, None])[:, None]
+    if causal and not tokens.counted:  # positions may go back, which a trace does not see: no key may stand behind its query
+        ends = torch.arange(keys.shape[-1] - positions.shape[-1], keys.shape[-1], device=keys.device)
+        last = torch.minimum(ends, tokens.slots)  # slots: in a static cache, which is longer; less, if keys were forgotten
+        allowed = allowed & (torch.arange(keys.shape[-1], device=keys.device) <= last[0, :, None])
     if mask is not None and mask.dim() == 4:
         return allowed & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
     if mask is not None and mask.shape[-1] == keys.shape[-1]:

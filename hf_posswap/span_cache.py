@@ -66,14 +66,16 @@ class SpanLayer(DynamicLayer):
 def keep_span(cache: Cache | None, spans: list[Span | None], *, counted: bool) -> Cache | None:
     """Return the cache for a model with each layer's span or None: an empty dynamic one is given such layers, in place.
 
-    `counted`: positions count on from the cache's length. Static caches stay as they are.
+    `counted`: positions count on from the cache's length. Static caches stay as they are. PosswapError: it was made for others.
     """
-    if cache is None:
-        return None
     own = self_cache(cache)
+    if not isinstance(own, Cache):  # none, or that of generate_batch, which takes no spans
+        return cache
     made = [layer.span if isinstance(layer, SpanLayer) else None for layer in own.layers]
     if any(made) and made != spans:
         raise PosswapError(f"this cache was made for {_told(made)}, the model has {_told(spans)}: start with a new cache")
+    if not any(spans):
+        return cache
     plain = isinstance(own, DynamicCache) and all(type(layer) is DynamicLayer for layer in own.layers)
     if plain and own.get_seq_length() == 0:
         own.layers = [DynamicLayer() if span is None else SpanLayer(span) for span in spans]
@@ -88,4 +90,4 @@ def keep_span(cache: Cache | None, spans: list[Span | None], *, counted: bool) -
 
 
 def _told(spans: list[Span | None]) -> str:
-    return " and ".join(map(str, dict.fromkeys(spans)))
+    return " and ".join("no span" if span is None else str(span) for span in dict.fromkeys(spans))

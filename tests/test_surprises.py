@@ -142,6 +142,55 @@ def test_position_ids_that_do_not_fit(make_swapped, positions, tokens):
         make_swapped("gpt2", "rotary", max_positions=64)(tokens[:1], position_ids=positions)
 
 
+@pytest.mark.parametrize("scheme", ["rotary", "relative:clip=3", "alibi", "sinusoidal", "self-extend"])
+@torch.no_grad()
+def test_a_packed_row_longer_than_all_positions(make_swapped, scheme):
+    """What counts is how far positions go, not how many tokens a row has: texts in one row are what each is alone."""
+    model = make_swapped("gpt2", scheme, "sdpa", max_positions=64)
+    row, positions = torch.randint(2, 98, (1, 81)), torch.cat([torch.arange(41), torch.arange(40)])[None]
+    alone = torch.cat([model(part, use_cache=False).logits for part in row.split([41, 40], dim=1)], dim=1)
+    assert_close(model(row, position_ids=positions, use_cache=False).logits, alone, rtol=1e-4, atol=1e-4)
+    error = posswap.SequenceTooLongError
+    refused("reaches 65 positions", model, row[:, :2], position_ids=torch.tensor([[63, 64]]), error=error)
+    refused("reaches 81 positions", model, row, error=error)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # in torch.func.jvp
+@pytest.mark.parametrize("scheme", ["alibi", "buckets", "relative:clip=3"])
+def test_second_derivatives_are_refused(make_swapped, scheme, tokens):
+    """The written-out backward passes have none; the gradients of `torch.func.grad`, which asks for them in case, are right."""
+    model = make_swapped("bert", scheme, "sdpa", max_positions=64)
+    states = model.get_input_embeddings()(tokens).detach().requires_grad_()
+
+    def loss(states):
+        return model(inputs_embeds=states).logits[..., 5].sum()
+
+    (gradient,) = torch.autograd.grad(loss(states), states, create_graph=True)
+    refused("first derivatives only.*'eager'", torch.autograd.grad, gradient.sum(), states)
+    assert_close(torch.func.grad(loss)(states.detach()), gradient, rtol=1e-4, atol=1e-5)
+    refused("no forward-mode derivatives.*'eager'", torch.func.jvp, loss, (states.detach(),), (states.detach(),))
+    rows = states.detach()[:, None]
+    refused("cannot be mapped by torch.vmap.*'eager'", torch.vmap(torch.func.grad(loss)), rows)
+    model.set_attn_implementation("eager")
+    (eager,) = torch.autograd.grad(loss(states), states, create_graph=True)
+    assert_close(eager, gradient, rtol=1e-4, atol=1e-5)
+    assert torch.autograd.grad(eager.sum(), states)[0].isfinite().all()
+    assert_close(torch.vmap(torch.func.grad(loss))(rows)[:, 0], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_averages_of_a_model(make_swapped, tmp_path):
+    """An average over training steps, buffers too, is saved as the scheme's: its digest is no number to be averaged."""
+    model = make_swapped("bert", "rotary")
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
+    )
+    for _ in range(3):
+        average.update_parameters(model)
+    average.module.save_pretrained(tmp_path)
+    AutoModelForMaskedLM.from_pretrained(tmp_path)
+    model.load_state_dict(average.module.state_dict())
+
+
 def test_integer_masks_are_refused(make_swapped, tokens):
     """A 4D mask of integers is refused, since it would be added to the scores."""
     mask = torch.ones(20, 20).tril().long()[None, None]

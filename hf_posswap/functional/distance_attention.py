@@ -11,8 +11,8 @@ There the sum over pairs of one distance is a sum over rows, each written one co
 import math
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from hf_posswap.functional.first_order import FirstOrder, first_order
 from hf_posswap.functional.relative_window import LOG2_E, dense, plain_attention, product_into
 
 BLOCK = 128  # queries at a time
@@ -30,7 +30,7 @@ def attend_by_distance(query, key, value, bias: torch.Tensor, scale: float, caus
     return DistanceAttention.apply(dense(query), key.flip(-2), value.flip(-2), bias, scale, causal)[0]
 
 
-class DistanceAttention(torch.autograd.Function):
+class DistanceAttention(FirstOrder):
     """(B, H, L, D), keys and values in reversed order, bias (H, 2 L - 1) -> (B, H, L, D), log-sum-exps."""
 
     @staticmethod
@@ -45,7 +45,7 @@ class DistanceAttention(torch.autograd.Function):
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad_output, _):
         *tensors, bias, output, logsumexp = ctx.saved_tensors
         batch, heads, length, _ = output.shape

@@ -22,9 +22,9 @@ from __future__ import annotations  # without triton there is no tl.constexpr
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from hf_posswap.errors import PosswapError
+from hf_posswap.functional.first_order import FirstOrder, first_order
 
 try:
     import triton
@@ -84,7 +84,7 @@ def _relative_to_first_row(table: torch.Tensor, heads: int) -> torch.Tensor:
     return (table[..., 1:, :] - table[..., :1, :]).expand(heads, -1, -1)
 
 
-class _BandAttention(torch.autograd.Function):
+class _BandAttention(FirstOrder):
     """Attention with scores scale * (q_i . k_j + biases[i, column of j - i]).
 
     Returns the output (B, Q, H, D) and, with `values`, the probabilities summed by column (H, B, Q, W), else None.
@@ -109,7 +109,7 @@ class _BandAttention(torch.autograd.Function):
         return output, masses
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, d_output, d_masses):
         query, key, value, biases, key_mask, output, masses, log_sums = ctx.saved_tensors
         d_output = d_output.contiguous()

@@ -24,7 +24,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from hf_posswap.functional.first_order import FirstOrder, first_order
 
 LOG2_E = math.log2(math.e)
 
@@ -217,7 +218,7 @@ class Group:
         return kept.div_(1 - self.plan.dropout)
 
 
-class WindowedAttention(torch.autograd.Function):
+class WindowedAttention(FirstOrder):
     """(B, H, Q, D), (B, H, K, D) twice, tables relative to the far left (H or 1, N, D), a^V_0 -> (B, H, Q, D), log-sum-exps.
 
     `seed` is that of dropout; every block derives its own from it.
@@ -274,7 +275,7 @@ class WindowedAttention(torch.autograd.Function):
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad_output, _):
         query, key, value, key_table, value_table, first_value, key_mask, output, logsumexp = ctx.saved_tensors
         plan, precise = ctx.plan, logsumexp.dtype

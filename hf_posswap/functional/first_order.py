@@ -1,0 +1,59 @@
+"""Attention with a written-out backward pass: it has first derivatives, in reverse mode, and says so where others are asked."""
+
+from collections.abc import Callable
+from functools import wraps
+
+import torch
+
+from hf_posswap.errors import PosswapError
+
+_EAGER = "call model.set_attn_implementation('eager')"
+
+
+class FirstOrder(torch.autograd.Function):
+    """A Function that names what to do instead of forward-mode derivatives and vmap."""
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise PosswapError(f"this attention has no forward-mode derivatives: {_EAGER}")
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        raise PosswapError(f"this attention cannot be mapped by torch.vmap: {_EAGER}")
+
+
+def first_order(backward: Callable) -> Callable:
+    """Let a Function's `backward` raise PosswapError where its gradients are differentiated, instead of giving wrong ones.
+
+    torch's `once_differentiable` raises in `.backward()` only: its error hangs on new leaves, which `autograd.grad` passes by.
+    And it has none where the gradient of the output needs none itself, though those of q, k and v depend on q, k and v.
+    """
+
+    @wraps(backward)
+    def checked(ctx, *grads):
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        inputs = [one for one in (*ctx.saved_tensors, *grads) if isinstance(one, torch.Tensor) and one.requires_grad]
+        return tuple(one if one is None else _Once.apply(one, *inputs) for one in found)
+
+    return checked
+
+
+class _Once(torch.autograd.Function):
+    """A gradient as it is, (...), and an error where it is differentiated by what it depends on."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gradient, *inputs):
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, _):
+        raise PosswapError(f"this attention has first derivatives only: for second ones {_EAGER}")
