@@ -50,13 +50,16 @@ def new_folder(output: Path) -> Iterator[Path]:
     If two processes write at once, the first one gets the name, and the second ends with an error. An empty folder that is
     there already, which may be a link, a mount or where somebody works, stays and is filled.
 
-    CheckpointError: `output` exists and is not empty, at the beginning or at the end.
+    CheckpointError: `output` exists and is not empty, at the beginning or at the end, or cannot be made.
     """
     check_new(output, "choose another --output")
     output = output.resolve()
     name, there = f".{output.name}.{os.getpid()}.writing", output.is_dir()
     aside = output / name if there else output.with_name(name)
-    aside.mkdir(parents=True)
+    try:
+        aside.mkdir(parents=True)
+    except OSError as error:  # which names a folder that the user did not
+        raise CheckpointError(f"{output} cannot be made ({error.strerror}): choose another --output") from error
     try:
         yield aside
         if there:

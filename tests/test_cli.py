@@ -215,6 +215,11 @@ def test_folders_that_are_there(tmp_path, monkeypatch):
     with pytest.raises(posswap.PosswapError, match="exists already"), new_folder(Path()) as mine:
         (tmp_path / "here" / "theirs").write_text("x")
     (tmp_path / "here" / "theirs").unlink()
+    (tmp_path / "file").write_text("x")
+    refused(
+        r"file/out cannot be made \(Not a directory\): choose another --output", new_folder(tmp_path / "file" / "out").__enter__
+    )
+    (tmp_path / "file").unlink()
     with new_folder(Path()) as mine:
         (mine / "mine").write_text("x")
     found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
