@@ -111,7 +111,7 @@ def test_tree(readme, update):
     """What its last line names is there; the rest is made from what is there. The folders beside the package are named, too."""
     assert all((ROOT / "hf_posswap" / name).is_file() for name in update["BESIDE"])
     tree = readme.partition("<!-- tree -->")[2].partition("## ")[0]
-    assert all(f"    {folder}/" in tree and (ROOT / folder).is_dir() for folder in ("recipes", "notebooks", "tests"))
+    assert all(f" {folder}/" in tree and (ROOT / folder).is_dir() for folder in ("recipes", "notebooks", "tests"))
 
 
 @pytest.mark.skipif(not posswap.assets.is_installed("minilm"), reason="the embedded BERT is not installed")
