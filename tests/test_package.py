@@ -5,6 +5,8 @@ import dataclasses
 import doctest
 import importlib
 import pkgutil
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +18,17 @@ import hf_posswap
 from hf_posswap.extras import RECIPES, MissingExtraError, extra
 
 ROOT = Path(hf_posswap.__file__).parent
+
+
+@pytest.mark.skipif(not (ROOT.parent / ".git").exists() or shutil.which("git") is None, reason="no clone")
+def test_top_level():
+    """Nothing stands beside what a stranger is told of."""
+    asked = subprocess.run(["git", "ls-files"], cwd=ROOT.parent, capture_output=True, text=True)
+    if asked.returncode:
+        pytest.skip(f"git says {asked.stderr}")  # a clone of somebody else's
+    names = {Path(file).parts[0] for file in asked.stdout.splitlines()}
+    told = {"LICENSE", "Makefile", "README.md", "pyproject.toml", "hf_posswap", "notebooks", "recipes", "tests"}
+    assert {name for name in names if not name.startswith(".")} == told
 
 
 def top_level_imports(path: Path) -> set[str]:
