@@ -245,6 +245,14 @@ def test_end_to_end(recipe, config, checkpoint, tmp_path, options):
     assert (tmp_path / "heat_map.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_seed_draws_the_text_of_a_fit(recipe, config, tmp_path, monkeypatch):
+    """Runs that differ in their seed alone differ in what they were fitted on, too."""
+    draw, seeds = recipe.text_batches, []
+    monkeypatch.setattr(recipe, "text_batches", lambda *given, **more: seeds.append(more["seed"]) or draw(*given, **more))
+    recipe.run(replace(config, start="fit", train=False, lengths=(40,), seed=3), tmp_path, False)
+    assert seeds == [3]
+
+
 def test_without_training(recipe, config, checkpoint, tmp_path):
     """What a checkpoint can do as it is: nothing is trained, and an encoder must have the head."""
     answer = recipe.run(replace(config, train=False, scheme="original", lengths=(40,), train_lengths=(999,)), tmp_path, False)
