@@ -72,7 +72,8 @@ def test_recipe(recipe, save, bert_tokenizer, beir, tmp_path):
         assert found["figures"]["passkey_96"] == pytest.approx(float(recall(*vectors, range(50)).float().mean()))
     pieces = [one["pieces"] for one in embedder.encode(list(keys.corpus.values()), output_value=None)]
     assert {len(one) for one in pieces} == {7}  # of 96 tokens, 14 at most in each
-    assert found["figures"]["passkey_by_chunk_96"] == pytest.approx(float(recall(pieces, vectors[1], range(50)).float().mean()))
+    hits = recall(pieces, vectors[1], range(50)).float().tolist()
+    assert found["items"]["passkey_by_chunk_96"] == hits != found["items"]["passkey_96"]
 
 
 def text(words: int, seed: int) -> str:
