@@ -26,7 +26,7 @@ class Shared(NamedTuple):
     """What all layers of one kind share in a forward. A tuple, so that accelerate moves its tensors to each layer's device."""
 
     scheme: Any  # what the scheme's `prepare` returned
-    written: torch.Tensor | None = None  # positions that new keys take into the cache, (B or 1, Q); None: none
+    written: torch.Tensor | None = None  # positions that new keys take into the cache, as digits (B or 1, 1, Q, 3); None: none
     carrier: int | None = None  # the layer whose keys take them; None: all of this kind
     span: Span | None = None  # attend block by block within this span; None: as the mask says
     key_mask: torch.Tensor | None = None  # used with `span`, (B, K) bool, True = attend
@@ -151,21 +151,23 @@ DIGITS = 3
 MOST_POSITIONS = 256**DIGITS
 
 
-def write_positions(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return (B, H, Q, D + 3) keys that carry their positions, (B or 1, Q)."""
-    digits = (positions[..., None] // place_values(positions) % 256).to(keys.dtype)
-    return torch.cat([keys, digits[:, None].expand(*keys.shape[:-1], DIGITS)], dim=-1)
+def to_digits(positions: torch.Tensor) -> torch.Tensor:
+    """Return the digits of positions (B or 1, Q), (B or 1, 1, Q, 3) int64, the lowest first."""
+    return (positions[..., None] >> _shifts(positions) & 255)[:, None]
+
+
+def write_positions(keys: torch.Tensor, digits: torch.Tensor) -> torch.Tensor:
+    """Return (B, H, Q, D + 3) keys that carry their positions, given as digits."""
+    return torch.cat([keys, digits.to(keys.dtype).expand(*keys.shape[:-1], DIGITS)], dim=-1)
 
 
 def read_positions(keys: torch.Tensor) -> torch.Tensor:
     """Return the positions (B, K) that such keys carry."""
-    digits = keys[:, 0, :, -DIGITS:].to(torch.int64)
-    return (digits * place_values(digits)).sum(-1)
+    return (keys[:, 0, :, -DIGITS:].long() << _shifts(keys)).sum(-1)
 
 
-def place_values(digits: torch.Tensor) -> torch.Tensor:
-    """Return what each digit is worth, (3,) int64: 1, 256, 65536."""
-    return 256 ** torch.arange(DIGITS, device=digits.device)
+def _shifts(like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(0, 8 * DIGITS, 8, device=like.device)
 
 
 def let_carry(cache: Cache | None, layers: list[int], head_dim: int) -> None:
@@ -173,7 +175,8 @@ def let_carry(cache: Cache | None, layers: list[int], head_dim: int) -> None:
     cache = self_cache(cache)
     for layer in () if cache is None else (cache.layers[index] for index in layers if index < len(cache.layers)):
         if layer.is_initialized and layer.keys.shape[-1] == head_dim:
-            layer.keys = write_positions(layer.keys, torch.arange(layer.keys.shape[-2], device=layer.keys.device)[None])
+            counted = torch.arange(layer.keys.shape[-2], device=layer.keys.device)[None]
+            layer.keys = write_positions(layer.keys, to_digits(counted))
 
 
 def key_positions(

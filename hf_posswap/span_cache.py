@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from hf_posswap.attention import MOST_POSITIONS, read_positions, self_cache
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
+from hf_posswap.schemes.base import is_traced
 
 PADDING = MOST_POSITIONS - 1  # the position that marks a key as padding, which no query sees
 
@@ -29,9 +30,15 @@ class SpanLayer(DynamicLayer):
         self.seen += key_states.shape[-2]
         first, near = self.span.first, self.span.span - 1
         if keys.shape[-2] > first + near:
+            positions, length = read_positions(keys), keys.shape[-2]
+            if not is_traced() and bool((positions.diff() >= 0).all() and (positions[:, -1] < PADDING).all()):
+                # Texts in order, without padding: slices do, and take a tenth of the time of what follows.
+                self.keys, self.values = (
+                    torch.cat([states[..., :first, :], states[..., length - near :, :]], dim=-2) for states in (keys, values)
+                )
+                return keys, values
             # Keep the first and the last tokens of each row's text, which may have padding around and inside it; padding, too,
             # where the row has fewer tokens.
-            positions = read_positions(keys)
             rank = positions.argsort(dim=-1, stable=True).argsort(dim=-1)  # in the text; padding has the largest number
             count = (positions != PADDING).sum(-1, keepdim=True)
             wanted = (rank < first) | ((rank >= count - near) & (rank < count))
