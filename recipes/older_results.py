@@ -3,7 +3,8 @@
     python recipes/older_results.py
 
 A result names its commit. Counted are later commits that touch its recipe, or what of the package can change a figure: not
-what shares, draws or prints. Most of them change no figure; which ones do, only running the result's command again can tell.
+what shares, draws or prints. Most of them change no figure; which ones do, only running the result's command again can tell:
+where recipes/run_again.py did that for a run, commits are counted from there.
 """
 
 import json
@@ -14,21 +15,25 @@ from pathlib import Path
 from hf_posswap.experiments.comparison import table
 
 ROOT = Path(__file__).resolve().parents[1]
-MEASURED = ("hf_posswap", ":!hf_posswap/sharing", ":!hf_posswap/contract", ":!hf_posswap/plots.py", ":!hf_posswap/drawing.py")
+PRINTING = ("sharing", "contract", "commands", "start", "plots.py", "drawing.py", "cli.py", "describing.py", "terminal.py")
+MEASURED = ("hf_posswap", *(f":!hf_posswap/{name}" for name in PRINTING))
 
 
 def later_commits(root: Path = ROOT) -> Counter[str]:
     """Return how many commits each result file below recipes/results is behind what it measures; those behind none are out."""
     behind, results = Counter(), root / "recipes" / "results"
+    again = json.loads((results / "run_again.json").read_text()) if (results / "run_again.json").exists() else {}
+
+    def count(commit: str, recipe: str | None) -> int:
+        path = f"recipes/{recipe}.py" if recipe else "recipes"
+        command = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *MEASURED, path]
+        return int(subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout)
+
     for file in sorted(results.rglob("*.json")):
-        content = json.loads(file.read_text())
-        runs = [run for run in content.get("runs", [content]) if "commit" in run]
-        for commit, recipe in {(run["commit"], run.get("recipe")) for run in runs}:
-            path = f"recipes/{recipe}.py" if recipe else "recipes"
-            command = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *MEASURED, path]
-            count = int(subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout)
-            name = file.relative_to(results).as_posix()
-            behind[name] = max(behind[name], count)
+        content, name = json.loads(file.read_text()), file.relative_to(results).as_posix()
+        made = {(run["commit"], run.get("recipe")) for run in content.get("runs", [content]) if "commit" in run}
+        repeated = [count(note["commit"], recipe) for note in again.get(name, {}).values() for _, recipe in made]
+        behind[name] = min([max((count(*one) for one in made), default=0), *repeated])
     return +behind
 
 

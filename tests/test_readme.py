@@ -228,3 +228,31 @@ def test_results_older_than_their_code(tmp_path):
     commit("recipes/results/heal/comparison.json", json.dumps({"runs": [{"recipe": "heal", "commit": last}]}))
     older = runpy.run_path(str(ROOT / "recipes" / "older_results.py"))["later_commits"]
     assert older(tmp_path) == {"passkey/comparison.json": 3}
+    runs_again = {"passkey/comparison.json": {"rotary, fit, seed 0": {"commit": last}}}
+    commit("recipes/results/run_again.json", json.dumps(runs_again))
+    assert older(tmp_path) == {}
+    commit("hf_posswap/forward.py", "3")
+    assert older(tmp_path) == {"heal/comparison.json": 1, "passkey/comparison.json": 1}
+
+
+def test_a_run_again(tmp_path, monkeypatch):
+    """The command is that of the run on file, or of one run where it made several; figures stand beside those on file."""
+    again = runpy.run_path(str(ROOT / "recipes" / "run_again.py"))
+    config = {"scheme": "rotary", "start": "fit", "seed": 1}
+    command = "python recipes/heal.py --scheme original --scheme rotary --seed 0 --seed 1 --start fit --resume --output runs/x"
+    run = {"command": command, "config": config, "figures": {"loss": 1.5, "gone": 2.0}}
+    wanted = "python recipes/heal.py --start fit --scheme rotary --seed 1 --output there"
+    assert again["again"](run, Path("there")) == shlex.split(wanted)
+    original = {**run, "config": {**config, "scheme": "original"}}
+    assert again["choose"]([original, run], []) is run and again["choose"]([original, run], [], "original") is original
+    with pytest.raises(posswap.PosswapError, match="no run of row"):
+        again["choose"]([run], [], seed=3)
+    monkeypatch.setitem(again["notes"].__globals__, "RESULTS", tmp_path / "results")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "comparison.json").write_text(json.dumps({"vary": [], "runs": [original, run]}))
+    made = again["place"](tmp_path, "comparison.json", "rotary, fit, seed 1")
+    made.mkdir(parents=True)
+    now = {"command": "c", "commit": "d", "versions": {}, "hardware": {}, "figures": {"loss": 1.75}}
+    (made / "result.json").write_text(json.dumps(now))
+    figures = {"loss": [1.5, 1.75], "gone": [2.0, None]}
+    assert again["notes"](tmp_path) == {"comparison.json": {"rotary, fit, seed 1": {**now, "figures": figures}}}

@@ -73,7 +73,8 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
         try:
             answer = run(config, output, resume)
         except KeyboardInterrupt:
-            raise Interrupted(f"stopped without a result: the same command with --resume goes on in {output}") from None
+            where = f"goes on from the last checkpoint in {output}, or begins again if there is none"
+            raise Interrupted(f"stopped without a result: the same command with --resume {where}") from None
         model = answer.pop("model", None)
         wrong = [f"{name} {value}" for name, value in answer["figures"].items() if not math.isfinite(value)]
         for name, value in () if model is None else model.named_parameters():

@@ -1,0 +1,94 @@
+"""Run committed results again with today's code, one run of each, and note how far the figures are from those on file.
+
+    python recipes/run_again.py cola/comparison.json passkey/comparison.json --output runs/again
+
+Start it where `recipes` and the data stand as the results' commands name them. Of a table it takes the first run after a fit,
+or else the first that is swapped, and runs its command; --row and --seed choose another. The figures of all runs in --output,
+with those on file, go into its run_again.json. In recipes/results, that file tells recipes/older_results.py of them.
+"""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_posswap.errors import PosswapError
+from hf_posswap.experiments.comparison import ORIGINAL, row_label
+from hf_posswap.provenance import read_json, write_json
+from hf_posswap.terminal import run_program
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def choose(runs: list[dict], vary: list[str], row: str | None = None, seed: int | None = None) -> dict:
+    """Return the run to repeat; PosswapError if there is none of that row and seed."""
+    found = [run for run in runs if row in (None, row_label(run, vary)) and seed in (None, run["config"]["seed"])]
+    if not found:
+        raise PosswapError(f"no run of row {row!r} and seed {seed}; rows: {sorted({row_label(run, vary) for run in runs})}")
+    swapped = [run for run in found if run["config"]["scheme"] != ORIGINAL]
+    return next((run for run in swapped if run["config"]["start"] == "fit"), (swapped or found)[0])
+
+
+def again(run: dict, output: Path) -> list[str]:
+    """Return the command of a run with another output; of one that made several runs, this one alone."""
+    words, command = shlex.split(run["command"]), []
+    several = [name for name in ("scheme", "start", "seed") if words.count(f"--{name}") > 1]
+    dropped = ("--output", *(f"--{name}" for name in several))
+    while words:
+        word = words.pop(0)
+        if word in dropped:
+            words.pop(0)
+        elif word != "--resume":
+            command.append(word)
+    chosen = [part for name in several for part in (f"--{name}", str(run["config"][name]))]
+    return [*command, *chosen, "--output", str(output)]
+
+
+def place(output: Path, result: str, label: str) -> Path:
+    """Return the folder of a run."""
+    return output / result.removesuffix(".json") / label.replace("/", "-")
+
+
+def notes(output: Path) -> dict[str, dict]:
+    """Return {result file: {run: what was found}} for the runs that are finished in `output`."""
+    found = {}
+    for file in sorted(RESULTS.rglob("*.json")):
+        result, content = file.relative_to(RESULTS).as_posix(), read_json(file)
+        for before in content.get("runs", [content]):
+            if "figures" in before and (made := place(output, result, name(before, content)) / "result.json").exists():
+                now = read_json(made)
+                figures = {key: [value, now["figures"].get(key)] for key, value in before["figures"].items()}
+                note = {key: now[key] for key in ("command", "commit", "versions", "hardware")} | {"figures": figures}
+                found.setdefault(result, {})[name(before, content)] = note
+    return found
+
+
+def name(run: dict, content: dict) -> str:
+    """Return the name of a run of a result file."""
+    return f"{row_label(run, content.get('vary', []))}, seed {run['config']['seed']}"
+
+
+def run_again(
+    results: Annotated[list[str], typer.Argument(help="Result files, as their paths in recipes/results.")],
+    output: Annotated[Path, typer.Option(help="Folder for the runs; finished ones are kept.")] = Path("runs/again"),
+    row: Annotated[str | None, typer.Option(help="Row of the table, as it is named there.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the run.")] = None,
+) -> None:
+    """Run one run of each result file again."""
+    for result in results:
+        content = read_json(RESULTS / result)
+        before = choose(content.get("runs", [content]), content.get("vary", []), row, seed)
+        folder = place(output, result, name(before, content))
+        if not (folder / "result.json").exists():
+            command = again(before, folder)
+            print(f"{result}: {shlex.join(command)}", flush=True)
+            if subprocess.run([sys.executable, *command[1:]]).returncode:
+                print(f"{result}: this command failed, see above", flush=True)
+    write_json(output / "run_again.json", notes(output))
+
+
+if __name__ == "__main__":
+    run_program("run_again", run_again)
