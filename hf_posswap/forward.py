@@ -165,7 +165,8 @@ def _share(base, arguments: dict, tokens: Tokens) -> dict:
             crossing = arguments.get("encoder_hidden_states") is not None
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()
     if causal:
-        cache = keep_span(cache, [kind.span for kind in kinds], counted=tokens.counted)
+        in_order = state.span is not None and not is_traced() and _as_counted(tokens) and (mask is None or bool(mask.all()))
+        cache = keep_span(cache, [kind.span for kind in kinds], counted=tokens.counted, in_order=in_order)
     shared = tuple(_share_kind(base, first, kind, tokens, mask, cache) for first, kind in zip(firsts, state.kinds, strict=True))
     given = {"shared_positions": shared} if cache is None else {"shared_positions": shared, CACHE: cache}
     if all(one.mask is not None for one in shared) and not base.architecture.embeddings_read_mask:
@@ -231,13 +232,16 @@ def _check_one_text(keys: torch.Tensor, mask: torch.Tensor | None) -> None:
         )
 
 
+def _as_counted(tokens: Tokens) -> bool:
+    """Whether positions are those that would be counted, also where they were given."""
+    return tokens.counted or bool((tokens.positions == tokens.slots).all())
+
+
 def _in_blocks(base, tokens: Tokens, mask: torch.Tensor | None) -> bool:
     """Whether attention can go block by block: sdpa, an empty cache, positions 0, 1, 2, ..., padding on the right only."""
     if base.config._attn_implementation != "sdpa" or is_traced() or not tokens.fresh:
         return False
-    if not tokens.counted and bool((tokens.positions != tokens.slots).any()):
-        return False
-    return mask is None or (mask.dim() == 2 and bool((mask.bool().int().diff(dim=-1) <= 0).all()))
+    return _as_counted(tokens) and (mask is None or (mask.dim() == 2 and bool((mask.bool().int().diff(dim=-1) <= 0).all())))
 
 
 def _near(span, tokens: Tokens, keys: torch.Tensor, mask, causal: bool) -> torch.Tensor:

@@ -28,8 +28,9 @@ def choose(runs: list[dict], vary: list[str], row: str | None = None, seed: int 
     found = [run for run in runs if row in (None, row_label(run, vary)) and seed in (None, run["config"]["seed"])]
     if not found:
         raise PosswapError(f"no run of row {row!r} and seed {seed}; rows: {sorted({row_label(run, vary) for run in runs})}")
-    swapped = [run for run in found if run["config"]["scheme"] != ORIGINAL]
-    return next((run for run in swapped if run["config"]["start"] == "fit"), (swapped or found)[0])
+    swapped = [run for run in found if run["config"]["scheme"] != ORIGINAL] or found
+    fitted = [run for run in swapped if run["config"]["start"] == "fit"] or swapped
+    return next((run for run in fitted if run["config"]["scheme"] == "rotary"), fitted[0])
 
 
 def again(run: dict, output: Path) -> list[str]:
