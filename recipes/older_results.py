@@ -16,6 +16,7 @@ from hf_posswap.experiments.comparison import table
 
 ROOT = Path(__file__).resolve().parents[1]
 PRINTING = ("sharing", "contract", "commands", "start", "plots.py", "drawing.py", "cli.py", "describing.py", "terminal.py")
+PRINTING += tuple(f"experiments/{name}.py" for name in ("comparison", "differences", "page"))
 MEASURED = ("hf_posswap", *(f":!hf_posswap/{name}" for name in PRINTING))
 
 
