@@ -59,6 +59,15 @@ def test_neighbours_that_are_alike(tmp_path):
     assert f"± {half_width(parted(text)):.3f} |" in table and "16 stretches" in table
 
 
+def test_all_right_or_all_wrong(tmp_path):
+    """Student's interval would have no width: the table has the end of Wilson's, but not for what is no right or wrong."""
+    figures = {"accuracy": [1.0] * 20, "f1": [0.0] * 20, "cosine": [1.0] * 20}
+    changed = {"accuracy": [1.0, 0.0] * 10, "f1": [0.0] * 20, "cosine": [1.0, 0.5] * 10}
+    table = interval_table(_runs(tmp_path, {"original": [figures], "rotary": [changed]}, seeds=(0,)))
+    wilson = stats.binomtest(20, 20).proportion_ci(method="wilson").low
+    assert f"| original | 1.000 (≥ {wilson:.3f}) | 0.000 (≤ {1 - wilson:.3f}) | 1.000 |" in table and "Wilson" in table
+
+
 def test_holm():
     """An adjusted value is the level at which the step-down procedure begins to reject."""
     p_values = [0.012, 0.04, 0.001, 0.3, 0.012, 0.9]

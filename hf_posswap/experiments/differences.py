@@ -104,7 +104,10 @@ def interval_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Seque
     count = " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
     said = f"± is Student's 95 % interval over the {count} blocks of text, queries or rows measured on, means over seeds"
     said += " (from 64 on, over 16 stretches of them, since neighbours are alike)." if sizes[-1] >= 64 else "."
-    cells = [[label, *(_interval(items[name], sign) for name in names)] for label, items, sign in rows]
+    yes_no = {name for name in names if all({*run.get("items", {}).get(name, ())} <= {0, 1} for run in runs)}
+    cells = [[label, *(_interval(items[name], sign, name in yes_no) for name in names)] for label, items, sign in rows]
+    one_sided = any("≥" in cell or "≤" in cell for row in cells for cell in row)
+    said += " Where all are right, or all wrong, ≥ and ≤ are ends of Wilson's interval." * one_sided
     return table(["interval over items", *(name.replace("_", " ") for name in names)], cells) + f"\n\n{said}"
 
 
@@ -118,11 +121,14 @@ def _cell(one: Difference) -> str:
     return f"**{cell}**" if one.sure and float(form.format(mean(one.seeds))) else cell
 
 
-def _interval(values: np.ndarray | None, sign: str) -> str:
+def _interval(values: np.ndarray | None, sign: str, yes_no: bool) -> str:
     if values is None:
         return ""
     middle, half = values.mean(), half_width(parted(values))
     digits = 3 if abs(middle) < 10 else 1
+    if yes_no and not sign and middle in (0, 1):
+        bound = len(values) / (len(values) + 1.96**2)  # Wilson 1927, which has one side here
+        return f"{middle:.3f} (≥ {bound:.3f})" if middle else f"{middle:.3f} (≤ {1 - bound:.3f})"
     return f"{middle:{sign}.{digits}f}" + (f" ± {half:.{digits}f}" if half else "")  # items that are all alike show no spread
 
 
