@@ -164,7 +164,8 @@ def _share(base, arguments: dict, tokens: Tokens) -> dict:
         if cache is None and wanted:
             crossing = arguments.get("encoder_hidden_states") is not None
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()
-    if causal:
+    if causal and cache is not None:
+        # Values are read here, once for all layers, and only where a cache asks for them.
         in_order = state.span is not None and not is_traced() and _as_counted(tokens) and (mask is None or bool(mask.all()))
         cache = keep_span(cache, [kind.span for kind in kinds], counted=tokens.counted, in_order=in_order)
     shared = tuple(_share_kind(base, first, kind, tokens, mask, cache) for first, kind in zip(firsts, state.kinds, strict=True))
