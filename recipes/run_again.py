@@ -62,7 +62,8 @@ def notes(output: Path) -> dict[str, dict]:
             if "figures" in before and (made := place(output, result, name(before, content)) / "result.json").exists():
                 now = read_json(made)
                 figures = {key: [value, now["figures"].get(key)] for key, value in before["figures"].items()}
-                note = {key: now[key] for key in ("command", "commit", "versions", "hardware")} | {"figures": figures}
+                note = {"on_file": before["commit"], "figures": figures}
+                note |= {key: now[key] for key in ("command", "commit", "versions", "hardware")}
                 found.setdefault(result, {})[name(before, content)] = note
     return found
 

@@ -127,7 +127,14 @@ def environment() -> Environment:
     environment.filters["d"] = lambda value, digits: f"{value:.{digits}f}"
     environment.globals |= {"of": of, "m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": figures}
     environment.globals |= {"sure": sure, "gap": gap, "holds": holds, "exp": exp, "sqrt": sqrt, "abs": abs}
-    environment.globals |= {"table": comparison_table, "ladder": ladder_table, "index": index, "read": read}
+    environment.globals |= {
+        "table": comparison_table,
+        "ladder": ladder_table,
+        "index": index,
+        "read": read,
+        "again": again,
+        "again_table": again_table,
+    }
     environment.globals["generated"] = {f.stem: read(f)["details"] for f in RESULTS.glob("read_on/generation/*.json")}
     return environment
 
@@ -152,6 +159,28 @@ def ladder_table(place: str, figure: str) -> str:
     """Return one figure of a comparison of starts, and the line with its provenance."""
     runs = read(f"{place}/comparison.json")["runs"]
     return f"{tidy(starts_table(runs, figure))}\n\n{background(runs)} [All figures, runs]({place}/comparison.json)."
+
+
+def again() -> dict[tuple[str, str], tuple[dict, str, float]]:
+    """Return {(result, run): (note, figure, difference)} of what was run again: the figure furthest off, as a share of it."""
+    found = {}
+    for result, runs in read("run_again.json").items():
+        for label, note in runs.items():
+            shared = {name: pair for name, pair in note["figures"].items() if None not in pair}
+            off = {name: abs(now - was) / (max(abs(was), abs(now)) or 1) for name, (was, now) in shared.items()}
+            furthest = max(off, key=off.get)
+            found[result, label] = note, furthest, off[furthest]
+    return found
+
+
+def again_table(least: float) -> str:
+    """Return the table of the runs whose furthest figure differs by `least` or more."""
+    lines = []
+    for (result, label), (note, name, off) in again().items():
+        if off >= least:
+            was, now = (f"{value:.4g}" for value in note["figures"][name])
+            lines.append([f"[{Path(result).parent}]({result})", label, note["on_file"], f"`{name}`", was, now])
+    return table(["result", "run", "commit on file", "furthest figure", "on file", "again"], lines)
 
 
 def index(kinds: dict[str, str]) -> str:

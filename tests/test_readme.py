@@ -240,7 +240,7 @@ def test_a_run_again(tmp_path, monkeypatch):
     again = runpy.run_path(str(ROOT / "recipes" / "run_again.py"))
     config = {"scheme": "rotary", "start": "fit", "seed": 1}
     command = "python recipes/heal.py --scheme original --scheme rotary --seed 0 --seed 1 --start fit --resume --output runs/x"
-    run = {"command": command, "config": config, "figures": {"loss": 1.5, "gone": 2.0}}
+    run = {"command": command, "commit": "c", "config": config, "figures": {"loss": 1.5, "gone": 2.0}}
     wanted = "python recipes/heal.py --start fit --scheme rotary --seed 1 --output there"
     assert again["again"](run, Path("there")) == shlex.split(wanted)
     original = {**run, "config": {**config, "scheme": "original"}}
@@ -255,4 +255,4 @@ def test_a_run_again(tmp_path, monkeypatch):
     now = {"command": "c", "commit": "d", "versions": {}, "hardware": {}, "figures": {"loss": 1.75}}
     (made / "result.json").write_text(json.dumps(now))
     figures = {"loss": [1.5, 1.75], "gone": [2.0, None]}
-    assert again["notes"](tmp_path) == {"comparison.json": {"rotary, fit, seed 1": {**now, "figures": figures}}}
+    assert again["notes"](tmp_path) == {"comparison.json": {"rotary, fit, seed 1": {**now, "on_file": "c", "figures": figures}}}
