@@ -127,14 +127,8 @@ def environment() -> Environment:
     environment.filters["d"] = lambda value, digits: f"{value:.{digits}f}"
     environment.globals |= {"of": of, "m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": figures}
     environment.globals |= {"sure": sure, "gap": gap, "holds": holds, "exp": exp, "sqrt": sqrt, "abs": abs}
-    environment.globals |= {
-        "table": comparison_table,
-        "ladder": ladder_table,
-        "index": index,
-        "read": read,
-        "again": again,
-        "again_table": again_table,
-    }
+    environment.globals |= {"table": comparison_table, "ladder": ladder_table, "index": index, "read": read}
+    environment.globals |= {"again": again, "again_table": again_table}
     environment.globals["generated"] = {f.stem: read(f)["details"] for f in RESULTS.glob("read_on/generation/*.json")}
     return environment
 

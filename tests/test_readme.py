@@ -7,8 +7,10 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hf_posswap_cli import load
+from scipy import stats
 from transformers import AutoModel, AutoTokenizer
 
 import hf_posswap as posswap
@@ -50,6 +52,19 @@ def test_a_sentence_that_no_longer_holds_is_an_error(update):
     for row, figure in (("relative", "accuracy_2048"), ("relative, fit", "accuracy")):
         with pytest.raises(KeyError):
             render(f'{{{{ of("passkey")("{row}", "{figure}") }}}}')
+
+
+def test_gap(update):
+    """A difference on the page and its interval are scipy's, from the values of each item in the file."""
+    runs = json.loads((update["RESULTS"] / "long_embedder" / "comparison.json").read_text())["runs"]
+    one, other = (
+        np.mean([run["items"]["recall"] for run in runs if run["config"]["scheme"] == scheme], axis=0)
+        for scheme in ("rotary", "original")
+    )
+    stretches = [part.mean() for part in np.array_split(one - other, 16)]
+    low, high = stats.t.interval(0.95, 15, np.mean(stretches), stats.sem(stretches))
+    said = update["environment"]().globals["gap"]("long_embedder", "rotary, fit", "recall")
+    assert said == f"{(one - other).mean():+.3f} ± {(high - low) / 2:.3f}"
 
 
 def test_results_page(update):
