@@ -1,13 +1,12 @@
-"""Run committed results again with today's code, one run of each, and note how far the figures are from those on file.
+"""Run committed results again with today's code, one run of each, and note the figures next to those on file.
 
     python recipes/run_again.py cola/comparison.json passkey/comparison.json --output runs/again
 
-Start it where `recipes` and the data stand as the results' commands name them. Of a table it takes the first run after a fit,
-or else the first that is swapped, and runs its command; --row and --seed choose another. The figures of all runs in --output,
-with those on file, go into its run_again.json. In recipes/results, that file tells recipes/older_results.py of them.
+Start it where the data stand as the results' commands name them. Of a table it takes the run with rotary positions after a fit,
+or the first that is most like it; --row and --seed choose another. It is given the options that are on file. The figures of all
+runs in --output, next to those on file, go into its run_again.json: in recipes/results, recipes/older_results.py reads it.
 """
 
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -33,19 +32,11 @@ def choose(runs: list[dict], vary: list[str], row: str | None = None, seed: int 
     return next((run for run in fitted if run["config"]["scheme"] == "rotary"), fitted[0])
 
 
-def again(run: dict, output: Path) -> list[str]:
-    """Return the command of a run with another output; of one that made several runs, this one alone."""
-    words, command = shlex.split(run["command"]), []
-    several = [name for name in ("scheme", "start", "seed") if words.count(f"--{name}") > 1]
-    dropped = ("--output", *(f"--{name}" for name in several))
-    while words:
-        word = words.pop(0)
-        if word in dropped:
-            words.pop(0)
-        elif word != "--resume":
-            command.append(word)
-    chosen = [part for name in several for part in (f"--{name}", str(run["config"][name]))]
-    return [*command, *chosen, "--output", str(output)]
+def again(run: dict, folder: Path) -> list[str]:
+    """Begin the run's folder with its options, under today's names, and return the command."""
+    write_json(folder / "config.json", run["config"])
+    recipe = Path(__file__).with_name(f"{run['recipe']}.py")
+    return [str(recipe), "--config", str(folder / "config.json"), "--output", str(folder)]
 
 
 def place(output: Path, result: str, label: str) -> Path:
@@ -85,9 +76,8 @@ def run_again(
         before = choose(content.get("runs", [content]), content.get("vary", []), row, seed)
         folder = place(output, result, name(before, content))
         if not (folder / "result.json").exists():
-            command = again(before, folder)
-            print(f"{result}: {shlex.join(command)}", flush=True)
-            if subprocess.run([sys.executable, *command[1:]]).returncode:
+            print(f"{result}: {folder}", flush=True)
+            if subprocess.run([sys.executable, *again(before, folder)]).returncode:
                 print(f"{result}: this command failed, see above", flush=True)
     write_json(output / "run_again.json", notes(output))
 

@@ -251,13 +251,13 @@ def test_results_older_than_their_code(tmp_path):
 
 
 def test_a_run_again(tmp_path, monkeypatch):
-    """The command is that of the run on file, or of one run where it made several; figures stand beside those on file."""
+    """A run is given the options on file, and its figures stand beside those on file."""
     again = runpy.run_path(str(ROOT / "recipes" / "run_again.py"))
     config = {"scheme": "rotary", "start": "fit", "seed": 1}
-    command = "python recipes/heal.py --scheme original --scheme rotary --seed 0 --seed 1 --start fit --resume --output runs/x"
-    run = {"command": command, "commit": "c", "config": config, "figures": {"loss": 1.5, "gone": 2.0}}
-    wanted = "python recipes/heal.py --start fit --scheme rotary --seed 1 --output there"
-    assert again["again"](run, Path("there")) == shlex.split(wanted)
+    run = {"recipe": "heal", "commit": "c", "config": config, "figures": {"loss": 1.5, "gone": 2.0}}
+    command = again["again"](run, tmp_path / "run")
+    wanted = ["--config", str(tmp_path / "run" / "config.json"), "--output", str(tmp_path / "run")]
+    assert command == [str(ROOT / "recipes" / "heal.py"), *wanted] and json.loads(Path(wanted[1]).read_text()) == config
     original = {**run, "config": {**config, "scheme": "original"}}
     assert again["choose"]([original, run], []) is run and again["choose"]([original, run], [], "original") is original
     with pytest.raises(posswap.PosswapError, match="no run of row"):
