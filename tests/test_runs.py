@@ -152,10 +152,12 @@ def test_a_comparison_of_others(tmp_path, program):
     output = tmp_path / "[b] :b:"
     code, out, err = program("compare", "--collect", tmp_path / "written", "--output", output)
     assert code == 0 and f"wrote {output}/comparison.md" in out, err
-    for part in ({"hardware": {}}, {"cost": {"tokens_per_second": "fast"}}, {"items": [1]}):
+    ragged = {"items": {"accuracy": [[1], [1, 2]]}}
+    for part in ({"hardware": {}}, {"cost": {"tokens_per_second": "fast"}}, {"items": [1]}, ragged):
         rewrite(tmp_path / "written" / "comparison.json", lambda found, part=part: found["runs"][0].update(part))
         code, _, err = program("compare", "--collect", tmp_path / "written", "--output", tmp_path / "c")
-        assert code == 2 and "does not write" in err and not (tmp_path / "c").exists()
+        says = "no lists of numbers" if "items" in part else "does not write"
+        assert code == 2 and says in err and not (tmp_path / "c").exists(), err
 
 
 def test_runs_of_one_name_are_not_one(tmp_path, monkeypatch):

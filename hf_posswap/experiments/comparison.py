@@ -61,6 +61,10 @@ def _faults(run: dict) -> Iterator[str]:
     yield from (f"no {name} in its config" for name, kind in _ROW.items() if not isinstance(run["config"].get(name), kind))
     if run.get("format", FORMAT) != FORMAT:
         yield f"format {run['format']!r}, and this version reads {FORMAT}"
+    items = run.get("items", {})
+    listed = isinstance(items, dict) and all(isinstance(values, list) for values in items.values())
+    if not listed or not all(isinstance(value, int | float) for values in items.values() for value in values):
+        yield f"items {str(items)[:40]}, which are no lists of numbers by figure"
     for name, value in run["figures"].items():
         if not isinstance(value, int | float) or not math.isfinite(value):
             yield f"{name} {value!r}, which is no finite number"
