@@ -3,7 +3,7 @@
     python recipes/older_results.py
 
 A result names its commit. Counted are later commits that touch its recipe, or what of the package can change a figure: not
-what shares, draws or prints. Most of them change no figure; which ones do, only running the result's command again can tell:
+what shares, draws or prints, nor, without a span, what spans use. Most of them change no figure; which ones do, only running the result's command again can tell:
 where recipes/run_again.py did that for a run, commits are counted from there.
 """
 
@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PRINTING = ("sharing", "contract", "commands", "start", "plots.py", "drawing.py", "cli.py", "describing.py", "terminal.py")
 PRINTING += tuple(f"experiments/{name}.py" for name in ("comparison", "differences", "page"))
 MEASURED = ("hf_posswap", *(f":!hf_posswap/{name}" for name in PRINTING))
+OF_SPANS = (":!hf_posswap/functional/banded.py", ":!hf_posswap/span_cache.py")
 
 
 def later_commits(root: Path = ROOT) -> Counter[str]:
@@ -25,15 +26,16 @@ def later_commits(root: Path = ROOT) -> Counter[str]:
     behind, results = Counter(), root / "recipes" / "results"
     again = json.loads((results / "run_again.json").read_text()) if (results / "run_again.json").exists() else {}
 
-    def count(commit: str, recipe: str | None) -> int:
-        path = f"recipes/{recipe}.py" if recipe else "recipes"
-        command = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *MEASURED, path]
+    def count(commit: str, recipe: str | None, spans: bool) -> int:
+        paths = (f"recipes/{recipe}.py" if recipe else "recipes", *(() if spans else OF_SPANS))
+        command = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *MEASURED, *paths]
         return int(subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout)
 
     for file in sorted(results.rglob("*.json")):
         content, name = json.loads(file.read_text()), file.relative_to(results).as_posix()
-        made = {(run["commit"], run.get("recipe")) for run in content.get("runs", [content]) if "commit" in run}
-        repeated = [count(note["commit"], recipe) for note in again.get(name, {}).values() for _, recipe in made]
+        runs = [run for run in content.get("runs", [content]) if "commit" in run]
+        made = {(run["commit"], run.get("recipe"), bool(run.get("config", {}).get("span"))) for run in runs}
+        repeated = [count(note["commit"], *of_run) for note in again.get(name, {}).values() for _, *of_run in made]
         behind[name] = min([max((count(*one) for one in made), default=0), *repeated])
     return +behind
 

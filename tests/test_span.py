@@ -1,11 +1,13 @@
 """Attention with a span: block by block as with a dense mask, caches that forget, saving, and what is refused."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
 from conftest import refused
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 
 import hf_posswap as posswap
@@ -239,9 +241,11 @@ def test_no_tensor_is_quadratic():
     span = Span(16, 4)
     for causal in (True, False):
         sizes, sees = [], torch.zeros(200, 200, dtype=torch.bool)
-        for queries, first, near in span.blocks(200, causal=causal):
-            sizes.append((queries.stop - queries.start) * (first + near.stop - near.start))
-            sees[queries, :first] = sees[queries, near] = True
+        bounds = span.bounds(200, causal=causal)
+        for (start, end), (first, near) in zip(pairwise(bounds), span.blocks(bounds, causal=causal), strict=True):
+            low, high = bounds[near.start], bounds[near.stop]
+            sizes.append((end - start) * (first + high - low))
+            sees[start:end, :first] = sees[start:end, low:high] = True
         assert max(sizes) <= max(16 * (3 * 16 + 4), 4 * 200)
         assert (sees >= dense(16, 4, 200, causal)[0, 0]).all()
     states = torch.randn(1, 1, 50, 4)
@@ -251,6 +255,36 @@ def test_no_tensor_is_quadratic():
 
     whole = attend(states, states, states, dense(16, 4, 50, True))
     assert_close(banded_attention(attend, states, states, states, span, None, causal=True), whole)
+
+
+class Written(TorchDispatchMode):
+    """Counts the numbers that operations write."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        self.numbers += sum(one.numel() for one in (made if isinstance(made, tuple | list) else [made]) if torch.is_tensor(one))
+        return made
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_in_linear_time(causal):
+    """A text of twice the length writes about twice the numbers, forward and backward: no block has a gradient of all keys."""
+
+    def numbers(length: int) -> int:
+        states = [torch.randn(1, 1, length, 8, requires_grad=True) for _ in range(3)]
+
+        def attend(query, key, value, mask, *_):
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask)
+
+        with Written() as written:
+            banded_attention(attend, *states, Span(16, 1), None, causal=causal).sum().backward()
+        return written.numbers
+
+    assert numbers(1280) < 2.2 * numbers(640)
 
 
 @pytest.mark.parametrize(
