@@ -3,8 +3,8 @@
     python recipes/older_results.py
 
 A result names its commit. Counted are later commits that touch its recipe, or what of the package can change a figure: not
-what shares, draws or prints, nor, without a span, what spans use. Most of them change no figure; which ones do, only running the result's command again can tell:
-where recipes/run_again.py did that for a run, commits are counted from there.
+what shares, draws or prints, nor, without a span, what spans use. Most of them change no figure; which ones do, only running it
+again can tell: where recipes/run_again.py did that for a run, and no figure moved by over 5 %, commits are counted from there.
 """
 
 import json
@@ -35,9 +35,15 @@ def later_commits(root: Path = ROOT) -> Counter[str]:
         content, name = json.loads(file.read_text()), file.relative_to(results).as_posix()
         runs = [run for run in content.get("runs", [content]) if "commit" in run]
         made = {(run["commit"], run.get("recipe"), bool(run.get("config", {}).get("span"))) for run in runs}
-        repeated = [count(note["commit"], *of_run) for note in again.get(name, {}).values() for _, *of_run in made]
+        held = [note for note in again.get(name, {}).values() if all(map(_held, note["figures"].values()))]
+        repeated = [count(note["commit"], *of_run) for note in held for _, *of_run in made]
         behind[name] = min([max((count(*one) for one in made), default=0), *repeated])
     return +behind
+
+
+def _held(pair: list[float | None]) -> bool:
+    was, now = pair
+    return now is not None and abs(now - was) <= 0.05 * abs(was)
 
 
 if __name__ == "__main__":
