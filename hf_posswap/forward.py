@@ -13,12 +13,15 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_posswap.architectures import Inputs
-from hf_posswap.attention import CACHE, Shared, check_implementation, key_positions, let_carry, self_cache, to_digits
+from hf_posswap.attention import CACHE, MOST_POSITIONS, Shared, check_implementation, key_positions, let_carry, self_cache
+from hf_posswap.attention import to_digits as digits_of
 from hf_posswap.errors import PosswapError, SequenceTooLongError
+from hf_posswap.functional.banded import Span
 from hf_posswap.schemes.base import is_traced
-from hf_posswap.span_cache import PADDING, keep_span
+from hf_posswap.span_cache import CHANGED_MASK, PADDING, keep_span
 from hf_posswap.surgery import state_of
 
+_FAR_SPAN = Span(MOST_POSITIONS, 0)  # which hides nothing
 _FAR = 8  # an input of more than this many times the fitted length gives a warning
 
 
@@ -141,7 +144,7 @@ def _check_length(base, scheme, tokens: Tokens) -> None:
 def _share(base, arguments: dict, tokens: Tokens) -> dict:
     """Return the arguments to replace: what layers share of positions, by kind, the mask and the cache."""
     state, causal = state_of(base), base.architecture.is_causal(base.config)
-    mask, cache = arguments.get("attention_mask"), arguments.get(CACHE)
+    mask, cache, past = arguments.get("attention_mask"), arguments.get(CACHE), tokens.past
     modules = [attention.positions for attention in base.architecture.self_attentions(base)]
     kinds = [state.kinds[module.kind] for module in modules]
     firsts = [modules[kind.first] for kind in state.kinds]
@@ -164,10 +167,15 @@ def _share(base, arguments: dict, tokens: Tokens) -> dict:
         if cache is None and wanted:
             crossing = arguments.get("encoder_hidden_states") is not None
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()
+    if state.span is not None:
+        mask = arguments["attention_mask"] = _fitted(mask, arguments, tokens, cache)
     if causal and cache is not None:
         # Values are read here, once for all layers, and only where a cache asks for them.
-        in_order = state.span is not None and not is_traced() and _as_counted(tokens) and (mask is None or bool(mask.all()))
-        cache = keep_span(cache, [kind.span for kind in kinds], counted=tokens.counted, in_order=in_order)
+        look = state.span is not None and not is_traced()
+        whole = look and (mask is None or bool(mask.all()))
+        hidden = look and not whole and mask.dim() == 2 and isinstance(past, int) and not bool(mask[:, :past].all())
+        spans, in_order = [kind.span for kind in kinds], whole and _as_counted(tokens)
+        cache = keep_span(cache, spans, counted=tokens.counted, in_order=in_order, hidden=hidden)
     shared = tuple(_share_kind(base, first, kind, tokens, mask, cache) for first, kind in zip(firsts, state.kinds, strict=True))
     given = {"shared_positions": shared} if cache is None else {"shared_positions": shared, CACHE: cache}
     if all(one.mask is not None for one in shared) and not base.architecture.embeddings_read_mask:
@@ -184,10 +192,12 @@ def _share_kind(base, first, kind, tokens: Tokens, mask, cache) -> Shared:
         written = positions
         keys = key_positions(cache, positions, slots, past, head_dim, kind.first)
     if kind.span is not None:
-        written = _with_padding(positions, mask)
+        written = _with_padding(positions, slots, mask)
         seen = key_positions(cache, written, slots, past, head_dim, kind.first)  # as `keys`, but for padding
         if causal and not tokens.counted and isinstance(past, int) and (past or mask is not None):
             _check_one_text(seen, mask)
+        if causal and isinstance(past, int) and past and mask is not None:
+            _check_as_read(seen, mask)
         # A text no longer than the span needs no mask for it, if its positions have no gaps.
         if not (tokens.counted and tokens.fresh) or torch.compiler.is_exporting() or keys.shape[-1] > kind.span.span:
             if _in_blocks(base, tokens, mask):
@@ -197,11 +207,36 @@ def _share_kind(base, first, kind, tokens: Tokens, mask, cache) -> Shared:
                 keys, seen = (_of_the_whole_cache(one, cache, slots) for one in (keys, seen))
                 mask = _near(kind.span, tokens, seen, mask, causal)
                 mask = own = _additive(mask, base.dtype) if base.config._attn_implementation == "eager" else mask
+    elif state_of(base).span is not None and causal and mask is None and tokens.fresh and not tokens.counted:
+        # Layers with a span keep packed texts apart, so those without one do, too.
+        own = _near(_FAR_SPAN, tokens, _of_the_whole_cache(positions, cache, slots), None, causal)
+        own = _additive(own, base.dtype) if base.config._attn_implementation == "eager" else own
     shared = first.prepare(positions, slots, tokens.length, keys, mask if isinstance(mask, torch.Tensor) else None)
     if span is None and first.key_mask(shared) is not None:
         own = first.key_mask(shared)[:, None, None]
-    written = None if written is None else to_digits(written)  # here, once for all layers
+    written = None if written is None else digits_of(written)  # here, once for all layers
     return Shared(shared, written, kind.first if kind.span is None else None, span, key_mask, own)
+
+
+def _fitted(mask, arguments: dict, tokens: Tokens, cache):
+    """Return a 2D mask with a column for each token so far; of a static cache, as it is. PosswapError: it has too few."""
+    if mask is None or mask.dim() != 2 or not isinstance(tokens.past, int):
+        return mask
+    inputs = next(one for one in map(arguments.get, ("input_ids", "inputs_embeds")) if one is not None)
+    total = tokens.past + tokens.slots.shape[-1]
+    if len(mask) not in (1, len(inputs)) or mask.shape[-1] < total:
+        raise PosswapError(
+            f"attention_mask of shape {tuple(mask.shape)} does not fit {len(inputs)} row(s) of {total} tokens, of which "
+            f"{tokens.past} are cached: give it a column for each"
+        )
+    # More columns: transformers, too, reads the first.
+    return mask if isinstance(self_cache(cache), StaticCache) else mask[:, :total]
+
+
+def _check_as_read(keys: torch.Tensor, mask: torch.Tensor) -> None:
+    """Raise PosswapError if a 2D mask hides or shows other keys than when they were read; not once some are forgotten."""
+    if mask.shape == keys.shape and not is_traced() and bool(((keys == PADDING) == mask.bool()).any()):
+        raise PosswapError(CHANGED_MASK)
 
 
 def _of_the_whole_cache(keys: torch.Tensor, cache, slots: torch.Tensor) -> torch.Tensor:
@@ -214,11 +249,11 @@ def _of_the_whole_cache(keys: torch.Tensor, cache, slots: torch.Tensor) -> torch
     return keys.masked_fill(torch.arange(size, device=keys.device) > slots[:, -1:], PADDING)
 
 
-def _with_padding(positions: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _with_padding(positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Return positions (B or 1, Q) with `PADDING` where a 2D mask is 0, as keys take them into a span cache."""
     if mask is None or mask.dim() != 2:
         return positions
-    return positions.expand(len(mask), -1).masked_fill(~mask[:, -positions.shape[-1] :].bool(), PADDING)
+    return positions.expand(len(mask), -1).masked_fill(~mask[:, slots[0]].bool(), PADDING)
 
 
 def _check_one_text(keys: torch.Tensor, mask: torch.Tensor | None) -> None:
@@ -254,6 +289,11 @@ def _near(span, tokens: Tokens, keys: torch.Tensor, mask, causal: bool) -> torch
         last = torch.minimum(ends, tokens.slots)  # slots: in a static cache, which is longer; less, if keys were forgotten
         allowed = allowed & (torch.arange(keys.shape[-1], device=keys.device) <= last[0, :, None])
     if mask is not None and mask.dim() == 4:
+        if mask.shape[-1] != keys.shape[-1]:
+            raise PosswapError(
+                f"attention_mask has {mask.shape[-1]} columns for {keys.shape[-1]} keys: with a span a cache forgets keys, so "
+                "give it a mask of 2 dimensions"
+            )
         return allowed & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
     if mask is not None and mask.shape[-1] == keys.shape[-1]:
         allowed = allowed & mask.bool()[:, None, None]

@@ -12,6 +12,10 @@ from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
 
 PADDING = MOST_POSITIONS - 1  # the position that marks a key as padding, which no query sees
+CHANGED_MASK = (
+    "attention_mask hides or shows other tokens than when they were read into this cache, which with a span is too late: give "
+    "it from the first call on, or start with a new cache"
+)
 
 
 class SpanLayer(DynamicLayer):
@@ -70,11 +74,12 @@ class SpanLayer(DynamicLayer):
         self.seen, self.in_order = 0, True
 
 
-def keep_span(cache: Cache | None, spans: list[Span | None], *, counted: bool, in_order: bool) -> Cache | None:
+def keep_span(cache: Cache | None, spans: list[Span | None], *, counted: bool, in_order: bool, hidden: bool) -> Cache | None:
     """Return the cache for a model with each layer's span or None: an empty dynamic one is given such layers, in place.
 
-    `counted`: positions count on from the cache's length; `in_order`: and no row is padded, as far as that is known. Static
-    caches stay as they are. PosswapError: it was made for others.
+    `counted`: positions count on from the cache's length; `in_order`: and no row is padded, as far as that is known;
+    `hidden`: a mask hides tokens that are cached. Static caches stay as they are. PosswapError: it was made for other spans, or
+    those tokens were not hidden before.
     """
     own = self_cache(cache)
     if not isinstance(own, Cache):  # none, or that of generate_batch, which takes no spans
@@ -96,6 +101,8 @@ def keep_span(cache: Cache | None, spans: list[Span | None], *, counted: bool, i
             )
     for layer in own.layers:
         if isinstance(layer, SpanLayer):
+            if layer.in_order and hidden:
+                raise PosswapError(CHANGED_MASK)
             layer.in_order &= in_order
     return cache
 

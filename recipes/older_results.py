@@ -29,7 +29,10 @@ def later_commits(root: Path = ROOT) -> Counter[str]:
     def count(commit: str, recipe: str | None, spans: bool) -> int:
         paths = (f"recipes/{recipe}.py" if recipe else "recipes", *(() if spans else OF_SPANS))
         command = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *MEASURED, *paths]
-        return int(subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout)
+        counted = subprocess.run(command, cwd=root, capture_output=True, text=True)
+        if counted.returncode:
+            raise SystemExit(f"this needs a git clone with its history: {counted.stderr.strip()}")
+        return int(counted.stdout)
 
     for file in sorted(results.rglob("*.json")):
         content, name = json.loads(file.read_text()), file.relative_to(results).as_posix()

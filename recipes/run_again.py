@@ -71,6 +71,10 @@ def run_again(
     seed: Annotated[int | None, typer.Option(help="Seed of the run.")] = None,
 ) -> None:
     """Run one run of each result file again."""
+    known = {file.relative_to(RESULTS).as_posix() for file in RESULTS.rglob("*.json")}
+    if unknown := [result for result in results if result not in known]:
+        raise PosswapError(f"{unknown[0]!r} is no result file: give its path in {RESULTS}, such as cola/comparison.json")
+    failed = []
     for result in results:
         content = read_json(RESULTS / result)
         before = choose(content.get("runs", [content]), content.get("vary", []), row, seed)
@@ -78,8 +82,10 @@ def run_again(
         if not (folder / "result.json").exists():
             print(f"{result}: {folder}", flush=True)
             if subprocess.run([sys.executable, *again(before, folder)]).returncode:
-                print(f"{result}: this command failed, see above", flush=True)
+                failed.append(result)
     write_json(output / "run_again.json", notes(output))
+    if failed:
+        raise PosswapError(f"these runs failed, see above: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -263,6 +263,8 @@ def test_a_run_again(tmp_path, monkeypatch):
     assert again["choose"]([original, run], []) is run and again["choose"]([original, run], [], "original") is original
     with pytest.raises(posswap.PosswapError, match="no run of row"):
         again["choose"]([run], [], seed=3)
+    with pytest.raises(posswap.PosswapError, match="no result file"):  # nor is a path elsewhere
+        again["run_again"]([str(ROOT / "recipes" / "results" / "cola" / "comparison.json")], tmp_path)
     monkeypatch.setitem(again["notes"].__globals__, "RESULTS", tmp_path / "results")
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "comparison.json").write_text(json.dumps({"vary": [], "runs": [original, run]}))

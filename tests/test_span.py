@@ -257,6 +257,57 @@ def test_no_tensor_is_quadratic():
     assert_close(banded_attention(attend, states, states, states, span, None, causal=True), whole)
 
 
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@torch.no_grad()
+def test_masks_longer_than_the_text(make, text, backend):
+    """Columns are those of the tokens read, as in transformers: of a static cache's fixed mask, or one that was not cut."""
+    for family in ("gpt2", "bert", "opt"):
+        model, longer = make(family, "rotary", span=5, backend=backend), torch.ones(2, 24, dtype=torch.long)
+        longer[0, 14:] = longer[1, :3] = 0
+        cut, real = longer[:, :20], longer[:, :20].bool()
+        given, wanted = (model(text[:, :20], attention_mask=mask)[0][real] for mask in (longer, cut))
+        assert_close(given, wanted)
+    model = make("gpt2", "rotary", span=5, backend=backend)
+    cache, parts = StaticCache(config=model.config, max_cache_len=32), []
+    for start, end in ((0, 12), (12, 13), (13, 20)):
+        mask = (torch.arange(32) < end).long().expand(2, -1)
+        parts.append(model(text[:, start:end], attention_mask=mask, past_key_values=cache)[0])
+    assert_close(torch.cat(parts, dim=1), model(text[:, :20], use_cache=False)[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_masks_that_do_not_fit(make, text):
+    """Too few columns or rows, four dimensions for a cache that has forgotten, and cached tokens hidden or shown later."""
+    model = make("gpt2", "rotary", span=5)
+    for shape in ((3, 20), (2, 16)):
+        refused("does not fit 2 row", model, text[:, :20], attention_mask=torch.ones(shape))
+    hide = torch.ones(2, 13)
+    hide[:, 8:10] = 0
+    for span in (5, 50):
+        model = make("gpt2", "rotary", span=span)
+        for first, later in ((None, hide), (hide[:, :12], torch.ones(2, 13))):
+            cache = model(text[:, :12], attention_mask=first).past_key_values
+            if span == 50 or first is None:  # what was forgotten, a later mask may show in vain
+                refused("from the first call on", model, text[:, 12:13], attention_mask=later, past_key_values=cache)
+    cache = make("gpt2", "rotary", span=5)(text[:, :12]).past_key_values
+    whole = torch.ones(2, 1, 1, 13, dtype=torch.bool)
+    refused(
+        "a mask of 2 dimensions", make("gpt2", "rotary", span=5), text[:, 12:13], attention_mask=whole, past_key_values=cache
+    )
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@torch.no_grad()
+def test_packed_texts_in_a_mix(make, text, backend):
+    """Layers without a span keep packed texts apart, too, with and without a cache."""
+    positions = torch.tensor([[*range(9), *range(11)]])
+    for family in ("gpt2", "opt"):
+        model = make(family, "mixed:layers=[none:span=false,rotary]", span=32, first=0, backend=backend)
+        alone = torch.cat([model(text[:1, :9])[0], model(text[:1, 9:20])[0]], dim=1)
+        for use_cache in (True, False):
+            assert_close(model(text[:1, :20], position_ids=positions, use_cache=use_cache)[0], alone, rtol=1e-4, atol=1e-4)
+
+
 class Written(TorchDispatchMode):
     """Counts the numbers that operations write."""
 

@@ -45,7 +45,7 @@ class OPT(Architecture):
         mask = inputs.attention_mask
         if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
             return None
-        return (mask.cumsum(-1) * mask - 1).long()[:, -inputs.shape[-1] :]
+        return (mask.cumsum(-1) * mask - 1).long()[:, torch.arange(inputs.shape[-1], device=mask.device) + past]
 
     def output(self, attention, attention_output, hidden_states):
         return attention.out_proj(attention_output)
