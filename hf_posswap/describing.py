@@ -82,7 +82,8 @@ def describe(model: PreTrainedModel) -> Description:
         old=undo.snapshot.state.scheme if undo is not None and undo.snapshot.state is not None else Learned(),
         new=state.scheme,
         parameters_added=sum(p.numel() for one in position_modules(target, architecture) for p in one.parameters()),
-        parameters_dropped=state.geometry.trained_positions * state.geometry.hidden_size,
+        parameters_dropped=(state.geometry.trained_positions + architecture.first_row(target.config))
+        * state.geometry.hidden_size,
         layers_patched=len(patched),
         swapped=True,
         can_restore=undo is not None,

@@ -172,9 +172,11 @@ def again_table(least: float) -> str:
     lines = []
     for (result, label), (note, name, off) in again().items():
         if off >= least:
-            was, now = (f"{value:.4g}" for value in note["figures"][name])
-            lines.append([f"[{Path(result).parent}]({result})", label, note["on_file"], f"`{name}`", was, now])
-    return table(["result", "run", "commit on file", "furthest figure", "on file", "again"], lines)
+            of_row = rows(RESULTS / result)[label.rpartition(", seed")[0]][name]
+            was, now, low, high = (f"{value:.4g}" for value in (*note["figures"][name], min(of_row), max(of_row)))
+            seeds = f"{low} to {high}" if len(of_row) > 1 else "one seed"
+            lines.append([f"[{Path(result).parent}]({result})", label, note["on_file"], f"`{name}`", was, now, seeds])
+    return table(["result", "run", "commit on file", "furthest figure", "on file", "again", "all seeds on file"], lines)
 
 
 def index(kinds: dict[str, str]) -> str:

@@ -315,6 +315,22 @@ def test_folders_that_are_refused(swapped, fitted, results, make_model, tmp_path
     refused("holds other weights than those that this report is of", report.save, folder, error=posswap.CheckpointError)
 
 
+@pytest.mark.filterwarnings("ignore:the fit was undone")
+def test_a_head_that_was_trained_later(make_model, tmp_path):
+    """KL is measured through the head: a report is of the head that was there, tied or not, and of headless models of none."""
+    rows = torch.randint(2, 98, (12, 16), generator=torch.Generator().manual_seed(1))
+    for tied in (True, False):
+        model = posswap.swap(make_model("gpt2", tie_word_embeddings=tied), "rotary")
+        report = posswap.fit(model, rows, progress=False, reconstruct=1)
+        for name, part in (("whole", model), ("headless", model.base_model)):
+            part.save_pretrained(tmp_path / f"{name}-{tied}")
+            report.save(tmp_path / f"{name}-{tied}")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    model.save_pretrained(tmp_path / "changed")
+    refused("another head .lm_head.weight", report.save, tmp_path / "changed", error=posswap.CheckpointError)
+
+
 def test_no_paths_of_this_machine(swapped, tmp_path):
     """Absolute paths of the user's machine keep their last two parts only."""
     for scheme in ("original", "rotary:theta=500"):

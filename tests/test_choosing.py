@@ -42,6 +42,13 @@ def test_chooses_the_least_damage(make_model, monkeypatch, size):
     assert posswap.describe(model).new == posswap.Learned()
 
 
+def test_all_lengths_stay():
+    """Batches too small to cut are left out by length, however they alternate."""
+    batches = [{"input_ids": torch.zeros(2, length, dtype=torch.long)} for length in (32, 128) * 250]
+    kept = [batch["input_ids"].shape[1] for batch in choosing._thin(batches, 1)]
+    assert 0.4 < kept.count(128) / len(kept) < 0.6 and len(kept) < 500
+
+
 def test_text_to_report_on_is_not_looked_at(make_model, monkeypatch):
     """Trials fit on the text to fit on and are compared on the text to select by; long text goes through the window."""
     seen = []

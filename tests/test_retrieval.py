@@ -39,8 +39,8 @@ def beir(tmp_path):
     """A tiny folder in BEIR's format."""
     folder = tmp_path / "tiny-beir"
     (folder / "qrels").mkdir(parents=True)
-    texts = [{"_id": str(i), "title": "", "text": " ".join(WORDS[i : i + 6])} for i in range(8)]
-    (folder / "corpus.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    texts = [{"_id": str(i), "title": "", "text": "\u2028".join(WORDS[i : i + 6])} for i in range(8)]  # no end of a line
+    (folder / "corpus.jsonl").write_text("\n".join(json.dumps(text, ensure_ascii=False) for text in texts), encoding="utf-8")
     (folder / "queries.jsonl").write_text("\n".join(json.dumps({"_id": f"q{i}", "text": WORDS[i]}) for i in range(3)))
     (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq0\t0\t1\nq1\t1\t2\nq2\t2\t0\n")
     return folder

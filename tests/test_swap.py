@@ -171,6 +171,15 @@ def test_warm_start_keeps_what_the_table_was(make_model, family):
     torch.testing.assert_close((weights * fitted[1:]).sum(0), (weights * table[1:]).sum(0), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["roberta", "opt", "esm", "biogpt", "distilbert"])
+def test_describe_counts_all_rows(make_model, kind):
+    """Rows of the table that are no positions are dropped with the others."""
+    model = make_model(kind)
+    before = model.num_parameters()
+    told = posswap.describe(posswap.swap(model, "relative:clip=4"))
+    assert model.num_parameters() == before + told.parameters_added - told.parameters_dropped
+
+
 def test_describe(make_model, family):
     """describe names family, schemes, parameters, lengths and layers, before, after and restored."""
     model = make_model(family)

@@ -106,6 +106,14 @@ def test_parts_share_no_text(name, causal):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
+def test_documents_that_are_none():
+    """One string is no list of its letters, and nothing, or a list with a gap, no text; and blocks have tokens."""
+    for documents in ("one text", [], ["text", None]):
+        refused("must be a list of texts", text_batches, documents, Numbers(None), 32, causal=True)
+    for lengths in ({"max_length": 0}, {"max_length": 64, "window": 0}):
+        refused("must be at least 1", text_batches, numbers(400), Numbers(None), causal=True, **lengths)
+
+
 def test_too_little_text_for_parts():
     """Three blocks of the longest are the least; the error says how much that is."""
     made = text_batches(numbers(384), Numbers(None), 128, causal=True)

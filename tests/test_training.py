@@ -5,9 +5,10 @@ import logging
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import refused
-from transformers import BertForSequenceClassification
+from transformers import BertForQuestionAnswering, BertForSequenceClassification
 
 import hf_posswap as posswap
 from hf_posswap.training import TrainingConfig, train
@@ -127,6 +128,13 @@ def test_order_is_a_new_shuffle_every_epoch():
     assert BatchOrder(22, 4, seed=5)[0] != epochs[0][0]
 
 
+def test_rows_of_other_keys():
+    """A key that only some rows have would be lost."""
+    rows = [{"input_ids": [1, 2]}, {"input_ids": [3], "token_type_ids": [1]}]
+    for given in (rows, rows[::-1]):
+        refused("token_type_ids.*same keys|same keys", pad, given)
+
+
 def test_terms_of_a_loss():
     """A batch counts by its labelled tokens, else by its examples, else by its tokens."""
     tokens = torch.ones(2, 5, dtype=torch.long)
@@ -152,9 +160,22 @@ def test_parts_count_by_their_labels(make_swapped, family):
 
 def test_loss_is_the_mean_over_labels(make_model):
     """The first loss is that of the model itself on the whole batch; of examples where labels are classes."""
-    for classes in (False, True):
-        head = {"head": BertForSequenceClassification, "num_labels": 3} if classes else {}
-        model, rows = make_model("bert", **head), _ragged(classes)
+    classes = {"head": BertForSequenceClassification, "num_labels": 3}
+    hidden = [{**row, "labels": -100 if place % 2 else row["labels"]} for place, row in enumerate(_ragged(classes=True))]
+    wide = [
+        (torch.nn.functional.pad(row["input_ids"], (0, 16 - len(row["input_ids"]))), len(row["input_ids"])) for row in _ragged()
+    ]
+    answers = [
+        {"input_ids": ids, "attention_mask": (torch.arange(16) < n).long(), "start_positions": 0, "end_positions": 1}
+        for ids, n in wide  # of one length: padding takes part in a softmax over places
+    ]
+    for head, rows in (
+        ({}, _ragged()),
+        (classes, _ragged(classes=True)),
+        (classes, hidden),
+        ({"head": BertForQuestionAnswering}, answers),
+    ):
+        model = make_model("bert", **head)
         expected = model(**pad(rows)).loss.item()
         budget = TrainingConfig(max_steps=1, batch_size=24, gradient_accumulation_steps=6)
         assert train(model, rows, budget, collate=pad, progress=False)[1].losses == [pytest.approx(expected, rel=1e-5)]
@@ -220,15 +241,20 @@ def test_compiled_training(make_swapped):
 
 
 def test_mixed_precision_leaves_a_plain_model(make_model):
-    """bfloat16 changes the losses a little and leaves float32 weights without a wrapper, ready to be swapped."""
+    """bfloat16 changes the losses a little, not those of the next run, and leaves float32 weights that can be swapped."""
     losses = []
     try:
-        for precision in (None, "bf16"):
-            AcceleratorState._reset_state()  # a process keeps the precision it began with
+        for precision in (None, "bf16", None, "no"):
             model, run = trained(make_model("gpt2"), TrainingConfig(max_steps=2, batch_size=8, mixed_precision=precision))
             losses.append(run.losses)
+        AcceleratorState._reset_state()
+        Accelerator(mixed_precision="bf16")  # the user's, whose state a run shares
+        other = TrainingConfig(max_steps=2, batch_size=8, mixed_precision="no")
+        refused("has an Accelerator of 'bf16'", trained, make_model("gpt2"), other)
+        shared = trained(make_model("gpt2"), TrainingConfig(max_steps=2, batch_size=8))[1]
     finally:
         AcceleratorState._reset_state()
+    assert losses[0] == losses[2] == losses[3] and shared.losses == losses[1]
     assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.05)
     assert model.dtype == torch.float32 and "forward" not in vars(model)
     posswap.swap(model, "rotary")

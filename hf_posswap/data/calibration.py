@@ -62,8 +62,13 @@ def text_batches(
     Raises:
         PosswapError: The text is too short for a block of the longest length in each part; or `tokens` is below 1.
     """
+    if isinstance(documents, str) or not (documents := list(documents)) or not all(isinstance(one, str) for one in documents):
+        raise DataError("documents must be a list of texts, with one at least, and not one string")
     if tokens < 1:
         raise DataError(f"tokens={tokens} must be at least 1, and a fit needs thousands")
+    shortest = 3 if wraps(tokenizer) else 1
+    if min(max_length, max_length if window is None else window) < shortest:
+        raise DataError(f"max_length={max_length} and window={window} must be at least {shortest}, for text to fit in")
     generator = torch.Generator().manual_seed(seed)
     lengths = {max_length} if causal else set(mixed_lengths(max_length))
     if window is not None and window < max_length:

@@ -100,5 +100,6 @@ def _thin(batches: list[Batch], part: float) -> list[Batch]:
     wanted = part * _TOKENS_A_TRIAL
     share = min(1.0, wanted / sum(batch["input_ids"].numel() for batch in batches))
     few = [{key: value[: max(2, round(len(value) * share))] for key, value in batch.items()} for batch in batches]
-    # Batches of a row or two cannot be cut: keep every n-th batch instead.
+    # Batches of a row or two cannot be cut: keep every n-th batch instead, the longest first, in whatever order they came.
+    few.sort(key=lambda batch: batch["input_ids"].shape[-1], reverse=True)
     return few[:: max(1, int(sum(batch["input_ids"].numel() for batch in few) // wanted))]

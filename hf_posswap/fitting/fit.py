@@ -36,7 +36,7 @@ from hf_posswap.measure.damage import Damage, damage
 from hf_posswap.measure.reading import LongText, Reading
 from hf_posswap.pipelines import reads as reads_whole
 from hf_posswap.pipelines import tokenizer_of
-from hf_posswap.sharing.delta import weights_hash
+from hf_posswap.sharing.delta import head_hashes, weights_hash
 from hf_posswap.surgery import is_part, position_modules, undo_of
 from hf_posswap.swapping import is_unchanged, original, rewriting_attention
 from hf_posswap.target import find_target
@@ -159,6 +159,7 @@ def fit(
         trained_positions=reads,
         position_scheme=copy.deepcopy(target.config.position_scheme),
         sha256=weights_hash(target),
+        head=head_hashes(target),
         part="report" if text.report else "select",
         window=window,
         reading=long and Reading(long.measure, window, long.original, read, read_after),

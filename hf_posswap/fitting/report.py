@@ -1,7 +1,7 @@
 """The report of a fit: what it won back, as tables and as a file beside the saved model."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rich.table import Column, Table
@@ -11,7 +11,7 @@ from hf_posswap.fitting.layerwise import LayerFit
 from hf_posswap.measure.damage import Damage
 from hf_posswap.measure.reading import Reading
 from hf_posswap.provenance import provenance, weight_hashes, without_home, write_json
-from hf_posswap.sharing.delta import saved_weights_hash
+from hf_posswap.sharing.delta import saved_head_hashes, saved_weights_hash
 from hf_posswap.terminal import as_text
 
 FIT_FILE = "posswap_fit.json"
@@ -43,6 +43,7 @@ class FitReport:
     sha256: str  # of the fitted weights: `delta.weights_hash`
     part: str = "select"  # of the text measured on: "report" is used for nothing else, "select" also decided what to keep
     window: int | None = None  # tokens that the original read at once; None if it read every sequence whole
+    head: dict[str, str] = field(default_factory=dict, repr=False)  # `delta.head_hashes`: KL is measured through the head
     reading: Reading | None = None  # of text longer than the window, next to the original's
 
     @property
@@ -120,7 +121,14 @@ class FitReport:
             raise CheckpointError(f"there is no model in {folder}: save the fitted model there first")
         if saved_weights_hash(Path(folder)) != self.sha256:
             raise CheckpointError(f"{folder} holds other weights than those that this report is of: save the model as fitted")
-        report = asdict(self) | {"made": provenance() | {"command": command and without_home(command)}}
+        heads = saved_head_hashes(Path(folder)).items() if self.after.measure == "KL" else ()
+        if changed := [name for name, value in heads if self.head.get(name) != value]:
+            raise CheckpointError(
+                f"{folder} holds another head ({changed[0]}) than this report is of: save the model as fitted"
+            )
+        report = {name: value for name, value in asdict(self).items() if name != "head"} | {
+            "made": provenance() | {"command": command and without_home(command)}
+        }
         write_json(Path(folder) / FIT_FILE, {"format": 1, "weights": hashes, "report": report})
 
 

@@ -92,7 +92,7 @@ def read_beir(folder: str | Path, split: str = "test") -> RetrievalSet:
     texts = []
     for name in ("corpus.jsonl", "queries.jsonl"):
         try:
-            lines = [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines() if line.strip()]
+            lines = [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").split("\n") if line.strip()]
             texts.append({str(one["_id"]): f"{one.get('title') or ''} {one['text']}".strip() for one in lines})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{folder / name} cannot be read ({error!r}): each line is an object with _id and text") from None

@@ -197,13 +197,14 @@ def _part(fit: dict) -> str:
 
 
 def _fit_entry(fit: dict) -> EvalResult:
+    kl = fit["after"]["measure"] == "KL"
     return EvalResult(
         task_type="other",
         task_name=f"{_OURS}fit",
         dataset_type="fit",
         dataset_name=f"{fit['tokens_held_out']} tokens ({_part(fit)}), {fit['text']}",
-        metric_type="kl" if fit["after"]["measure"] == "KL" else "cosine_distance",
-        metric_name=f"{fit['after']['measure']}, to the original, mean over sequences",
+        metric_type="kl" if kl else "cosine_distance",
+        metric_name=f"{fit['after']['measure']}, to the original, mean over {'tokens' if kl else 'sequences'}",
         metric_value=fit["after"]["total"],
     )
 

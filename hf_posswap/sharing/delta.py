@@ -167,6 +167,24 @@ def saved_weights_hash(folder: Path) -> str:
         return _hash((name, where[names[name]].get_tensor(names[name])) for name in kept)
 
 
+def head_hashes(model: PreTrainedModel) -> dict[str, str]:
+    """Return the SHA-256 of each weight that is not of the headless model, by name."""
+    prefix, headless = f"{model.base_model_prefix}.", model.base_model is model
+    heads = {} if headless else {name: value for name, value in model.state_dict().items() if not name.startswith(prefix)}
+    return {name: _hash([(name, value)]) for name, value in heads.items()}
+
+
+def saved_head_hashes(folder: Path) -> dict[str, str]:
+    """Return `head_hashes` of the swapped model in a folder, without weights that are tied, which files leave out."""
+    family = find_family(json.loads((folder / "config.json").read_text())["model_type"])
+    prefix, found = f"{family.base_class.base_model_prefix}.", {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: _hash([(name, file.get_tensor(name))]) for name in file.keys()}
+    heads = {name: value for name, value in found.items() if not name.startswith(prefix)}
+    return heads if len(heads) < len(found) else {}  # a headless model's names have no prefix
+
+
 def _hash(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.sha256()
     for name, value in weights:

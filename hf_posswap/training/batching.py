@@ -9,6 +9,8 @@ import torch
 from torch.utils.data import Sampler
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_posswap.errors import DataError
+
 IGNORED = -100  # the label that transformers' losses ignore
 _SORTED_TOGETHER = 50  # batches sorted by length together: a larger number means less padding, but also less shuffling
 
@@ -73,6 +75,8 @@ def pad(rows: list[dict], pad_token_id: int = 0) -> dict[str, torch.Tensor]:
     """
     rows = [{name: torch.as_tensor(value) for name, value in row.items()} for row in rows]
     rows = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in rows]
+    if other := next((row for row in rows if row.keys() != rows[0].keys()), None):
+        raise DataError(f"rows of a batch have {sorted(rows[0])} and {sorted(other)}: give all of them the same keys")
     fill = {"input_ids": pad_token_id, "labels": IGNORED}
     batch = {}
     for name in rows[0]:
@@ -85,20 +89,26 @@ def pad(rows: list[dict], pad_token_id: int = 0) -> dict[str, torch.Tensor]:
 
 def predicts_next(model: torch.nn.Module) -> bool:
     """Whether the model's own loss is that of next-token prediction: it shifts the labels by one."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's
     heads = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     return any(base.__name__ in heads for base in type(model).__mro__)
 
 
 def count_terms(batch: dict, *, shifted: bool) -> torch.Tensor:
-    """Return how many terms a mean loss has: labelled tokens, else labelled examples, else tokens; an int64 scalar.
+    """Return how many terms a mean loss has, an int64 scalar: labelled tokens, else labelled examples, else tokens.
 
-    With `shifted`, the first label of each row does not count, since no token predicts it.
+    Examples of question answering are labelled by `start_positions`. With `shifted`, the first label of each row does not
+    count, since no token predicts it.
     """
     labels = batch.get("labels")
+    if labels is None and "start_positions" in batch:
+        return torch.full((), len(batch["start_positions"]), device=batch["start_positions"].device)
     if labels is None:
         return count_tokens(batch)
     if labels.dim() == 2 and labels.shape == batch["input_ids"].shape:
         return (labels[:, 1:] if shifted else labels).ne(IGNORED).sum()
+    if labels.dim() == 1 and not labels.is_floating_point():  # classes, of which -100 is none
+        return labels.ne(IGNORED).sum()
     return torch.full((), len(labels), device=labels.device)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState, utils
+from accelerate.state import AcceleratorState, is_initialized
 from accelerate.tracking import get_available_trackers
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -27,6 +28,8 @@ def start_accelerator(
     PosswapError: fewer processes than asked for, a batch that does not divide among them, or a missing tracker.
     """
     check_trackers(config.report_to)
+    _forget_precision(config.mixed_precision)
+    ours = not is_initialized()
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision,
         gradient_accumulation_plugin=utils.GradientAccumulationPlugin(num_steps=accumulation_steps, sync_with_dataloader=False),
@@ -40,6 +43,8 @@ def start_accelerator(
     if micro_batch % accelerator.num_processes:
         count = accelerator.num_processes
         raise PosswapError(f"{micro_batch} sequences do not divide into {count} processes: choose a multiple as batch_size")
+    if ours:
+        accelerator.state.made_by_train = True
     # All Accelerators of a process share one state, which would keep the compiler of the first.
     accelerator.state.dynamo_plugin = utils.TorchDynamoPlugin(backend=config.torch_compile)
     if accelerator.distributed_type == utils.DistributedType.DEEPSPEED:  # which accumulates and clips by itself
@@ -49,6 +54,23 @@ def start_accelerator(
             "gradient_clipping": config.max_grad_norm,
         }
     return accelerator
+
+
+def _forget_precision(wanted: str | None) -> None:
+    """Let a run have its own mixed precision: all Accelerators of a process share that of the first.
+
+    PosswapError: the user has made an Accelerator of another precision.
+    """
+    if not is_initialized() or AcceleratorState().distributed_type == utils.DistributedType.DEEPSPEED:
+        return
+    state, default = AcceleratorState(), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if getattr(state, "made_by_train", False) and state.mixed_precision != (wanted or default):
+        AcceleratorState._reset_state()
+    elif wanted not in (None, state.mixed_precision):
+        raise PosswapError(
+            f"mixed_precision={wanted!r}, and this process has an Accelerator of {state.mixed_precision!r}, whose state all "
+            "share: leave mixed_precision out, or train in another process"
+        )
 
 
 def check_processes(accelerator: Accelerator | PartialState) -> None:
