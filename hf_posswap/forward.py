@@ -13,15 +13,14 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
 
 from hf_posswap.architectures import Inputs
-from hf_posswap.attention import CACHE, MOST_POSITIONS, Shared, check_implementation, key_positions, let_carry, self_cache
-from hf_posswap.attention import to_digits as digits_of
+from hf_posswap.attention import CACHE, Shared, check_implementation, key_positions, let_carry, self_cache, to_digits
 from hf_posswap.errors import PosswapError, SequenceTooLongError
 from hf_posswap.functional.banded import Span
 from hf_posswap.schemes.base import is_traced
 from hf_posswap.span_cache import CHANGED_MASK, PADDING, keep_span
 from hf_posswap.surgery import state_of
 
-_FAR_SPAN = Span(MOST_POSITIONS, 0)  # which hides nothing
+_FAR_SPAN = Span(PADDING, 0)  # as far as positions go
 _FAR = 8  # an input of more than this many times the fitted length gives a warning
 
 
@@ -214,7 +213,7 @@ def _share_kind(base, first, kind, tokens: Tokens, mask, cache) -> Shared:
     shared = first.prepare(positions, slots, tokens.length, keys, mask if isinstance(mask, torch.Tensor) else None)
     if span is None and first.key_mask(shared) is not None:
         own = first.key_mask(shared)[:, None, None]
-    written = None if written is None else digits_of(written)  # here, once for all layers
+    written = None if written is None else to_digits(written)  # here, once for all layers
     return Shared(shared, written, kind.first if kind.span is None else None, span, key_mask, own)
 
 

@@ -8,11 +8,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from conftest import refused
+from peft import LoraConfig, get_peft_model
 from transformers import BertForQuestionAnswering, BertForSequenceClassification
 
 import hf_posswap as posswap
 from hf_posswap.training import TrainingConfig, train
-from hf_posswap.training.batching import BatchOrder, count_terms, pad
+from hf_posswap.training.batching import BatchOrder, count_terms, pad, predicts_next
 from hf_posswap.training.budget import NOT_BUDGET, SCHEDULES
 from hf_posswap.training.skipping import SkippedPositions
 
@@ -141,6 +142,14 @@ def test_terms_of_a_loss():
     assert count_terms({"input_ids": tokens, "labels": torch.tensor([0, 1])}, shifted=True) == 2
     assert count_terms({"input_ids": tokens}, shifted=True) == 10
     assert count_terms({"input_ids": tokens, "attention_mask": tokens.triu()}, shifted=False) == 9
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # in PEFT
+def test_adapters_shift_labels_too(make_model):
+    """What PEFT wraps predicts the next token as before."""
+    model = get_peft_model(make_model("gpt2"), LoraConfig(target_modules=["c_attn"], task_type="CAUSAL_LM"))
+    assert predicts_next(model) and not predicts_next(make_model("bert"))
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
