@@ -10,7 +10,9 @@ The scheme `original` is the control: the unswapped model, tuned alike, which ma
 Figures: `damage` on held-out text (KL from the original's predictions in nats, or 1 - cosine of an encoder's pooled states) and
 `perplexity`, on the blocks that `fit_quality` measures on, at 0 tokens and at about ten steps that grow by a constant factor.
 `to_90_percent` is the number of tokens until damage is a tenth of that of a cold swap, for every start. It is interpolated
-between measurements, linearly in the logarithm of damage, and missing if damage never falls so far.
+between measurements, linearly in the logarithm of damage, and missing if damage never falls so far. `select` is what counts
+(the ratio with --text-weight, else damage) at the end, on a tenth of the training text that is not trained on: choose the
+--learning-rate of each row by it.
 """
 
 import math
@@ -22,12 +24,13 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_posswap as posswap
+from hf_posswap.data.text import cut_blocks, split_tokens, spread, token_lists
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_original
 from hf_posswap.experiments.recipe import main
-from hf_posswap.experiments.text_tasks import RunText, TextConfig
+from hf_posswap.experiments.text_tasks import RunText, TextConfig, check_enough
 from hf_posswap.fitting.distillation import distillation_loss
 from hf_posswap.measure.damage import block_kl, pooled_states
 from hf_posswap.measure.losses import row_perplexities, token_losses
@@ -46,6 +49,7 @@ class Config(TextConfig):
         "perplexity": "on held-out text at the end",
         "ratio": "perplexity over the original's before; with N, after N tokens",
         "to": "tokens until so much of the cold swap's damage is won back",
+        "select": "ratio if the text's tokens count in the loss, else damage, on text to choose a rate by",
     }
     FORBIDDEN_STARTS = {"scratch": "random weights have nothing to win back"}
 
@@ -65,33 +69,39 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     block_size = config.block_size or text.block_size
     if not 2 < block_size <= longest:
         raise PosswapError(f"block_size={block_size} must be from 3 to {longest}, the length {config.model} was trained at")
-    blocks = text.blocks(block_size)
+    to_train, to_select, _ = split_tokens(token_lists(text.training, text.tokenizer), block_size)
+    blocks = cut_blocks(to_train, text.tokenizer, block_size)
+    check_enough(blocks, config)
+    aside = spread(cut_blocks(to_select, text.tokenizer, block_size), config.evaluation_tokens)
     held = text.held(longest, 4 * longest) if causal else text.held(text.block_size, longest)
     held = held[longest] if causal else list(held.values())
     model = text.load(fit_learning_rate=config.fit_learning_rate)
     original = load_original(config.model).to(model.device)
     announce("measuring before the first step")
-    before = token_losses(original, held) if causal else [pooled_states(original, blocks) for blocks in held]
+    reported, selected = (
+        (blocks, token_losses(original, blocks) if causal else [pooled_states(original, rows) for rows in blocks])
+        for blocks in (held, aside if causal else [aside])
+    )
 
-    def measure(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        """Return figures of each block of held-out text."""
+    def measure(model: PreTrainedModel, blocks, before) -> dict[str, torch.Tensor]:
+        """Return figures of each block, given what the original says to them."""
         if not causal:
-            pairs = zip(held, before, strict=True)
+            pairs = zip(blocks, before, strict=True)
             return {"damage": 1 - torch.cat([torch.cosine_similarity(pooled_states(model, rows), was) for rows, was in pairs])}
-        losses = token_losses(model, held)
-        found = {"damage": block_kl(model, original, held), "perplexity": row_perplexities(losses)}
+        losses = token_losses(model, blocks)
+        found = {"damage": block_kl(model, original, blocks), "perplexity": row_perplexities(losses)}
         return found | {"ratio": row_perplexities(losses - before)}
 
     cold = None
     if config.scheme != ORIGINAL:
         swapped = posswap.swap(load_original(config.model).to(model.device), config.scheme, warm_start=False)
-        cold = averaged(measure(swapped))["figures"]["damage"]
+        cold = averaged(measure(swapped, *reported))["figures"]["damage"]
     looks = measured_steps(config.max_steps)
-    begin = {"step": 0, "tokens": 0, **averaged(measure(model))["figures"]}
+    begin = {"step": 0, "tokens": 0, **averaged(measure(model, *reported))["figures"]}
 
     def look(model: PreTrainedModel, run: TrainingRun) -> None:
         if len(run.losses) in looks:
-            run.points.append({"step": len(run.losses), "tokens": run.tokens, **averaged(measure(model))["figures"]})
+            run.points.append({"step": len(run.losses), "tokens": run.tokens, **averaged(measure(model, *reported))["figures"]})
 
     rows, loss = [{"input_ids": row} for row in blocks], distillation_loss(original, text_weight=config.text_weight)
     place = {"output": folder, "resume": resume, "description": "distillation"}
@@ -101,13 +111,14 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     judged = "ratio" if causal and config.text_weight else "damage"
     shares = () if cold is None else SHARES
     marks = {f"to_{share}_percent": tokens_to_reach(curve, (1 - share / 100) * cold) for share in shares}
-    end = measure(model)  # again: with a value for each block
+    end = measure(model, *reported)  # again: with a value for each block
     figures = {
         **{name: end[name] for name in dict.fromkeys((judged, *end))},
         **{name: tokens for name, tokens in marks.items() if tokens is not None},
         **{f"{judged}_{point['tokens']}": point[judged] for point in curve},
+        "select": measure(model, *selected)[judged],
     }
-    details = {"curve": curve, "original": averaged(measure(original))["figures"], "cold_damage": cold}
+    details = {"curve": curve, "original": averaged(measure(original, *reported))["figures"], "cold_damage": cold}
     details |= {"block_size": block_size, "losses": done.losses}
     return {**averaged(figures), "cost": cost(model, done), "model": model, "details": details}
 

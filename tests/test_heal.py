@@ -55,6 +55,26 @@ def test_healing_end_to_end(recipe, heal, name):
     assert len(marks) == 1
 
 
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_select_text_is_not_trained_on(recipe, heal, monkeypatch, name):
+    """`select` is damage, or the ratio where the text teaches, on blocks that share no six tokens with training."""
+    kept, trained = [], []
+    monkeypatch.setattr(recipe, "spread", lambda blocks, tokens: kept.append(blocks) or blocks)
+    train = recipe.train
+    monkeypatch.setattr(recipe, "train", lambda model, rows, *a, **o: trained.extend(rows) or train(model, rows, *a, **o))
+
+    def runs_of_six(rows):
+        return {tuple(six) for row in rows for six in row.unfold(0, 6, 1).tolist()}
+
+    result = heal(name, learning_rate=1e-9)
+    seen = runs_of_six(row["input_ids"] for row in trained)
+    assert len(runs_of_six(kept[0])) > 300 and len(seen & runs_of_six(kept[0])) < 0.01 * len(seen)
+    figures = result["figures"]
+    assert figures["select"] == pytest.approx(figures["damage"], rel=0.5) and figures["select"] != figures["damage"]
+    if name == "gpt2":
+        assert heal(name, learning_rate=1e-9, text_weight=0.5)["figures"]["select"] == pytest.approx(1, abs=1)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
