@@ -5,6 +5,7 @@ import pickle
 import tempfile
 
 import accelerate
+import numpy
 import pytest
 import torch
 from conftest import changes, refused, snapshot
@@ -218,6 +219,8 @@ BAD_TEXT = {
     "empty": (list, "no batches"),
     "string": (lambda: "the cat sat", "token ids"),
     "strings": (lambda: ["the cat sat"], "pass tokenizer="),
+    "strings, one by one": (lambda: iter(["the cat sat"]), "pass tokenizer="),
+    "strings in an array": (lambda: numpy.array(["the cat sat"]), "pass tokenizer="),
     "number": (lambda: 5, "iterable"),
     "keys": (lambda: {"input_ids": text(), "labels": text()}, "keys.*labels.*give input_ids"),
     "no ids": (lambda: {"attention_mask": text()}, "give input_ids"),

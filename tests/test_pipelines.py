@@ -118,7 +118,7 @@ def test_fit_on_texts(make_pipeline, make_model, bert_tokenizer):
     plain = [posswap.swap(make_model("bert"), "rotary") for _ in range(2)]
     refused("posswap.text_batches", posswap.fit, plain[0], texts, error=posswap.DataError)
     refused("must be a list of texts", posswap.fit, plain[0], LONG, error=posswap.DataError)
-    one = posswap.fit(plain[0], texts, tokenizer=bert_tokenizer, reconstruct=2, progress=False)
+    one = posswap.fit(plain[0], iter(texts), tokenizer=bert_tokenizer, reconstruct=2, progress=False)
     batches = posswap.text_batches(texts, bert_tokenizer, 32)
     other = posswap.fit(plain[1], batches, reconstruct=2, progress=False)
     assert one.sha256 == other.sha256

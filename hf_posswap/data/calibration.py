@@ -5,7 +5,7 @@ measured on (report). `text_batches` splits text into these parts before it cuts
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -86,15 +86,16 @@ def text_batches(
 
 
 def read_texts(batches, tokenizer: PreTrainedTokenizerBase | None, max_length: int, **options):
-    """Return `text_batches` of a list of texts, with its options; return batches as they are."""
-    texts = isinstance(batches, Sequence) and not isinstance(batches, str) and len(batches) and isinstance(batches[0], str)
-    if not texts:
+    """Return `text_batches` of texts, with its options; return batches as they are, in a list if they came one by one."""
+    one = isinstance(batches, (torch.Tensor, TextBatches, str)) or hasattr(batches, "keys") or not isinstance(batches, Iterable)
+    batches = batches if one else list(batches)
+    if one or not batches or not isinstance(batches[0], str):
         return batches
     if tokenizer is None:
         raise DataError("there is no tokenizer to read these texts with: pass tokenizer=, or what posswap.text_batches returns")
     if not all(isinstance(text, str) for text in batches):
         raise DataError("some of the texts are no strings: give texts alone, or batches of token ids alone")
-    return text_batches(list(batches), tokenizer, max_length, **options)
+    return text_batches(batches, tokenizer, max_length, **options)
 
 
 def mixed_lengths(longest: int) -> list[int]:
