@@ -197,8 +197,9 @@ def _share_kind(base, first, kind, tokens: Tokens, mask, cache) -> Shared:
             _check_one_text(seen, mask)
         if causal and isinstance(past, int) and past and mask is not None:
             _check_as_read(seen, mask)
-        # A text no longer than the span needs no mask for it, if its positions have no gaps.
-        if not (tokens.counted and tokens.fresh) or torch.compiler.is_exporting() or keys.shape[-1] > kind.span.span:
+        # A text no longer than the span needs no mask for it, if its positions have no gaps. A program is for longer ones, too.
+        program = torch.compiler.is_exporting() or torch.jit.is_tracing()
+        if program or not (tokens.counted and tokens.fresh) or keys.shape[-1] > kind.span.span:
             if _in_blocks(base, tokens, mask):
                 span, key_mask = kind.span, None if mask is None else mask.bool()
                 mask = own = None if mask is None else key_mask[:, None, None]
