@@ -215,20 +215,25 @@ def observe(
     allowed: torch.Tensor,
     shared_positions: tuple[Shared, ...] | None,
 ) -> Evidence:
-    """Return all that a self-attention module computes, swapped or not; `allowed` is (B, 1, L, L) bool.
+    """Return all that a self-attention module computes, swapped or not; `allowed` is (B, 1, L, L) bool, before any span.
 
     It ignores the model's attention implementation: it is for inspection, not for speed.
     """
     query, key, value = architecture.project(attention, hidden_states)
     positions = getattr(attention, "positions", AttentionPositions())  # of the original, hooks that do nothing
-    shared = None if shared_positions is None else shared_positions[positions.kind].scheme
-    scaling = architecture.scaling(attention)
+    mine = Shared(None) if shared_positions is None else shared_positions[positions.kind]
+    shared, scaling, causal = mine.scheme, architecture.scaling(attention), architecture.is_causal(attention.config)
+    if mine.span is not None:  # all of it as one block, so that the scheme reads the mask
+        places = torch.arange(key.shape[-2], device=key.device)
+        allowed = allowed & mine.span.allowed(places[None], places[None], causal=causal)[:, None]
+        shared = shared.block(slice(None), places) if hasattr(shared, "block") else shared
+    elif mine.mask is not None:
+        allowed = allowed & (mine.mask if mine.mask.dtype == torch.bool else mine.mask > torch.finfo(mine.mask.dtype).min / 2)
     if positions.attend is not None:
-        options = {"scaling": scaling, "dropout": 0.0, "causal": architecture.is_causal(attention.config)}
-        options["return_probabilities"] = True
+        options = {"scaling": scaling, "dropout": 0.0, "causal": causal, "return_probabilities": True}
         output, probabilities = positions("attend", query, key, value, allowed, shared, **options)
         return Evidence(query, key, value, probabilities, output, allowed)
-    scores = positions("rotate", query, shared) @ positions("rotate", key, shared).transpose(-1, -2) * scaling
+    scores = positions("rotate", query, mine.scheme) @ positions("rotate", key, mine.scheme).transpose(-1, -2) * scaling
     if positions.bias is not None:
         scores = scores + positions("bias", shared, key.shape[-2])
     probabilities = scores.masked_fill(~allowed, float("-inf")).softmax(-1).nan_to_num()  # padding sees nothing: zeros

@@ -53,7 +53,7 @@ def positioned_forward(base_class: type):
 
     @functools.wraps(base_class.forward)
     def forward(self, *args, **kwargs):
-        arguments = dict(zip(names, args, strict=False), **kwargs)
+        arguments = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
         given = arguments.pop("past_key_values", None)
         if given is not None and arguments.get(CACHE) is None:
             arguments[CACHE] = given

@@ -98,11 +98,12 @@ def swap(
     except BaseException:
         surgery.revert(target, architecture, before)
         raise
-    beside = surgery.weights_beside_positions(target, architecture)
+    beside, known = surgery.weights_beside_positions(target, architecture), {} if undo is None else undo.weights
     state_of(target).undo = Undo(
         snapshot=original,
         fingerprint=surgery.fingerprint(target, architecture),
-        weights={name: surgery.Weight(weight) for name, (weight, _) in beside.items()},
+        # What was trained between two swaps is no original: its record stays that of the first. Attention is as it was.
+        weights={name: (not inside and known.get(name)) or surgery.Weight(one) for name, (one, inside) in beside.items()},
         config_fields=copy.deepcopy(vars(target.config)),
         name_or_path=target.name_or_path if undo is None else undo.name_or_path,
         limit=limit(model) if undo is None or undo.limit is None else undo.limit,

@@ -145,6 +145,30 @@ def test_changed_weights_cannot_be_a_delta(make_model, tmp_path, tokens):
     refused("exists already", posswap.save_delta, posswap.swap(base, "none"), tmp_path / "full", error=posswap.CheckpointError)
 
 
+def test_a_trained_head_is_not_lost(make_model, tmp_path):
+    """A delta has no head: one that is not the base model's is named; a base without a head may be given."""
+    base = make_model("bert", head=BertForSequenceClassification)
+    for name in ("classifier.weight", "bert.pooler.dense.bias"):
+        model = posswap.swap(make_model("bert", head=BertForSequenceClassification), "relative:clip=4")
+        posswap.save_delta(model, tmp_path / f"before-{name}", base_model=base)
+        with torch.no_grad():
+            model.get_parameter(name).add_(1)
+        refused(f"{name.removeprefix('bert.')}.*without this one", posswap.save_delta, model, tmp_path / "x", base_model=base)
+        headless = type(base.bert)(base.config, add_pooling_layer=False)
+        headless.load_state_dict(base.bert.state_dict(), strict=False)
+        posswap.save_delta(model, tmp_path / name, base_model=headless)
+
+
+def test_no_such_delta(make_model, tmp_path):
+    """A folder that is not there is no name on the Hub."""
+    for name, says in (
+        (tmp_path / "nope", "there is no folder"),
+        ("some/where/else", "there is no folder"),
+        ("nope", "reached"),
+    ):
+        refused(says, posswap.load_delta, make_model("gpt2"), name, error=posswap.CheckpointError)
+
+
 def test_after_saving_and_loading(make_model, tmp_path, tokens):
     """A swapped model from disk has no original at hand: pass it."""
     base = make_model("gpt2")

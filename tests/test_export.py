@@ -164,9 +164,13 @@ def test_scalings(make_swapped, bert_tokenizer, family, scaling):
     if family == "bert" and scaling and scaling["rope_type"] in ("dynamic", "longrope"):
         refused("chooses angles by length", posswap.export_native, model, error=posswap.UnsupportedModelError)
         return
-    native = posswap.export_native(model).model
+    export = posswap.export_native(model)
+    dynamic, native = scaling is not None and scaling["rope_type"] == "dynamic", export.model
+    assert any("in order of length" in condition for condition in export.certificate.holds_for) == dynamic
     for length in (20, 32, 33, 120):
         _equal(model, native, _tokens(length), 1e-4)
+    after = (_outputs(model, _tokens(40))[0] - _outputs(native, _tokens(40))[0]).abs().max()
+    assert (after > 1e-2) == dynamic
     unscaled = make_swapped(family, posswap.Rotary(fraction=0.5, mark_first=False), max_positions=128)
     if scaling:  # the comparison can fail
         assert (_outputs(unscaled, _tokens(120))[0] - _outputs(native, _tokens(120))[0]).abs().max() > 1e-3

@@ -35,6 +35,15 @@ def test_refusals(make_model):
         refused(says, token_losses, make_model("bert", head=head), tokens)
 
 
+def test_no_prediction_is_no_missing_label(make_model):
+    """A model that predicts NaN is refused: a mean over other tokens would make it look good."""
+    model, tokens = make_model("gpt2"), torch.arange(2, 26).view(2, 12)
+    with torch.no_grad():
+        model.transformer.wte.weight[tokens[1, 7]] = torch.nan
+    refused("predicts NaN for", token_losses, model, tokens[1:])
+    assert token_losses(make_model("gpt2"), tokens).isnan().sum() == 2
+
+
 def test_losses_in_slices(make_model, monkeypatch):
     """Losses do not depend on the size of slices and batches."""
     model, tokens = make_model("gpt2").double(), torch.randint(2, 98, (5, 14), generator=torch.Generator().manual_seed(0))

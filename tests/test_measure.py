@@ -121,6 +121,18 @@ def test_against_eager_probabilities(model, family, backend, tokens, side):
         assert found[..., 6:].abs().max() < 1e-7
 
 
+@pytest.mark.parametrize("scheme", ["rotary", "relative:clip=4", "alibi", "self-extend:group=2,near=4"])
+def test_a_span_is_seen(make_swapped, family, backend, scheme, tokens):
+    """Behind a span there is no attention, but to first tokens; what is left sums to 1."""
+    model = make_swapped(family, scheme, backend, span=3, first=0)
+    mask = torch.ones_like(tokens)
+    mask[1, 12:] = 0
+    for given in ({"input_ids": tokens}, {"input_ids": tokens, "attention_mask": mask}):
+        found = attention_by_distance(model, [given], reach=5)
+        assert found[..., :3].abs().max() == found[..., 8:].abs().max() == 0
+        assert torch.allclose(found.sum(-1), torch.ones(2, 2), atol=1e-5)
+
+
 def test_batches_of_several_lengths(make_model, tokens):
     """Queries count alike wherever they stand: two batches give the mean weighted by tokens."""
     model = make_model("bert")

@@ -46,6 +46,19 @@ def test_restore_after_a_cast(make_model, before, after, tokens):
     refused("1 weights changed since the swap", posswap.restore, model.to(after))
 
 
+@pytest.mark.parametrize("schemes", [("relative:clip=4", "none"), ("rotary", "rotary:theta=500")])
+def test_training_between_two_swaps(make_model, schemes):
+    """A second swap starts from the first's original: weights that were trained between them are still a mixture."""
+    model = posswap.swap(make_model("bert"), schemes[0])
+    with torch.no_grad():
+        model.bert.encoder.layer[0].output.dense.weight.add_(0.1)
+    posswap.swap(model, schemes[1])
+    with pytest.raises(posswap.PosswapError, match="1 weights changed since the swap"):
+        posswap.restore(model)
+    untrained = posswap.swap(posswap.swap(make_model("bert"), schemes[0]), schemes[1])
+    assert not posswap.describe(posswap.restore(untrained)).swapped
+
+
 @pytest.mark.parametrize(
     ("family", "scheme"), [("bert", "relative:clip=4"), ("bert-decoder", "sinusoidal"), ("gpt2", "learned")]
 )

@@ -31,7 +31,8 @@ _LOGITS_A_SLICE = 2**25  # numbers: of a vocabulary of 50,000, 671 tokens at onc
 def lm_head(model: PreTrainedModel) -> nn.Module:
     """Return the module that maps the base model's last states to logits, whatever its family calls it."""
     if not has_one_head(model):
-        raise PosswapError(f"a {type(model).__name__} has no language-modelling head: load it as a causal or masked LM")
+        what = f"a {type(model).__name__} has no language-modelling head in one module"
+        raise PosswapError(f"{what}: load a causal or masked LM, of a family that has one (not DistilBERT or ELECTRA)")
     return next(child for child in model.children() if child is not model.base_model)
 
 
@@ -46,6 +47,7 @@ def token_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.
 
     `labels` (N, L) are transformers': the tokens to predict and -100 elsewhere; a causal model shifts them itself and needs
     none. Logits are computed for a slice of the tokens at a time: for a long text they would be larger than the model.
+    PosswapError: there is no head, or it predicts NaN.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=64))
@@ -78,6 +80,10 @@ def token_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.
             ]
             placed = torch.full(wanted.shape, torch.nan, dtype=dtype)
             placed[chosen] = torch.cat(found)
+            if lost := int(placed[chosen].isnan().sum()):  # means would leave them out, as tokens without a label
+                raise PosswapError(
+                    f"the model predicts NaN for {lost} tokens of {int(chosen.sum())}: see its weights and dtype"
+                )
             losses[rows, first:] = placed
     return losses
 

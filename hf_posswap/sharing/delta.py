@@ -14,12 +14,13 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import Architecture, find_family, longest_input
-from hf_posswap.checkpoint import DIGEST, SwappedModel, config_entry, on_hub, scheme_in, span_in
+from hf_posswap.checkpoint import DIGEST, SwappedModel, config_entry, is_repo_id, on_hub, scheme_in, span_in
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.provenance import check_new, write_json
 from hf_posswap.surgery import position_modules, state_of
@@ -38,7 +39,7 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
         folder: A new folder.
         base_model: The base model, to compare with. Default: the original that this process keeps of the model. That shows
             if a fit or a warm start has rewritten attention. Training of other weights shows only if the base model is
-            passed here, or when the delta is loaded.
+            passed here, or when the delta is loaded; of a head or a pooler, only if it is passed and has one, too.
 
     Raises:
         PosswapError: The model is not swapped, its base is unknown, or other weights differ from the base's.
@@ -70,11 +71,17 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
     theirs = {name: value for name, value in _weights(base).items() if name not in table}
     if own.keys() != theirs.keys():
         raise PosswapError(f"base_model has other weights: {sorted(own.keys() ^ theirs.keys())[:3]} ...")
+    beside = _beside(target), _beside(base)
+    both = beside[0].keys() & beside[1].keys()
+    own, theirs = ({**some, **{name: more[name] for name in both}} for some, more in zip((own, theirs), beside, strict=True))
     pairs = {name: (value.to(theirs[name].device), theirs[name]) for name, value in own.items()}
     changed = [name for name, (one, other) in pairs.items() if one.dtype != other.dtype or not torch.equal(one, other)]
     if changed:
         what = f"{len(changed)} weights are not the base model's ({', '.join(changed[:3])}...), and a delta has positions only"
-        raise PosswapError(f"{what}: save the whole model, or swap with warm_start=False and neither fit nor train")
+        way = "save the whole model, or swap with warm_start=False and neither fit nor train"
+        if set(changed) <= both:
+            way = "save the whole model, or, if others may bring a head of their own, pass a base_model without this one"
+        raise PosswapError(f"{what}: {way}")
     scheme, trained = target.base_model.position_scheme, target.config.position_scheme["trained_positions"]
     longest, known = longest_input(target.config), on_hub(base.name_or_path) or {"id": None, "revision": None}
     about = {
@@ -108,7 +115,12 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
         raise CheckpointError(f"folder_or_id={folder_or_id!r:.100} must be a folder of save_delta, or owner/name on the Hub")
     folder = Path(folder_or_id)
     if not folder.is_dir():
-        folder = Path(snapshot_download(str(folder_or_id), revision=revision, allow_patterns=[ABOUT, WEIGHTS]))
+        if not is_repo_id(str(folder_or_id)):
+            raise CheckpointError(f"there is no folder {folder_or_id}, and it is no name on the Hub (owner/name): correct it")
+        try:
+            folder = Path(snapshot_download(str(folder_or_id), revision=revision, allow_patterns=[ABOUT, WEIGHTS]))
+        except LocalEntryNotFoundError as error:
+            raise CheckpointError(f"there is no folder {folder_or_id}, and the Hub cannot be reached: {error}") from error
     for name in (ABOUT, WEIGHTS):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder_or_id} has no {name}, so it is no position delta: give a folder of save_delta")
@@ -169,9 +181,7 @@ def saved_weights_hash(folder: Path) -> str:
 
 def head_hashes(model: PreTrainedModel) -> dict[str, str]:
     """Return the SHA-256 of each weight that is not of the headless model, by name."""
-    prefix, headless = f"{model.base_model_prefix}.", model.base_model is model
-    heads = {} if headless else {name: value for name, value in model.state_dict().items() if not name.startswith(prefix)}
-    return {name: _hash([(name, value)]) for name, value in heads.items()}
+    return {name: _hash([(name, value)]) for name, value in _head(model).items()}
 
 
 def saved_head_hashes(folder: Path) -> dict[str, str]:
@@ -195,6 +205,16 @@ def _hash(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 def _weights(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model.base_model.state_dict().items() if _counts(name)}
+
+
+def _head(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    prefix, headless = f"{model.base_model_prefix}.", model.base_model is model
+    return {} if headless else {name: value for name, value in model.state_dict().items() if not name.startswith(prefix)}
+
+
+def _beside(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return the weights that a delta says nothing of: those of the head and of the pooler."""
+    return _head(model) | {name: value for name, value in model.base_model.state_dict().items() if name.startswith("pooler.")}
 
 
 def _counts(name: str) -> bool:

@@ -33,7 +33,7 @@ from hf_posswap.evaluating import evaluating
 from hf_posswap.pipelines import around, is_pipeline, tokenizer_of
 from hf_posswap.provenance import check_new, weight_hashes, write_json
 from hf_posswap.schemes.rotary import Rotary
-from hf_posswap.sharing.native import Converted, with_table
+from hf_posswap.sharing.native import DYNAMIC, Converted, with_table
 from hf_posswap.sharing.native_decoders import GPT_NEOX, gpt_neox
 from hf_posswap.sharing.native_encoders import ESM, JINA, ROFORMER, esm, jina, roformer
 from hf_posswap.sharing.parity import PARITY_FILE, Certificate, certify
@@ -118,6 +118,8 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
         raise UnsupportedModelError(f"{stock.__name__} with rotary positions has no native counterpart: {why}")
     with evaluating(model):
         exported, left_out, holds_for = convert(model, stock, tokenizer)
+        if isinstance(scheme, Rotary) and (scheme.scaling or {}).get("rope_type") == "dynamic":
+            holds_for = (*holds_for, DYNAMIC.format(type(exported).__name__))
         exported.to(model.device).eval()
         if model.can_generate():
             exported.generation_config = copy.deepcopy(model.generation_config)

@@ -23,6 +23,7 @@ NO_PLACE = (
 )
 COUNTED = "padding at the ends of a text alone: {} counts it"
 CLS = "inputs that begin with [CLS] and have it nowhere else: it carries what marked the first token"
+DYNAMIC = "texts in order of length: with dynamic scaling {} keeps the angles of the longest text that it has read"
 
 Converted = tuple[PreTrainedModel, tuple[str, ...], tuple[str, ...]]  # the model, and `left_out` and `holds_for` of Certificate
 

@@ -53,7 +53,7 @@ class TrainingConfig:
     table_learning_rate_factor: Annotated[float, "Position tables in attention learn at this multiple of the rate."] = 10.0
     lr_scheduler_type: Annotated[str, f"One of {', '.join(SCHEDULES)}."] = "cosine"
     warmup_ratio: Annotated[float, "Share of the steps in which the learning rate rises."] = 0.1
-    weight_decay: Annotated[float, "Weight decay of matrices; position tables, biases and norms have none."] = 0.0
+    weight_decay: Annotated[float, "Weight decay of matrices; position tables in attention, biases and norms have none."] = 0.0
     max_grad_norm: Annotated[float, "Gradients are clipped to this norm."] = 1.0
     gradient_accumulation_steps: Annotated[int, "Split each batch into this many parts, computed one after another."] = 1
     # The batch size, and so the budget, stays the same.
