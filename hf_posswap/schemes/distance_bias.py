@@ -18,7 +18,6 @@ which the softmax does not see.
 """
 
 import math
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -31,15 +30,13 @@ from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_
 
 
 class DistanceBias(AttentionPositions):
-    """One layer's function of distance."""
+    """One layer's function of distance; subclasses have the methods that here are empty."""
 
     needs_key_positions = True
 
-    @abstractmethod
     def measure(self, distances: torch.Tensor) -> torch.Tensor:
         """Return what all layers make of distances (...), (...)."""
 
-    @abstractmethod
     def bias_of(self, measured: torch.Tensor) -> torch.Tensor:
         """Return this layer's bias of what was measured (...), (H, ...)."""
 
@@ -61,11 +58,9 @@ class DistanceBias(AttentionPositions):
             measured = self.measure(shared.distances(key_length))
         return self.bias_of(measured).transpose(0, 1)
 
-    @abstractmethod
     def features(self, distances: torch.Tensor) -> torch.Tensor:
         """Return f, (..., N) float64, of distances (...)."""
 
-    @abstractmethod
     def settle(self, weights: torch.Tensor) -> None:
         """Set the parameters from the closed form's weights, (H, N) float64."""
 
