@@ -151,15 +151,8 @@ class BucketPositions(DistanceBias):
         self.table.copy_(weights)
 
 
-class DistanceScheme(Scheme):
-    """What ALiBi and T5's buckets have in common."""
-
-    shift_invariant: ClassVar[bool] = True
-    implementations: ClassVar[tuple[str, ...] | None] = ("eager", "flex_attention", "sdpa")
-
-
 @dataclass(frozen=True, kw_only=True)
-class Alibi(DistanceScheme):
+class Alibi(Scheme):
     """ALiBi: attention falls off linearly with the distance, in each head at its own slope.
 
     Args:
@@ -173,6 +166,8 @@ class Alibi(DistanceScheme):
 
     name: ClassVar[str] = "alibi"
     summary: ClassVar[str] = "ALiBi: scores fall off linearly with the distance"
+    shift_invariant: ClassVar[bool] = True
+    implementations: ClassVar[tuple[str, ...] | None] = ("eager", "flex_attention", "sdpa")
 
     def __post_init__(self):
         check_choice(self, "slopes", ("fitted", "fixed"))
@@ -182,7 +177,7 @@ class Alibi(DistanceScheme):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Buckets(DistanceScheme):
+class Buckets(Scheme):
     """T5's bias: a number for each head and bucket of distances, near ones exact, far ones in growing buckets.
 
     Args:
@@ -198,6 +193,8 @@ class Buckets(DistanceScheme):
 
     name: ClassVar[str] = "buckets"
     summary: ClassVar[str] = "T5's bias: a number for each bucket of distances"
+    shift_invariant: ClassVar[bool] = True
+    implementations: ClassVar[tuple[str, ...] | None] = ("eager", "flex_attention", "sdpa")
 
     def __post_init__(self):
         check_number(self, "buckets", int, 2, most=4096)
