@@ -51,9 +51,6 @@ class PositionEmbedding(nn.Module):
         """Return what parameters start from when there is neither a table nor a checkpoint: zeros."""
         return {name: torch.zeros_like(parameter) for name, parameter in self.named_parameters()}
 
-    def forward(self, position_ids: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
 
 class Constant(PositionEmbedding):
     """What is left of a table when its positions are taken away: one vector for all, another for position 0.
