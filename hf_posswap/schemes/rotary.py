@@ -107,10 +107,8 @@ class RotaryPositions(AttentionPositions):
 
     def planes(self) -> torch.Tensor:
         """Return the dimensions (x, y) of each plane, fastest first: (R/2, 2) int64."""
-        pairs = torch.arange(self.rotary_dim // 2)
-        if self.scheme.layout == "half":
-            return torch.stack([pairs, pairs + self.rotary_dim // 2], dim=-1)
-        return torch.stack([2 * pairs, 2 * pairs + 1], dim=-1)
+        dims = torch.arange(self.rotary_dim)
+        return dims.view(2, -1).T if self.scheme.layout == "half" else dims.view(-1, 2)
 
     def dims_slow_to_fast(self) -> torch.Tensor:
         """Return the dimensions that never turn, then those of each plane from the slowest to the fastest, (D,) int64."""
