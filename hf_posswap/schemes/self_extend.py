@@ -183,7 +183,6 @@ class SelfExtend(Scheme):
         return f"exact below {near:,}, farther ones in groups of {group:,}"
 
     def check(self, geometry: Geometry) -> None:
-        super().check(geometry)
         self.rotary().check(geometry)
         if self.group is None and self.scales(geometry)[0] >= geometry.trained_positions:
             raise PosswapError(
