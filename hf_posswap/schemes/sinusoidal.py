@@ -38,12 +38,10 @@ def sinusoids(positions: torch.Tensor, size: int, *, base: float = 10_000.0, lay
     index = torch.arange(pairs, dtype=torch.float64, device=device)
     exponents = index / max(pairs - 1, 1) if layout == "tensor2tensor" else 2 * index / size
     angles = positions.to(device=device, dtype=torch.float64)[..., None] * torch.exp(-math.log(base) * exponents)
-    if layout == "interleaved":
-        signal = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)
-    elif layout == "cosine_first":
-        signal = torch.stack([angles.cos(), angles.sin()], dim=-1).flatten(-2)
-    else:
-        signal = torch.cat([angles.sin(), angles.cos()], dim=-1)
+    waves = [angles.sin(), angles.cos()]
+    if layout == "cosine_first":
+        waves.reverse()
+    signal = torch.cat(waves, dim=-1) if layout in ("halves", "tensor2tensor") else torch.stack(waves, dim=-1).flatten(-2)
     return nn.functional.pad(signal, (0, size - 2 * pairs)).to(device=positions.device, dtype=torch.float32)
 
 
