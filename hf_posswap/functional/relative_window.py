@@ -60,15 +60,11 @@ class Plan:
 
     def groups(self, batch: int, heads: int) -> Iterator[tuple[slice, slice]]:
         """Yield (sequences, heads) that are worked on at a time: some heads of one sequence or all heads of some."""
-        if self.heads < heads:
-            step = math.ceil(heads / math.ceil(heads / self.heads))  # even groups
-            for sequence in range(batch):
-                for head in range(0, heads, step):
-                    yield slice(sequence, sequence + 1), slice(head, head + step)
-        else:
-            step = self.heads // heads
-            for sequence in range(0, batch, step):
-                yield slice(sequence, sequence + step), slice(0, heads)
+        sequences = max(1, self.heads // heads)
+        step = math.ceil(heads / math.ceil(heads / self.heads))  # even groups
+        for sequence in range(0, batch, sequences):
+            for head in range(0, heads, step):
+                yield slice(sequence, sequence + sequences), slice(head, head + step)
 
 
 class Block:
