@@ -77,13 +77,12 @@ def attend_in_order(query, key, value, key_table, value_table, clip, causal, key
     key_table, value_table = (
         table if table is None else table[..., clip - reach : clip + reach + 1, :] for table in (key_table, value_table)
     )
-    clip = reach
-    plan = _plan(query, key, clip, causal, dropout, scale, implementation)
+    plan = _plan(query, key, reach, causal, dropout, scale, implementation)
     # The far left is the reference of all distances (identity 1).
-    relative_keys = _relative_to_far_left(key_table, clip, causal, query.dtype)
+    relative_keys = _relative_to_far_left(key_table, reach, causal, query.dtype)
     relative_values = first_value = None
     if value_table is not None:
-        relative_values = _relative_to_far_left(value_table, clip, causal, query.dtype)
+        relative_values = _relative_to_far_left(value_table, reach, causal, query.dtype)
         first_value = value_table[..., :1, :] if value_table.dim() == 3 else value_table[None, :1]
         if dropout:  # what is kept of a row does not sum to one
             value, first_value = value + first_value, None

@@ -142,10 +142,6 @@ class Group:
         block = min(plan.block, plan.queries)
         self.triangle = torch.ones(block, block - 1, dtype=self.precise, device=query.device).triu_()
 
-    def window(self, block: Block, scratch: torch.Tensor) -> torch.Tensor:
-        heads = len(self.query)
-        return scratch[: heads * block.size * block.width].view(heads, block.size, block.width)
-
     def scores(self, block: Block, scratch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of the block's window, in scratch columns, and those of the far right (G, rows, 1).
 
@@ -164,7 +160,8 @@ class Group:
 
     def spread(self, block: Block, scratch, rows, near, by_distance, scale: float, outside: float) -> torch.Tensor:
         """Return scale * rows . near for the keys of the window, plus what belongs to their distances."""
-        plan, window = self.plan, self.window(block, scratch)
+        plan, shape = self.plan, (len(self.query), block.size, block.width)
+        window = scratch[: math.prod(shape)].view(shape)
         product_into(window[..., block.columns], rows, near[:, block.keys].mT, scale)
         window[..., : block.columns.start] = outside
         window[..., block.columns.stop :] = outside
@@ -201,8 +198,7 @@ class Group:
         """Return plain attention with some keys, (G, rows, D), and its log-sum-exp in units of log 2, (G, rows, 1)."""
         query, key, value = self.apart
         tensors = query[:, :, block.rows], key[:, :, part], value[:, :, part]
-        mask = self.fused_mask(block, part)
-        states, log = plain_attention(*tensors, 0.0, False, attn_mask=mask, scale=self.plan.scale)
+        states, log = plain_attention(*tensors, 0.0, False, attn_mask=self.fused_mask(block, part), scale=self.plan.scale)
         return states.flatten(0, 1).to(self.precise), log.flatten(0, 1)[..., None] * LOG2_E
 
     def drop(self, weights: torch.Tensor, seed: int | None, number: int) -> torch.Tensor | None:
@@ -279,12 +275,8 @@ class WindowedAttention(FirstOrder):
         empty = _rows_without_keys(key_mask, plan)
         if empty is not None:
             grad_output = grad_output.masked_fill(empty, 0)
-
-        def zeros(*shape):
-            return torch.zeros(shape, dtype=precise, device=query.device)
-
-        grads = [zeros(*states.shape) for states in (query, key, value)]
-        grad_tables = [zeros(batch, heads, *key_table.shape[1:]) for _ in range(2)]
+        grads = [query.new_zeros(states.shape, dtype=precise) for states in (query, key, value)]
+        grad_tables = [query.new_zeros(batch, heads, *key_table.shape[1:], dtype=precise) for _ in range(2)]
         scratch, grad_scratch, spare = (_scratch(plan, batch, heads, precise, query.device) for _ in range(3))
         number = 0
         for where in plan.groups(batch, heads):
