@@ -116,9 +116,10 @@ def fit(
         long = LongText(teacher, architecture, told, window) if window else None
 
         def measure() -> tuple[Damage, float, dict | None]:
-            """Return the damage to report, that to decide by (behind a window, errors of layers do), and the reading."""
-            found = _damage(target, teacher, told, window)
-            decides = found if window or told is text.select else _damage(target, teacher, text.select, window)
+            """Return the damage to report (of text longer than the window, on its beginnings), that to decide by (behind a
+            window, errors of layers do), and the reading."""
+            found = damage(target, teacher, [opening(batch, window) for batch in told] if window else told)
+            decides = found if window or told is text.select else damage(target, teacher, text.select)
             return found, decides.total, long and long.read(target)
 
         before, start, read = after, end, read_after = measure()
@@ -199,11 +200,6 @@ def _parts(batches: torch.Tensor | Iterable, target: PreTrainedModel) -> TextBat
 
 def _tokens(batches: list[Batch]) -> int:
     return sum(int(batch["attention_mask"].sum()) for batch in batches)
-
-
-def _damage(target, teacher, batches: list[Batch], window: int | None) -> Damage:
-    """Return the damage on text that the original can read whole; of longer text, on its beginnings."""
-    return damage(target, teacher, batches if window is None else [opening(batch, window) for batch in batches])
 
 
 def _check(
