@@ -135,7 +135,7 @@ def test_memory_and_files(pair, monkeypatch, tmp_path):
 
     def watched(self, *args):
         done = inner(self, *args)
-        sizes.append(sum(path.stat().st_size for path in Path(self.folder).iterdir()))
+        sizes.append(sum(path.stat().st_size for path in Path(self.ours.folder).iterdir()))
         return done
 
     def watched_call(self, i):

@@ -104,7 +104,6 @@ class Walk:
     ):
         self.batches: list[Batch] = [*fitted, *held]
         self.fitted, self.held = range(len(fitted)), range(len(fitted), len(self.batches))
-        self.folder = folder
         self.architecture = architecture
         self.generator = torch.Generator().manual_seed(seed)
         longest = max(batch["input_ids"].shape[1] for batch in self.batches)
@@ -120,7 +119,6 @@ class Walk:
         self.ours = States(target, architecture, self.batches, folder, "swapped")
         self.theirs = Teacher(teacher, architecture, self.batches, self.fitted, folder, window)
         self.stages = _stages(self.ours.layers)
-        self.error_unfitted = 0.0
         for i in self.unfitted:
             self.ours.write("unfitted", i, self.ours.last(i))
 
@@ -131,7 +129,7 @@ class Walk:
         reconstructed = False
         self.theirs.advance(stage)
         with _wide(layers):
-            before = self._errors(stage, self.held)
+            before = self._errors(stage)
             solved, kept = self._solve(stage, attentions, before)
             bar.update()
             reached = sum(solved if kept else before)
@@ -140,12 +138,12 @@ class Walk:
             for rate in (learning_rate, learning_rate / 10) if steps else ():
                 bar.total += 0 if rate == learning_rate else steps
                 self._reconstruct(stage, attentions, steps, rate, bar)
-                reconstructed = sum(self._errors(stage, self.held)) < reached
+                reconstructed = sum(self._errors(stage)) < reached
                 if reconstructed:
                     break
                 _write(attentions, found)
         with torch.no_grad():
-            after = self._errors(stage, self.held)
+            after = self._errors(stage)
             for i in range(len(self.batches)):
                 *_, out = self.ours.run(stage, i)
                 self.ours.write("states", i, out)
@@ -167,7 +165,7 @@ class Walk:
                 attention.positions.solve(evidence, query_key, self.architecture.scaling(attention))
         if all(torch.equal(parameter, before[name]) for name, parameter in attentions.named_parameters()):
             return None, False
-        solved = self._errors(stage, self.held)
+        solved = self._errors(stage)
         if sum(solved) < sum(errors):
             return solved, True
         _write(attentions, before)
@@ -217,9 +215,9 @@ class Walk:
         return (got - wanted).pow(2).sum(), (wanted - wanted.mean(0)).pow(2).sum()
 
     @torch.no_grad()
-    def _errors(self, stage: range, batches: Iterable[int]) -> list[float]:
-        """Return each layer's relative error over some batches."""
-        return [_mean(pairs) for pairs in zip(*(list(self._compare(stage, i)) for i in batches), strict=True)]
+    def _errors(self, stage: range) -> list[float]:
+        """Return each layer's relative error over the held-out batches."""
+        return [_mean(pairs) for pairs in zip(*(list(self._compare(stage, i)) for i in self.held), strict=True)]
 
 
 def _mean(found: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
