@@ -63,12 +63,9 @@ class States:
         with suppress(_Reached), watching(attentions, see):
             for _ in self.run(indices, i):
                 pass
+        allowed = visible(self.batches[i]["attention_mask"], causal=self.architecture.is_causal(self.base.config))
         for attention, hidden_states, shared in seen:
-            yield observe(attention, self.architecture, hidden_states, self.visible(i).to(hidden_states.device), shared)
-
-    def visible(self, i: int) -> torch.Tensor:
-        """Return which keys each query of one batch may see, (B, 1, L, L) bool."""
-        return visible(self.batches[i]["attention_mask"], causal=self.architecture.is_causal(self.base.config))
+            yield observe(attention, self.architecture, hidden_states, allowed.to(hidden_states.device), shared)
 
     def _call(self, i: int) -> tuple[torch.Tensor, tuple, dict]:
         """Run the model up to its first layer and return that layer's input: hidden states, other arguments, keywords.
