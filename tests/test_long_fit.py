@@ -303,7 +303,7 @@ def test_what_a_teacher_says(make_model, family, tmp_path):
                         wanted[key] = wanted[key] - traces[places.index(key[1])]
             for (row, token), one in wanted.items():
                 torch.testing.assert_close(said[row, token], one, rtol=1e-4, atol=1e-4)
-            teacher.move_on()
+            teacher.states.move_on()
     assert len(edges) == 10
 
 

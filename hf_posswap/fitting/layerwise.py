@@ -150,7 +150,7 @@ class Walk:
             if stage is self.stages[-1]:
                 last = len(stage) - 1
                 self.error_unfitted = _mean(self._distance(self.ours.read("unfitted", i), last, i) for i in self.unfitted)
-        self.theirs.move_on()
+        self.theirs.states.move_on()
         errors = zip(stage, before, solved or [None] * len(stage), after, strict=True)
         return [LayerFit(index, start, middle, kept, reconstructed, end) for index, start, middle, end in errors]
 

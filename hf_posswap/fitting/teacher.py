@@ -81,10 +81,6 @@ class Teacher:
         """Return the output of the current layer at this place for each token of one batch, (B, L, E) on the CPU."""
         return self.states.read(f"said-{place}", i)
 
-    def move_on(self) -> None:
-        """Go on to the next layers."""
-        self.states.move_on()
-
     def _traces(self, batches: Collection[int]) -> torch.Tensor:
         """Return the mean states at each place in a window, less their mean over places, (V, E)."""
         total, count = 0.0, torch.zeros(self.window, 1, dtype=torch.float64)
