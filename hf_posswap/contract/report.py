@@ -9,8 +9,8 @@ Nothing is trained or downloaded. Random state and registered schemes of the pro
 
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, is_dataclass
 from itertools import product
 from typing import Annotated
@@ -95,8 +95,11 @@ def check_scheme(scheme: Scheme | type[Scheme] | str, *, models: Sequence[tuple[
         torch.device("cpu"),
         torch.inference_mode(False),
         torch.enable_grad(),
-        _no_progress_bars(),
+        ExitStack() as after,
     ):
+        if transformers_logging.is_progress_bar_enabled():  # one for every model that is saved or loaded
+            after.callback(transformers_logging.enable_progress_bar)
+            transformers_logging.disable_progress_bar()
         for family, backend in models:
             if backend in backends_of(scheme):
                 families[family].append(Subject(scheme, family, backend))
@@ -146,18 +149,6 @@ def _run(check: Callable[[Subject], None], subjects: list[Subject]) -> CheckResu
             passed, detail = False, textwrap.shorten(f"with {subject.backend}, {said}", 500)
             break
     return CheckResult(name_of(check), subject.family, passed, detail)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Inside, transformers shows no progress bar for every model that is saved or loaded."""
-    enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            transformers_logging.enable_progress_bar()
 
 
 _SOURCE_HELP = "module:Name, path/to/file.py:Name (a class or an instance), or a string such as rotary:theta=500."
