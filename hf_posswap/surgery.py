@@ -167,10 +167,8 @@ def install(
         if positions is None:
             _set_positions(attention, architecture.attention_class, None)
         else:
-            like = next(attention.parameters())  # layers of one model may live on several devices
-            positions = positions.to(device=like.device, dtype=like.dtype).train(model.training)
             positions.kind = kind
-            _set_positions(attention, POSITIONED_CLASSES[architecture.model_type], positions)
+            _set_positions(attention, POSITIONED_CLASSES[architecture.model_type], positions.train(model.training))
     architecture.resize(base, geometry.max_positions)
     if config is not None:
         _set_config(model, config, config)
@@ -209,8 +207,7 @@ def revert(model: PreTrainedModel, architecture: Architecture, snapshot: Snapsho
     setattr(owner, name, snapshot.table.to(device=like.device, dtype=like.dtype).train(owner.training))
     attentions = architecture.self_attentions(base)
     for attention, (kind, positions) in zip(attentions, snapshot.attentions, strict=True):
-        here = next(attention.parameters())
-        _set_positions(attention, kind, positions and positions.to(device=here.device, dtype=here.dtype))
+        _set_positions(attention, kind, positions)
     architecture.resize(base, snapshot.max_positions)
     _set_config(model, snapshot.config, snapshot.base_config)
     for part, kind in zip(_parts(model, architecture), snapshot.classes, strict=True):
@@ -287,6 +284,7 @@ def _set_config(model: PreTrainedModel, config: PreTrainedConfig, base_config: P
 def _set_positions(attention: nn.Module, kind: type, positions: nn.Module | None) -> None:
     attention.__class__ = kind
     if positions is not None:
-        attention.positions = positions
+        like = next(attention.parameters())  # layers of one model may live on several devices
+        attention.positions = positions.to(device=like.device, dtype=like.dtype)
     elif hasattr(attention, "positions"):
         del attention.positions
