@@ -205,12 +205,10 @@ def _share_kind(base, first, kind, tokens: Tokens, mask, cache) -> Shared:
                 mask = own = None if mask is None else key_mask[:, None, None]
             else:
                 keys, seen = (_of_the_whole_cache(one, cache, slots) for one in (keys, seen))
-                mask = _near(kind.span, tokens, seen, mask, causal)
-                mask = own = _additive(mask, base.dtype) if base.config._attn_implementation == "eager" else mask
+                mask = own = _near(base, kind.span, tokens, seen, mask)
     elif state_of(base).span is not None and causal and mask is None and tokens.fresh and not tokens.counted:
         # Layers with a span keep packed texts apart, so those without one do, too.
-        own = _near(_FAR_SPAN, tokens, _of_the_whole_cache(positions, cache, slots), None, causal)
-        own = _additive(own, base.dtype) if base.config._attn_implementation == "eager" else own
+        own = _near(base, _FAR_SPAN, tokens, _of_the_whole_cache(positions, cache, slots), None)
     shared = first.prepare(positions, slots, tokens.length, keys, mask if isinstance(mask, torch.Tensor) else None)
     if span is None and first.key_mask(shared) is not None:
         own = first.key_mask(shared)[:, None, None]
@@ -280,9 +278,10 @@ def _in_blocks(base, tokens: Tokens, mask: torch.Tensor | None) -> bool:
     return _as_counted(tokens) and (mask is None or (mask.dim() == 2 and bool((mask.bool().int().diff(dim=-1) <= 0).all())))
 
 
-def _near(span, tokens: Tokens, keys: torch.Tensor, mask, causal: bool) -> torch.Tensor:
-    """Return the whole mask, (B or 1, 1, Q, K) bool: within the span, no padding, and in packed texts the own text only."""
-    positions = tokens.positions
+def _near(base, span: Span, tokens: Tokens, keys: torch.Tensor, mask) -> torch.Tensor:
+    """Return the whole mask, (B or 1, 1, Q, K) bool, additive for eager attention: within the span, no padding, and in packed
+    texts the own text only."""
+    positions, causal = tokens.positions, base.architecture.is_causal(base.config)
     allowed = (span.allowed(positions, keys, causal=causal) & (keys != PADDING)[:, None])[:, None]
     if causal and not tokens.counted:  # positions may go back, which a trace does not see: no key may stand behind its query
         ends = torch.arange(keys.shape[-1] - positions.shape[-1], keys.shape[-1], device=keys.device)
@@ -294,11 +293,11 @@ def _near(span, tokens: Tokens, keys: torch.Tensor, mask, causal: bool) -> torch
                 f"attention_mask has {mask.shape[-1]} columns for {keys.shape[-1]} keys: with a span a cache forgets keys, so "
                 "give it a mask of 2 dimensions"
             )
-        return allowed & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
-    if mask is not None and mask.shape[-1] == keys.shape[-1]:
+        allowed = allowed & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
+    elif mask is not None and mask.shape[-1] == keys.shape[-1]:
         allowed = allowed & mask.bool()[:, None, None]
     if mask is None and causal and tokens.fresh and not tokens.counted:
         text = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
         among = torch.nn.functional.pad(text, (0, keys.shape[-1] - text.shape[-1]), value=-1)  # a static cache is longer
         allowed = allowed & (text[:, :, None] == among[:, None])[:, None]
-    return allowed
+    return _additive(allowed, base.dtype) if base.config._attn_implementation == "eager" else allowed
