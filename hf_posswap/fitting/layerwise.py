@@ -54,12 +54,6 @@ class LayerFit:
     after: float
 
 
-@torch.no_grad()
-def _write(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    for name, parameter in module.named_parameters():
-        parameter.copy_(values[name])
-
-
 @contextmanager
 def _wide(layers: nn.Module) -> Iterator[None]:
     """Inside, weights are in float32 at least, since half precision would lose steps of a thousandth, and want no gradients."""
@@ -141,7 +135,7 @@ class Walk:
                 reconstructed = sum(self._errors(stage)) < reached
                 if reconstructed:
                     break
-                _write(attentions, found)
+                attentions.load_state_dict(found, strict=False)
         with torch.no_grad():
             after = self._errors(stage)
             for i in range(len(self.batches)):
@@ -168,7 +162,7 @@ class Walk:
         solved = self._errors(stage)
         if sum(solved) < sum(errors):
             return solved, True
-        _write(attentions, before)
+        attentions.load_state_dict(before, strict=False)
         return solved, False
 
     def _evidence(self, stage: range, attention: nn.Module) -> Iterator[Evidence]:
