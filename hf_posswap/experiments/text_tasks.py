@@ -61,15 +61,12 @@ class TextConfig(TextOptions, RecipeConfig):
 
 def documents(config: TextOptions, split: Split, *, causal: bool) -> list[str]:
     """Return the texts of one split: the user's, or by default the embedded text."""
-    if config.dataset:
-        name = f"{config.dataset}:{config.dataset_config}" if config.dataset_config else config.dataset
-        return read_documents(name, split=split, text_column=config.text_column)
+    source = ":".join(filter(None, (config.dataset, config.dataset_config))) or config.train_file
+    if not source:
+        return embedded_documents(split, causal=causal)
     if config.validation_file:
-        file = config.train_file if split == "train" else config.validation_file
-        return read_documents(file, split=None, text_column=config.text_column)
-    if config.train_file:
-        return read_documents(config.train_file, split=split, text_column=config.text_column)
-    return embedded_documents(split, causal=causal)
+        source, split = source if split == "train" else config.validation_file, None
+    return read_documents(source, split=split, text_column=config.text_column)
 
 
 class RunText:
