@@ -21,8 +21,8 @@ def leaderboard(places: Sequence[str | Path], *, vary: Sequence[str] = (), figur
         PosswapError: Budgets differ, or no run has a figure.
     """
     names = [str(Path(place).resolve()) if Path(place).is_dir() else str(place) for place in places]
-    if len(names) != len(set(names)):
-        raise PosswapError(f"a place is given twice: {', '.join(sorted(n for n in set(names) if names.count(n) > 1))}")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise PosswapError(f"a place is given twice: {', '.join(twice)}")
     plain = json.loads(SCHEMA.read_text())["$defs"]["plain"]["pattern"]
     if bad := [name for name in map(str, places) if not re.search(plain, name)]:
         raise PosswapError(f"{bad[0]!r} has characters that Markdown would read as markup: rename the folder")

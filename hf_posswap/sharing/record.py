@@ -258,8 +258,7 @@ def read_results(folder_or_id: str | Path) -> dict:
             says = next(words for kind, words in _HUB_SAYS.items() if isinstance(error, kind))
             raise CheckpointError(says.format(name=name, revision=revision)) from None
     content = read_json(path)
-    if content.get("format") != FORMAT:
-        version = content.get("format")
+    if (version := content.get("format")) != FORMAT:
         raise CheckpointError(f"{folder_or_id} has format {version!r}, not {FORMAT}: upgrade with pip install -U hf_posswap")
     check(content, str(folder_or_id))
     return content
