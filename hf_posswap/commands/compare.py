@@ -143,13 +143,9 @@ def _jobs(schemes: list[str], starts: list[str], seeds: list[int]) -> list[tuple
             parse_scheme(scheme)  # find a typo in the last scheme before the first one runs
     if unknown := [start for start in starts if start not in STARTS]:
         raise PosswapError(f"start={unknown[0]!r} is not known; known are {', '.join(STARTS)}")
-    jobs = []
-    for seed in seeds:  # seed by seed, so that an interrupted comparison has complete seeds to collect
-        for scheme in schemes:
-            # The original has one start only, but may also be trained from scratch.
-            only = "scratch" if "scratch" in starts else "swap"
-            jobs += [(scheme, start, seed) for start in ([only] if scheme == ORIGINAL else starts)]
-    return jobs
+    only = ["scratch" if "scratch" in starts else "swap"]  # the original has one start, but may also be trained from scratch
+    rows = [(scheme, start) for scheme in schemes for start in (only if scheme == ORIGINAL else starts)]
+    return [(*row, seed) for seed in seeds for row in rows]  # an interrupted comparison has complete seeds to collect
 
 
 def _begin(output: Path, asked: dict) -> None:
