@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean
 
 import torch
@@ -22,6 +23,7 @@ from hf_posswap.evaluating import evaluating, outputs_of
 from hf_posswap.measure.losses import mean_loss, token_losses
 
 _TOKENS_A_BATCH = 4096  # memory for logits stays the same at every length
+_RANGES = (0, 1, *(2 * 4**power for power in range(1, 16)))  # where ranges of positions begin: 0, 1, 8, 32, 128, ...
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ def damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[
             pooled = [(one[-1] * mask[..., None]).sum(1) / mask.sum(1, keepdim=True) for one in states]
             rows = 1 - functional.cosine_similarity(*pooled, dim=-1)
         places = mask.cumsum(1) - 1  # positions without padding
-        for low, high in _ranges(mask.shape[1]):
-            positions[str(low) if low == high else f"{low}-{high}"] += cost[mask & (places >= low) & (places <= high)].tolist()
+        for low, end in pairwise(_RANGES):
+            positions[f"{low}-{end - 1}" if low else "0"] += cost[mask & (places >= low) & (places < end)].tolist()
         for length, value in zip(mask.sum(1).tolist(), rows.tolist(), strict=True):
             lengths[length].append(value)
         flat = [[functional.layer_norm(layer, layer.shape[-1:])[mask] for layer in one] for one in states]
@@ -91,13 +93,6 @@ def _token_kl(target: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
     """Return KL(target || given) of predictions, logits (B, L, V): (B, L) in nats."""
     target, given = (logits.float().log_softmax(-1) for logits in (target, given))
     return functional.kl_div(given, target, reduction="none", log_target=True).sum(-1)
-
-
-def _ranges(length: int):
-    low, size = 0, 1
-    while low < length:
-        yield low, low + size - 1
-        low, size = (1, 7) if low == 0 else (low + size, 3 * (low + size))
 
 
 @torch.no_grad()
