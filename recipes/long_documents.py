@@ -17,9 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+from hf_posswap.architectures import longest_input
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments.classification import ClassificationConfig, classify, trained_positions
+from hf_posswap.experiments.classification import ClassificationConfig, classify
 from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.models import load_family
 from hf_posswap.experiments.recipe import main
 
 
@@ -38,7 +40,7 @@ class Config(ClassificationConfig):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    trained = trained_positions(config)
+    trained = longest_input(load_family(config.model)[0])
     reads = min(trained, config.max_length) if config.scheme == ORIGINAL else config.max_length
     config = replace(config, max_length=reads, max_positions=reads)
     return classify(config, folder, resume, split_at=trained)

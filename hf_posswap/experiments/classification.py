@@ -67,7 +67,8 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
 
     with PartialState().main_process_first():  # it downloads into the cache that the others read
         task = read_labelled(config)
-    tokenizer, trained = load_tokenizer(config.model), trained_positions(config)
+    tokenizer, (family, causal) = load_tokenizer(config.model), load_family(config.model)
+    trained = longest_input(family)
     held = config.max_positions or trained  # what the scheme will hold
     longest = config.max_length or held
     if longest > held:
@@ -92,7 +93,6 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     enough = sum(encoded["train"].lengths) >= max(config.fit_tokens, 2 * reads)
 
     def fit_batches() -> list[torch.Tensor]:
-        _, causal = load_family(config.model)
         texts = [*task.train.texts, *(task.train.pairs or [])] if enough else embedded_documents("train", causal=causal)
         return text_batches(texts, tokenizer, reads, tokens=config.fit_tokens, causal=causal, seed=config.seed)
 
@@ -150,11 +150,6 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
         },
         "fitted_on": ("the training texts" if enough else "the embedded text") if fitted else None,
     }
-
-
-def trained_positions(config: RecipeConfig) -> int:
-    """Return the longest input, in tokens, of the checkpoint before it is swapped."""
-    return longest_input(load_family(config.model)[0])
 
 
 def read_labelled(config: TableConfig) -> Task:
