@@ -146,7 +146,7 @@ class _Loop:
             every_step, description = self.after_step is not None, self.description if self.progress else None
             log = RunLog(accelerator, run, bar, stop, every_step=every_step, description=description)
             for batches in zip(*[iter(loader)] * parts, strict=False):  # the parts of a step
-                log.add(*self._step(accelerator, model, optimizer, scheduler, batches, shifted))
+                log.pending.append(self._step(accelerator, model, optimizer, scheduler, batches, shifted))
                 last = log.steps == config.max_steps
                 save = bool(config.checkpoint_every) and checkpoints and log.steps % config.checkpoint_every == 0
                 if log.due or last or save:

@@ -47,7 +47,8 @@ class RunLog:
         if description and run.losses:
             announce(f"{description}: resumed after step {len(run.losses)} of {run.config.max_steps}")
         self.stopping = False
-        self._pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]] = []
+        # Of each step: this process's share of the loss; the same on all of them: gradient norm, tokens, learning rate.
+        self.pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]] = []
         self._interval = 1
         self._without_gradient = 0 if not run.losses else math.nan  # NaN: not counted, since this is not the first step
         self._started, self._read = time.perf_counter() - run.seconds, time.perf_counter()
@@ -59,28 +60,24 @@ class RunLog:
         yield
         self._started += time.perf_counter() - before
 
-    def add(self, loss: torch.Tensor, gradient_norm: torch.Tensor, tokens: torch.Tensor, learning_rate: float) -> None:
-        """Note one step's numbers: this process's share of the loss, and numbers that are the same on all processes."""
-        self._pending.append((loss, gradient_norm, tokens, learning_rate))
-
     @property
     def steps(self) -> int:
-        return len(self.run.losses) + len(self._pending)
+        return len(self.run.losses) + len(self.pending)
 
     @property
     def due(self) -> bool:
         """Whether it is time to read. Processes must read together, so with several of them a signal does not count here."""
         alone = self.run.processes == 1
-        return self.every_step or len(self._pending) >= self._interval or (alone and self.stop.received is not None)
+        return self.every_step or len(self.pending) >= self._interval or (alone and self.stop.received is not None)
 
     def read(self) -> None:
         """Move the pending numbers into `run`.
 
         PosswapError: a loss or gradient is NaN or infinite, or gradients are zero from the first step on.
         """
-        if not self._pending:
+        if not self.pending:
             return
-        losses, norms, tokens, rates = zip(*self._pending, strict=True)
+        losses, norms, tokens, rates = zip(*self.pending, strict=True)
         first, count = len(self.run.losses) + 1, len(losses)
         # Whether to stop, and the seconds a step took, are summed over processes together with the losses.
         word = [float(self.stop.received is not None), (time.perf_counter() - self._read) / count]
@@ -88,7 +85,7 @@ class RunLog:
         message = self.accelerator.reduce(torch.cat([shares, shares.new_tensor(word)]), "sum").tolist()
         *values, stopping, seconds = message
         norms, tokens = torch.stack(norms).tolist(), torch.stack(tokens).tolist()
-        self._pending.clear()
+        self.pending.clear()
         pace = _SECONDS_BETWEEN_READINGS * self.run.processes / max(seconds, 1e-9)
         self._interval = max(1, min(_MOST_STEPS_BETWEEN_READINGS, int(pace)))
         self.stopping = stopping > 0
