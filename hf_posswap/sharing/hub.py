@@ -33,8 +33,8 @@ NAMES = OF_ONE_MODEL | {
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.txt", "vocab.json", "merges.txt"),
 }
-BELOW = (rf"{PICTURES}/[\w.-]+\.png", rf"{re.escape(EVAL_RESULTS)}/[\w.-]+\.yaml")
 MODULE = r"\d+_\w+/(config\.json|model\.safetensors)"  # the further modules of a sentence-transformers pipeline
+PATTERNS = rf"[\w.-]+\.(safetensors|png)|{PICTURES}/[\w.-]+\.png|{re.escape(EVAL_RESULTS)}/[\w.-]+\.yaml|{MODULE}"
 IGNORED = {".git", ".cache", ".DS_Store", "__pycache__"}
 
 _WAITS = (1, 2, 4, 8, 16)  # seconds between tries of a commit
@@ -115,7 +115,7 @@ def check_files(folder: Path) -> list[str]:
             raise CheckpointError(f"{path} leads out of the folder: put the file itself there")
         if not path.is_file():  # reading a pipe would never end
             raise CheckpointError(f"{path} is no file: remove it")
-        if name not in NAMES and not _matches(name, (r"[\w.-]+\.(safetensors|png)", *BELOW, MODULE)):
+        if name not in NAMES and not re.fullmatch(PATTERNS, name):
             names = ", ".join(sorted(NAMES))
             raise CheckpointError(f"{path} is no part of a shared model (weights, pictures, {names}): move it elsewhere")
         if path.suffix == ".png" and not path.read_bytes().startswith(_PNG):
@@ -155,15 +155,11 @@ def _check_code(folder: Path, files: Sequence[str]) -> None:
         raise CheckpointError(f"{folder / STUB} is not what save_pretrained writes, and is run: save the model again")
 
 
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(re.fullmatch(pattern, name) for pattern in patterns)
-
-
 def _of_a_model(name: str) -> bool:
     """Whether a file on the Hub belongs to the model there; others, such as a licence, belong to the repository."""
-    weights = (MODULE, r"[\w.-]+\.safetensors", r".*\.index\.json", r"pytorch_model.*\.bin")
-    drawn = (rf"{PICTURES}/\d+-.*\.png", rf"{re.escape(EVAL_RESULTS)}/hf_posswap\.yaml")
-    return name in OF_ONE_MODEL or _matches(name, (*weights, *drawn))
+    weights = rf"{MODULE}|[\w.-]+\.safetensors|.*\.index\.json|pytorch_model.*\.bin"
+    drawn = rf"{PICTURES}/\d+-.*\.png|{re.escape(EVAL_RESULTS)}/hf_posswap\.yaml"
+    return name in OF_ONE_MODEL or re.fullmatch(f"{weights}|{drawn}", name) is not None
 
 
 def _take_over(api: HfApi, repo_id: str, revision: str, folder: Path, fresh: bool) -> bool:
