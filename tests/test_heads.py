@@ -59,7 +59,7 @@ def tensors_of(output) -> dict[str, torch.Tensor]:
 def test_head(make_model, make_swapped, head, scheme, tmp_path):
     """The plain head's outputs under Learned(), others under other schemes; saved, loaded and restored exactly."""
     model, inputs = make(make_model, head), inputs_for(head)
-    expected = tensors_of(model(**inputs))
+    expected, config = tensors_of(model(**inputs)), model.config.to_dict()
     posswap.swap(model, scheme)
     actual = tensors_of(model(**inputs))
     assert actual.keys() == expected.keys() and len(actual) > 0
@@ -79,7 +79,7 @@ def test_head(make_model, make_swapped, head, scheme, tmp_path):
     for name in actual:  # not bit for bit: some CPUs round otherwise where the same weights lie elsewhere in memory
         assert_close(again[name], actual[name], rtol=1e-5, atol=1e-6)
     posswap.restore(model)
-    assert type(model) is head
+    assert type(model) is head and model.config.to_dict() == config  # without what saving has written into it
     restored = tensors_of(model(**inputs))
     assert all(torch.equal(restored[name], expected[name]) for name in expected)
 

@@ -116,16 +116,6 @@ def test_schemes_that_could_not_be_loaded_again(make_model):
     refused("must be a dataclass", posswap.swap, make_model("gpt2"), undecorated())
 
 
-def test_restore_after_saving_gives_the_same_config(make_model, tmp_path):
-    """What save_pretrained writes into the config does not outlive the swap."""
-    model = make_model("bert")
-    before = copy.deepcopy(model.config.to_dict())
-    posswap.swap(model, "rotary")
-    model.save_pretrained(tmp_path)
-    posswap.restore(model)
-    assert model.config.to_dict() == before
-
-
 def test_scaling_is_copied(make_model, tokens):
     """A dict that is changed after the swap does not change the model."""
     scaling = {"rope_type": "linear", "factor": 2.0}
