@@ -97,10 +97,14 @@ def test_identity_is_bit_equal(make_model, family, backend, tokens):
 
 
 @pytest.mark.only(families=("gpt2",))
-def test_packed_sequences_without_a_mask(model, tokens):
-    """transformers finds documents by their positions where there is neither a mask nor a cache."""
-    position_ids = torch.cat([torch.arange(12), torch.arange(8)]).repeat(2, 1)
-    alone = torch.cat([model(part).logits for part in tokens.split([12, 8], dim=1)], dim=1)
+def test_packed_sequences_without_a_mask(model, case):
+    """transformers finds documents by their positions where there is neither a mask nor a cache; what counts is how far these
+    go, not how many tokens a row has.
+    """
+    sizes = [case.max_positions or 32, 12]
+    tokens = torch.randint(2, 98, (2, sum(sizes)), generator=torch.Generator().manual_seed(5))
+    position_ids = torch.cat([torch.arange(size) for size in sizes]).repeat(2, 1)
+    alone = torch.cat([model(part).logits for part in tokens.split(sizes, dim=1)], dim=1)
     assert_close(model(tokens, position_ids=position_ids, use_cache=False).logits, alone, **CLOSE)
 
 
@@ -164,7 +168,7 @@ def test_too_long_input(model, family, case):
         {"inputs_embeds": model.get_input_embeddings()(tokens)},
         {"input_ids": tokens[:, :4], "position_ids": torch.tensor([[0, 1, 2, limit]])},
     ):
-        refused(too_long, model, **inputs)
+        refused(too_long, model, error=posswap.SequenceTooLongError, **inputs)
     refused("must not be negative, the smallest is -1", model, tokens[:, :4], position_ids=torch.tensor([[0, 1, 2, -1]]))
 
 

@@ -132,19 +132,6 @@ def test_position_ids_that_do_not_fit(make_swapped, positions, tokens):
         make_swapped("gpt2", "rotary", max_positions=64)(tokens[:1], position_ids=positions)
 
 
-@pytest.mark.parametrize("scheme", ["rotary", "relative:clip=3", "alibi", "sinusoidal", "self-extend"])
-@torch.no_grad()
-def test_a_packed_row_longer_than_all_positions(make_swapped, scheme):
-    """What counts is how far positions go, not how many tokens a row has: texts in one row are what each is alone."""
-    model = make_swapped("gpt2", scheme, "sdpa", max_positions=64)
-    row, positions = torch.randint(2, 98, (1, 81)), torch.cat([torch.arange(41), torch.arange(40)])[None]
-    alone = torch.cat([model(part, use_cache=False).logits for part in row.split([41, 40], dim=1)], dim=1)
-    assert_close(model(row, position_ids=positions, use_cache=False).logits, alone, rtol=1e-4, atol=1e-4)
-    error = posswap.SequenceTooLongError
-    refused("reaches 65 positions", model, row[:, :2], position_ids=torch.tensor([[63, 64]]), error=error)
-    refused("reaches 81 positions", model, row, error=error)
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # in torch.func.jvp
 @pytest.mark.parametrize("scheme", ["alibi", "buckets", "relative:clip=3"])
 def test_second_derivatives_are_refused(make_swapped, scheme, tokens):
