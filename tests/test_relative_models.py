@@ -163,12 +163,6 @@ def test_a_gpt2_that_looks_both_ways(make_swapped, tokens):
             assert (causal - both).abs().max() > 0.01
 
 
-def test_masks_that_are_no_tensors(make_swapped, tokens):
-    """Masks that are no tensors are an error: they would be taken for no mask at all."""
-    with pytest.raises(posswap.PosswapError, match="masks as tensors of 2 or 4 dimensions, not dict"):
-        make_swapped("bert", SCHEME, "sdpa")(tokens, attention_mask={"full_attention": torch.ones(2, 20)})
-
-
 @torch.no_grad()
 def test_sliding_cache(make_swapped, tokens):
     """Past the window of a sliding cache, sdpa and eager agree token by token."""

@@ -92,19 +92,10 @@ def test_back_to_the_scheme_that_was_loaded(make_swapped, tokens, tmp_path):
     assert torch.equal(loaded.bert.encoder.layer[0].attention.self.query.weight, query)
 
 
-def test_private_scheme_under_a_taken_name(make_model):
-    """A subclass that keeps the name of a built-in scheme is refused, since it would load as the built-in."""
-
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Mine(posswap.Rotary):
-        def attention_module(self, geometry):
-            return None
-
-    refused("a name of its own", posswap.swap, make_model("gpt2"), Mine())
-
-
 def test_schemes_that_could_not_be_loaded_again(make_model):
-    """A scheme is refused before the swap if no saved model of it could be read: by its name, or by those of its options."""
+    """A scheme is refused before the swap if no saved model of it could be read: by its name, or by those of its options; and
+    a subclass that keeps the name of a built-in scheme, which would load as that.
+    """
     shared = {"__module__": __name__, "summary": "no positions"}
     wrong = {"must be a dataclass": shared | {"name": "a:b"}, "must be a dataclass, .* with a `name`": shared}
     for option in ("span", "trained_positions", "base_model"):
@@ -114,6 +105,8 @@ def test_schemes_that_could_not_be_loaded_again(make_model):
         refused(says, posswap.swap, make_model("gpt2"), scheme())
     undecorated = type("Mine", (posswap.Scheme,), shared | {"name": "mine"})
     refused("must be a dataclass", posswap.swap, make_model("gpt2"), undecorated())
+    heir = dataclasses.dataclass(frozen=True, kw_only=True)(type("Mine", (posswap.Rotary,), {"__annotations__": {}}))
+    refused("a name of its own", posswap.swap, make_model("gpt2"), heir())
 
 
 def test_scaling_is_copied(make_model, tokens):
@@ -125,11 +118,19 @@ def test_scaling_is_copied(make_model, tokens):
     assert torch.equal(model(tokens).logits, expected)
 
 
-@pytest.mark.parametrize("positions", [torch.arange(40)[None], torch.arange(20)[None].float(), torch.ones(1, 20).bool()])
-def test_position_ids_that_do_not_fit(make_swapped, positions, tokens):
-    """Position ids of a wrong length or type are an error."""
-    with pytest.raises(posswap.PosswapError, match="do not fit an input of 20 tokens"):
-        make_swapped("gpt2", "rotary", max_positions=64)(tokens[:1], position_ids=positions)
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("position_ids", torch.arange(40)[None], "do not fit an input of 20 tokens"),
+        ("position_ids", torch.arange(20)[None].float(), "do not fit an input of 20 tokens"),
+        ("position_ids", torch.ones(1, 20).bool(), "do not fit an input of 20 tokens"),
+        ("attention_mask", torch.ones(20, 20).tril().long()[None, None], "boolean or floating point"),  # it would be added
+        ("attention_mask", {"full_attention": torch.ones(2, 20)}, "masks as tensors of 2 or 4 dimensions, not dict"),
+    ],
+)
+def test_inputs_that_do_not_fit(make_swapped, name, value, says, tokens):
+    """Position ids of a wrong length or type, 4D masks of integers, and masks that are no tensors are an error."""
+    refused(says, make_swapped("gpt2", "relative:clip=4", "sdpa", max_positions=64), tokens[:1], **{name: value})
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # in torch.func.jvp
@@ -166,12 +167,6 @@ def test_averages_of_a_model(make_swapped, tmp_path):
     average.module.save_pretrained(tmp_path)
     AutoModelForMaskedLM.from_pretrained(tmp_path)
     model.load_state_dict(average.module.state_dict())
-
-
-def test_integer_masks_are_refused(make_swapped, tokens):
-    """A 4D mask of integers is refused, since it would be added to the scores."""
-    mask = torch.ones(20, 20).tril().long()[None, None]
-    refused("boolean or floating point", make_swapped("gpt2", "relative:clip=4", "sdpa"), tokens, attention_mask=mask)
 
 
 def test_head_with_a_config_of_its_own(make_model):
