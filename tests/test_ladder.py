@@ -138,19 +138,6 @@ def test_sinusoidal_vectors_are_solved_for(share_heads):
     assert (signal @ _project(signal, table, torch.ones_like(weights)) / 8 - table)[:, :10].abs().max() > 0.1
 
 
-def test_a_code_for_one_length_is_not_resized(make_model, make_swapped, tmp_path):
-    """What a loaded rung has learned belongs to its N: another length is refused, the same one is no change."""
-    for rung in ("normalised", "binary"):
-        make_swapped("gpt2", posswap.Ladder(rung=rung, combine="concatenate")).base_model.save_pretrained(tmp_path / rung)
-        loaded = AutoModel.from_pretrained(tmp_path / rung)
-        with pytest.raises(posswap.PosswapError, match="was made for 32 positions"):
-            posswap.swap(loaded, posswap.Ladder(rung=rung, combine="concatenate"), max_positions=128)
-        posswap.swap(loaded, posswap.Ladder(rung=rung, combine="concatenate"))
-        with pytest.raises(posswap.CheckpointError, match="was made for 32 positions"):
-            AutoModel.from_pretrained(tmp_path / rung, max_position_embeddings=128)
-    posswap.swap(make_model("gpt2"), "ladder:rung=binary", max_positions=128)
-
-
 def test_bits_must_fit():
     """A hidden size that is smaller than the number of bits would give two positions one code."""
     with pytest.raises(posswap.PosswapError, match="takes 6 numbers to count to 64, and the hidden size is 4"):

@@ -52,18 +52,25 @@ def test_longer_range_of_a_loaded_model_keeps_what_it_learned(make_swapped, toke
         assert loaded(torch.cat([tokens] * 3, dim=1)).logits.shape[1] == 60
 
 
-def test_a_loaded_longrope_that_lacks_its_factor(make_swapped, tokens, tmp_path):
-    """It comes from the longest input: another one would change every score, so it is refused; a factor that is given stays."""
-    for scheme, fits in ((LONGROPE, True), (LONGROPE.replace(",factor=2", ""), False)):
-        model = make_swapped("gpt2", scheme, max_positions=64)
-        model.save_pretrained(tmp_path / str(fits))
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / str(fits), attn_implementation="eager").eval()
-        if fits:
-            assert torch.equal(posswap.swap(loaded, scheme, max_positions=128)(tokens).logits, model(tokens).logits)
-        else:
-            refused("was made for 64 positions", posswap.swap, loaded, scheme, max_positions=128)
-            load = AutoModelForCausalLM.from_pretrained
-            refused("was made for 64 positions", load, tmp_path / str(fits), max_position_embeddings=128)
+LONGROPE = "rotary:scaling={rope_type=longrope,short_factor=[1,1,1,1,1,1,1,1],long_factor=[4,4,4,4,4,4,4,4],factor=2}"
+OF_ONE_LENGTH = [f"ladder:rung={rung},combine=concatenate" for rung in ("normalised", "binary")]
+OF_ONE_LENGTH.append(LONGROPE.replace(",factor=2", ""))
+
+
+@pytest.mark.parametrize("scheme", [LONGROPE, *OF_ONE_LENGTH])
+def test_what_was_made_for_one_length(make_swapped, tokens, tmp_path, scheme):
+    """What a loaded rung has learned belongs to its N, and a longrope takes the factor that it lacks from the longest input:
+    another length is refused, the same one is no change. A factor that is given stays.
+    """
+    model, load = make_swapped("gpt2", scheme, max_positions=64), AutoModelForCausalLM.from_pretrained
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path, attn_implementation="eager").eval()
+    if scheme in OF_ONE_LENGTH:
+        says, longer = "was made for 64 positions", {"max_position_embeddings": 128}
+        refused(says, posswap.swap, loaded, scheme, max_positions=128)
+        refused(says, load, tmp_path, error=posswap.CheckpointError, **longer)
+    longest = 64 if scheme in OF_ONE_LENGTH else 128
+    assert torch.equal(posswap.swap(loaded, scheme, max_positions=longest)(tokens).logits, model(tokens).logits)
 
 
 @pytest.mark.parametrize("extend", ["tile", "interpolate"])
@@ -199,9 +206,6 @@ def test_inference_tensors_and_meta_are_refused(make_model):
     refused("inference_mode", posswap.swap, frozen, "rotary")
     with torch.device("meta"), pytest.raises(posswap.PosswapError, match="meta"):
         posswap.swap(model, "rotary")
-
-
-LONGROPE = "rotary:scaling={rope_type=longrope,short_factor=[1,1,1,1,1,1,1,1],long_factor=[4,4,4,4,4,4,4,4],factor=2}"
 
 
 @pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary", "sinusoidal"])
