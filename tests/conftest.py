@@ -15,6 +15,7 @@ import zlib
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
+from unittest.mock import call
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test may reach the network
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: more threads than cores wait for each other, spinning
@@ -271,6 +272,20 @@ def program(monkeypatch, capsys):
     yield run
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """The function that lets functions of a module or class go on as ever, and returns the list of their calls from then on."""
+
+    def on(owner, *names) -> list:
+        calls = []
+        for name in names:
+            real = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *a, _real=real, **k: calls.append(call(*a, **k)) or _real(*a, **k))
+        return calls
+
+    return on
 
 
 @pytest.fixture

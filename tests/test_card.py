@@ -365,7 +365,7 @@ def test_another_model_in_the_folder(swapped, results, make_model):
     assert "passkey" not in card.text and not list((swapped / "posswap_results").iterdir())
 
 
-def test_a_full_disk(swapped, results, monkeypatch):
+def test_a_full_disk(swapped, results, watch, monkeypatch):
     """A disk that is full at the last file leaves no new file, and the card of before."""
     (swapped / "README.md").write_text("Mine.\n")
     before = sorted(os.listdir(swapped))
@@ -381,10 +381,9 @@ def test_a_full_disk(swapped, results, monkeypatch):
     refused("No space left", posswap.write_card, swapped, results=[results], base_model=BASE, error=OSError)
     assert sorted(os.listdir(swapped)) == before and (swapped / "README.md").read_text() == "Mine.\n"
     monkeypatch.undo()
-    replaced, move = [], Path.replace
-    monkeypatch.setattr(Path, "replace", lambda self, target: replaced.append(Path(target).name) or move(self, target))
+    replaced = watch(Path, "replace")
     posswap.write_card(swapped, results=[results], base_model=BASE)
-    assert replaced[-1] == "README.md" and len(replaced) > 3  # the card points at the others
+    assert Path(replaced[-1].args[1]).name == "README.md" and len(replaced) > 3  # the card points at the others
 
 
 def test_leaderboard(swapped, fitted, results, program):

@@ -76,16 +76,16 @@ def test_refusals_leave_nothing_behind(folder, tmp_path, program, arguments, say
     assert {path.name for path in tmp_path.iterdir()} == {"bert"}
 
 
-def test_a_fit_leaves_its_report(folder, tmp_path, program):
+def test_a_fit_leaves_its_report(folder, tmp_path, watch, program):
     """The report of a fit lies next to the weights that it is of, and the card shows it."""
     text = " ".join(random.Random(0).choices(WORDS, k=6000))
     (tmp_path / "some[one].txt").write_text(text)
     output = tmp_path / "out"
     options = ("--scheme", "relative:clip=4", "--fit", tmp_path / "some[one].txt", "--fit-tokens", "2000", "--reconstruct", "5")
     options += ("--max-positions", 64)
-    with patch.object(commands_swap, "text_batches", wraps=commands_swap.text_batches) as drawn:
-        code, out, err = program("swap", folder, *options, "--output", output)
-    assert drawn.call_args.kwargs["window"] == 32  # there are blocks, too, that the original reads at once
+    draws = watch(commands_swap, "text_batches")
+    code, out, err = program("swap", folder, *options, "--output", output)
+    assert draws[-1].kwargs["window"] == 32  # there are blocks, too, that the original reads at once
     assert code == 0 and "some[one].txt" in out, err
     assert re.search(r"damage: 1 - cosine of .*\n.*\n(.*\n)*?the fit won back \d+% of what the swap had lost", out)
     kept = json.loads((output / "posswap_fit.json").read_text())

@@ -16,7 +16,7 @@ from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import MaskedBlocks, TextConfig, documents, mask_tokens, train_head
 from hf_posswap.measure.losses import mean_loss, token_losses
 from hf_posswap.provenance import weight_hashes
-from hf_posswap.training import TrainingConfig, run_state, train
+from hf_posswap.training import TrainingConfig, run_state
 
 SENTENCES = ("the cat sat on the mat and then it was happy", "a sad dog ran under the log and it sat then")
 
@@ -282,27 +282,20 @@ def test_read_on(gpt2, text, result, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("scheme", "length"), [("original", 32), ("rotary", 64)])
-def test_read_on_trains_as_it_says(gpt2, result, recipe, tmp_path, monkeypatch, scheme, length):
+def test_read_on_trains_as_it_says(gpt2, result, recipe, tmp_path, watch, scheme, length):
     """Blocks of the fit's length, or the original's, at the rate that was given; select text is not trained on."""
     words = torch.randint(len(WORDS), (4000,), generator=torch.Generator().manual_seed(0))
     (tmp_path / "words.txt").write_text(" ".join(WORDS[i] for i in words))
     options = {"model": gpt2, "train_file": str(tmp_path / "words.txt"), "scheme": scheme}
     options |= {"evaluation_tokens": 256, "factor": 4, "fit_factor": 2, "tune_steps": 2, "tune_tokens": 128}
-    module, seen = recipe("read_on"), {"read": []}
-
-    def looked_on(model, rows, config, **rest):
-        seen.update(rows=[row["input_ids"] for row in rows], config=config)
-        return train(model, rows, config, **rest)
-
-    monkeypatch.setattr(module, "train", looked_on)
-    for name in ("token_losses", "sliding_window_losses"):
-        read = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda m, b, *r, _read=read, **k: seen["read"].append(b) or _read(m, b, *r, **k))
+    module = recipe("read_on")
+    trainings, read = watch(module, "train"), watch(module, "token_losses", "sliding_window_losses")
     result("read_on", **options, learning_rate=0.03)
-    assert seen["config"].learning_rate == 0.03 and seen["config"].batch_size * length == 128
-    assert {len(row) for row in seen["rows"]} == {length}
-    trained = {tuple(row.tolist()[:length]) for row in seen["rows"]}
-    select = seen["read"][1].unflatten(1, (-1, length)).flatten(0, 1)
+    _, rows, config = trainings[0].args
+    assert config.learning_rate == 0.03 and config.batch_size * length == 128
+    assert {len(row["input_ids"]) for row in rows} == {length}
+    trained = {tuple(row["input_ids"].tolist()) for row in rows}
+    select = read[1].args[1].unflatten(1, (-1, length)).flatten(0, 1)
     assert not trained & {tuple(row.tolist()) for row in select}
 
 

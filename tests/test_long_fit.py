@@ -6,7 +6,6 @@ import copy
 import json
 import tempfile
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -163,13 +162,11 @@ def test_a_window_of_less(pair):
     assert ("0-15" in report.reading.after) == (report.reading.measure == "loss")
 
 
-def test_parts_decide_apart(pair):
+def test_parts_decide_apart(pair, watch):
     """What is kept is told by the part to select by; what is reported is another part, whatever it says."""
-    original, text = pair
-    compare = layerwise.Walk._compare
-    with patch.object(layerwise.Walk, "_compare", autospec=True, side_effect=compare) as watched:
-        quick(longer(original, "relative:clip=4"), text, reconstruct=2)
-    seen = [walk.batches[i]["input_ids"] for walk, _, i in (call.args for call in watched.mock_calls)]
+    (original, text), compared = pair, watch(layerwise.Walk, "_compare")
+    quick(longer(original, "relative:clip=4"), text, reconstruct=2)
+    seen = [walk.batches[i]["input_ids"] for walk, _, i in (call.args for call in compared)]
     looked = {tuple(row.tolist()) for ids in seen for row in ids}
     rows = [{tuple(row.tolist()) for ids in part for row in ids} for part in (text, text.select, text.report)]
     assert rows[0] & looked and rows[1] <= looked and not rows[2] & looked

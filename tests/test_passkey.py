@@ -245,12 +245,11 @@ def test_end_to_end(recipe, config, checkpoint, tmp_path, options):
     assert (tmp_path / "heat_map.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_seed_draws_the_text_of_a_fit(recipe, config, tmp_path, monkeypatch):
+def test_the_seed_draws_the_text_of_a_fit(recipe, config, tmp_path, watch):
     """Runs that differ in their seed alone differ in what they were fitted on, too."""
-    draw, seeds = recipe.text_batches, []
-    monkeypatch.setattr(recipe, "text_batches", lambda *given, **more: seeds.append(more["seed"]) or draw(*given, **more))
+    draws = watch(recipe, "text_batches")
     recipe.run(replace(config, start="fit", train=False, lengths=(40,), seed=3), tmp_path, False)
-    assert seeds == [3]
+    assert [draw.kwargs["seed"] for draw in draws] == [3]
 
 
 def test_without_training(recipe, config, checkpoint, tmp_path):

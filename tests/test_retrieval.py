@@ -181,7 +181,7 @@ def test_a_stopped_embedder_goes_on(long_embedder, monkeypatch, save, family, tm
         assert torch.equal(one, other)
 
 
-def test_long_embedder(long_embedder, monkeypatch):
+def test_long_embedder(long_embedder, watch):
     """From text to a pipeline that reads long documents, next to the original tuned alike."""
     run, folder = long_embedder
     found = run(scheme="rotary")
@@ -189,10 +189,9 @@ def test_long_embedder(long_embedder, monkeypatch):
     assert set(found["figures"]) == names and all(0 <= abs(value) <= 1 for value in found["figures"].values())
     assert len(found["items"]["recall"]) == 6 and found["details"]["queries"] == 12 and found["model"].max_seq_length == 64
     assert posswap.describe(found["model"]).span.span == 16
-    module, asked = sys.modules["long_embedder"], []
-    monkeypatch.setattr(module, "recall", lambda *given: asked.append(given) or recall(*given))
+    asked = watch(sys.modules["long_embedder"], "recall")
     untuned = run("untuned", scheme="original", max_steps=0)
-    by_chunk = next(given for given in asked if given[0][0].dim() == 2)
+    by_chunk = next(given.args for given in asked if given.args[0][0].dim() == 2)
     assert {len(vectors) for vectors in by_chunk[0]} == {5}  # 62 tokens, 14 at most in each
     assert np.mean(recall(*by_chunk).tolist()) == pytest.approx(untuned["figures"]["by_chunk"])
     tuned = run("tuned", scheme="original", cached=2, brake=0.0)
@@ -200,39 +199,35 @@ def test_long_embedder(long_embedder, monkeypatch):
     assert untuned["figures"]["sts"] == pytest.approx(untuned["figures"]["sts_original"])
 
 
-def test_the_brake_and_the_select_text(long_embedder, monkeypatch):
+def test_the_brake_and_the_select_text(long_embedder, watch, monkeypatch):
     """The brake adds its weight times 1 - cosine; select documents are neither trained on nor those of the report."""
     run, folder = long_embedder
-    module, seen = sys.modules["long_embedder"], {}
+    module = sys.modules["long_embedder"]
     model = library.SentenceTransformer(str(folder / "tiny"), device="cpu").eval()
     features = [model.preprocess([text(6, seed), text(6, seed + 1)]) for seed in (4, 6)]
     labels = torch.randn(2, 32, generator=torch.Generator().manual_seed(0))
     losses = [module.PairsWithBrake(model, brake, 0)(features, labels) for brake in (0.0, 2.0)]
     apart = 1 - torch.cosine_similarity(model(features[0])["sentence_embedding"], labels).mean()
     torch.testing.assert_close(losses[1] - losses[0], 2 * apart)
-    monkeypatch.setattr(module, "tune", lambda _, __, drawn, *rest: seen.update(trained={long for _, long in drawn}))
+    monkeypatch.setattr(module, "tune", lambda *given: None)
     monkeypatch.setattr(module, "recall", lambda long, short, documents: torch.tensor([True, False] * len(long)))
-    measure = module.measure
-    monkeypatch.setattr(module, "measure", lambda *given: seen.update(asked=given[-1]) or measure(*given))
+    tuned, measured = watch(module, "tune"), watch(module, "measure")
     figures = run(scheme="original", max_steps=40)["figures"]
     assert (figures["early"], figures["late"], figures["recall"]) == (1.0, 0.0, 0.5)  # of each two passages the first is found
-    select, report = (set(seen["asked"][name][0]) for name in ("select", "recall"))
-    assert len(seen["trained"]) > 20 and select and report
-    assert not seen["trained"] & select and not seen["trained"] & report and not select & report
+    trained = {long for _, long in tuned[-1].args[2]}
+    select, report = (set(measured[-1].args[-1][name][0]) for name in ("select", "recall"))
+    assert len(trained) > 20 and select and report
+    assert not trained & select and not trained & report and not select & report
 
 
-def test_no_document_twice_in_a_batch(long_embedder, monkeypatch):
+def test_no_document_twice_in_a_batch(long_embedder, watch, monkeypatch):
     """Each would be a false negative of the other, however few documents there are."""
     run, _ = long_embedder
-    module, batches = sys.modules["long_embedder"], []
-    compute = module.PairsWithBrake.forward
-    monkeypatch.setattr(
-        module.PairsWithBrake,
-        "forward",
-        lambda self, features, labels: batches.append(features[1]["input_ids"].tolist()) or compute(self, features, labels),
-    )
+    module = sys.modules["long_embedder"]
+    steps = watch(module.PairsWithBrake, "forward")
     monkeypatch.setattr(module, "pairs", lambda *given: 2 * [(text(6, seed), text(60, seed)) for seed in range(4)])
     run(scheme="original", max_steps=2)
+    batches = [step.args[1][1]["input_ids"].tolist() for step in steps]
     assert len(batches) == 2 and all(len(set(map(tuple, batch))) == len(batch) == 4 for batch in batches)
 
 

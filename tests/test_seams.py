@@ -134,11 +134,11 @@ def test_a_bias_needs_something_to_be_added_to():
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 @pytest.mark.parametrize("scheme", ["alibi", "alibi:slopes=fixed", "buckets"])
-def test_a_bias_by_distance_needs_no_square(make_swapped, monkeypatch, family, scheme):
+def test_a_bias_by_distance_needs_no_square(make_swapped, watch, monkeypatch, family, scheme):
     """Where nothing is masked but what comes later, no bias for each pair is made, and outputs and gradients are those of the
     whole bias; padding and caches take the whole.
     """
-    model, tokens, calls = make_swapped(family, scheme), torch.arange(40).view(2, 20), []
+    model, tokens = make_swapped(family, scheme), torch.arange(40).view(2, 20)
     model.set_attn_implementation("sdpa")
 
     def run(**options):
@@ -147,11 +147,7 @@ def test_a_bias_by_distance_needs_no_square(make_swapped, monkeypatch, family, s
         states.square().mean().backward()
         return [states, *(parameter.grad for parameter in model.base_model.parameters() if parameter.grad is not None)]
 
-    def seen(*inputs):
-        calls.append(inputs)
-        return attend_by_distance(*inputs)
-
-    monkeypatch.setattr(attention, "attend_by_distance", seen)
+    calls = watch(attention, "attend_by_distance")
     quick = run()
     assert len(calls) == 2
     padded = torch.ones_like(tokens)
