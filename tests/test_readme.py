@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import refused
 from hf_posswap_cli import load
 from scipy import stats
 from transformers import AutoModel, AutoTokenizer
@@ -219,8 +220,7 @@ def test_the_data_of_the_results_has_a_source(tmp_path, capsys):
     assert set(states.values()) == {"missing"}
     (tmp_path / "cola").mkdir()
     (tmp_path / "cola" / "dev.csv").write_text("sentence,label\n")
-    with pytest.raises(posswap.PosswapError, match="differ"):
-        data["data"](tmp_path)
+    refused("differ", data["data"], tmp_path)
     assert "cola/dev.csv: another" in capsys.readouterr().out
 
 
@@ -261,10 +261,8 @@ def test_a_run_again(tmp_path, monkeypatch):
     assert command == [str(ROOT / "recipes" / "heal.py"), *wanted] and json.loads(Path(wanted[1]).read_text()) == config
     original = {**run, "config": {**config, "scheme": "original"}}
     assert again["choose"]([original, run], []) is run and again["choose"]([original, run], [], "original") is original
-    with pytest.raises(posswap.PosswapError, match="no run of row"):
-        again["choose"]([run], [], seed=3)
-    with pytest.raises(posswap.PosswapError, match="no result file"):  # nor is a path elsewhere
-        again["run_again"]([str(ROOT / "recipes" / "results" / "cola" / "comparison.json")], tmp_path)
+    refused("no run of row", again["choose"], [run], [], seed=3)
+    refused("no result file", again["run_again"], [str(ROOT / "recipes" / "results" / "cola" / "comparison.json")], tmp_path)
     monkeypatch.setitem(again["notes"].__globals__, "RESULTS", tmp_path / "results")
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "comparison.json").write_text(json.dumps({"vary": [], "runs": [original, run]}))
