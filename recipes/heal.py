@@ -11,8 +11,8 @@ Figures: `damage` on held-out text (KL from the original's predictions in nats, 
 `perplexity`, on the blocks that `fit_quality` measures on, at 0 tokens and at about ten steps that grow by a constant factor.
 `to_90_percent` is the number of tokens until damage is a tenth of that of a cold swap, for every start. It is interpolated
 between measurements, linearly in the logarithm of damage, and missing if damage never falls so far. `select` is what counts
-(the ratio with --text-weight, else damage) at the end, on a tenth of the training text that is not trained on: choose the
---learning-rate of each row by it.
+(the ratio with --text-weight, else damage) at the end, on a tenth of the training text that distillation leaves out, though not
+--start fit: choose the --learning-rate of each row by it.
 """
 
 import math
