@@ -33,6 +33,34 @@ class Shared(NamedTuple):
     mask: torch.Tensor | None = None  # replaces the mask that the layers pass on
 
 
+class Tokens(NamedTuple):
+    """Where the new tokens of a forward stand, and how many are cached before them."""
+
+    positions: torch.Tensor  # counted from 0, (B or 1, Q)
+    slots: torch.Tensor  # places in the sequence or cache, (1, Q)
+    past: int | torch.Tensor  # a static cache on a GPU counts in a tensor
+
+    @property
+    def counted(self) -> bool:
+        """Whether positions count on from the cache, since no others were given."""
+        return self.positions is self.slots
+
+    @property
+    def as_counted(self) -> bool:
+        """Whether positions are those that would be counted, also where they were given; looks at values."""
+        return self.counted or bool((self.positions == self.slots).all())
+
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing is cached, as far as that is known without looking at values."""
+        return isinstance(self.past, int) and self.past == 0
+
+    @property
+    def length(self) -> int | None:
+        """The length of the sequence, where that is known without looking at values."""
+        return self.past + self.slots.shape[-1] if self.counted and isinstance(self.past, int) else None
+
+
 # What models and layers call their cache: transformers 5.24 has another name for it.
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 # Attention implementations that can add a bias to scores.

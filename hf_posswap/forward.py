@@ -7,44 +7,28 @@ It then calls the headless model's own forward, with `position_ids` filled in an
 import functools
 import inspect
 import warnings
-from typing import NamedTuple
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from hf_posswap.architectures import Inputs
-from hf_posswap.attention import CACHE, Shared, check_implementation, key_positions, let_carry, self_cache, to_digits
+from hf_posswap.attention import CACHE, Shared, Tokens, check_implementation, key_positions, let_carry, to_digits
 from hf_posswap.errors import PosswapError, SequenceTooLongError
-from hf_posswap.functional.banded import Span
 from hf_posswap.schemes.base import is_traced
-from hf_posswap.span_cache import CHANGED_MASK, PADDING, keep_span
+from hf_posswap.span_cache import keep_span
+from hf_posswap.span_mask import (
+    FAR_SPAN,
+    additive,
+    check_keys,
+    fitted_mask,
+    in_blocks,
+    near_mask,
+    of_the_whole_cache,
+    with_padding,
+)
 from hf_posswap.surgery import state_of
 
-_FAR_SPAN = Span(PADDING, 0)  # as far as positions go
 _FAR = 8  # an input of more than this many times the fitted length gives a warning
-
-
-class Tokens(NamedTuple):
-    """Where the new tokens of a forward stand, and how many are cached before them."""
-
-    positions: torch.Tensor  # counted from 0, (B or 1, Q)
-    slots: torch.Tensor  # places in the sequence or cache, (1, Q)
-    past: int | torch.Tensor  # a static cache on a GPU counts in a tensor
-
-    @property
-    def counted(self) -> bool:
-        """Whether positions count on from the cache, since no others were given."""
-        return self.positions is self.slots
-
-    @property
-    def fresh(self) -> bool:
-        """Whether nothing is cached, as far as that is known without looking at values."""
-        return isinstance(self.past, int) and self.past == 0
-
-    @property
-    def length(self) -> int | None:
-        """The length of the sequence, where that is known without looking at values."""
-        return self.past + self.slots.shape[-1] if self.counted and isinstance(self.past, int) else None
 
 
 def positioned_forward(base_class: type):
@@ -65,7 +49,7 @@ def positioned_forward(base_class: type):
         mask = inputs.attention_mask
         if implementation != "sdpa" and isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool:
             # Eager and flex attention add masks: True would count as 1.0, where sdpa takes it for "attend".
-            arguments["attention_mask"] = _additive(mask, self.dtype)
+            arguments["attention_mask"] = additive(mask, self.dtype)
         past, slots = _slots(arguments.get(CACHE), inputs)
         arguments["position_ids"], positions = _positions(self, inputs, arguments.get("position_ids"), past, slots)
         tokens = Tokens(positions, slots, past)
@@ -75,10 +59,6 @@ def positioned_forward(base_class: type):
         return base_class.forward(self, **arguments)
 
     return forward
-
-
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def _slots(cache, inputs: Inputs) -> tuple[int | torch.Tensor, torch.Tensor]:
@@ -167,13 +147,13 @@ def _share(base, arguments: dict, tokens: Tokens) -> dict:
             crossing = arguments.get("encoder_hidden_states") is not None
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()
     if state.span is not None:
-        mask = arguments["attention_mask"] = _fitted(mask, arguments, tokens, cache)
+        mask = arguments["attention_mask"] = fitted_mask(mask, arguments, tokens, cache)
     if causal and cache is not None:
         # Values are read here, once for all layers, and only where a cache asks for them.
         look = state.span is not None and not is_traced()
         whole = look and (mask is None or bool(mask.all()))
         hidden = look and not whole and mask.dim() == 2 and isinstance(past, int) and not bool(mask[:, :past].all())
-        spans, in_order = [kind.span for kind in kinds], whole and _as_counted(tokens)
+        spans, in_order = [kind.span for kind in kinds], whole and tokens.as_counted
         cache = keep_span(cache, spans, counted=tokens.counted, in_order=in_order, hidden=hidden)
     shared = tuple(_share_kind(base, first, kind, tokens, mask, cache) for first, kind in zip(firsts, state.kinds, strict=True))
     given = {"shared_positions": shared} if cache is None else {"shared_positions": shared, CACHE: cache}
@@ -191,113 +171,24 @@ def _share_kind(base, first, kind, tokens: Tokens, mask, cache) -> Shared:
         written = positions
         keys = key_positions(cache, positions, slots, past, head_dim, kind.first)
     if kind.span is not None:
-        written = _with_padding(positions, slots, mask)
+        written = with_padding(tokens, mask)
         seen = key_positions(cache, written, slots, past, head_dim, kind.first)  # as `keys`, but for padding
-        if causal and not tokens.counted and isinstance(past, int) and (past or mask is not None):
-            _check_one_text(seen, mask)
-        if causal and isinstance(past, int) and past and mask is not None:
-            _check_as_read(seen, mask)
+        if causal:
+            check_keys(seen, mask, tokens)
         # A text no longer than the span needs no mask for it, if its positions have no gaps. A program is for longer ones, too.
         program = torch.compiler.is_exporting() or torch.jit.is_tracing()
         if program or not (tokens.counted and tokens.fresh) or keys.shape[-1] > kind.span.span:
-            if _in_blocks(base, tokens, mask):
+            if in_blocks(base, tokens, mask):
                 span, key_mask = kind.span, None if mask is None else mask.bool()
                 mask = own = None if mask is None else key_mask[:, None, None]
             else:
-                keys, seen = (_of_the_whole_cache(one, cache, slots) for one in (keys, seen))
-                mask = own = _near(base, kind.span, tokens, seen, mask)
+                keys, seen = (of_the_whole_cache(one, cache, slots) for one in (keys, seen))
+                mask = own = near_mask(base, kind.span, tokens, seen, mask)
     elif state_of(base).span is not None and causal and mask is None and tokens.fresh and not tokens.counted:
         # Layers with a span keep packed texts apart, so those without one do, too.
-        own = _near(base, _FAR_SPAN, tokens, _of_the_whole_cache(positions, cache, slots), None)
+        own = near_mask(base, FAR_SPAN, tokens, of_the_whole_cache(positions, cache, slots), None)
     shared = first.prepare(positions, slots, tokens.length, keys, mask if isinstance(mask, torch.Tensor) else None)
     if span is None and first.key_mask(shared) is not None:
         own = first.key_mask(shared)[:, None, None]
     written = None if written is None else to_digits(written)  # here, once for all layers
     return Shared(shared, written, kind.first if kind.span is None else None, span, key_mask, own)
-
-
-def _fitted(mask, arguments: dict, tokens: Tokens, cache):
-    """Return a 2D mask with a column for each token so far; of a static cache, as it is. PosswapError: it has too few."""
-    if mask is None or mask.dim() != 2 or not isinstance(tokens.past, int):
-        return mask
-    inputs = next(one for one in map(arguments.get, ("input_ids", "inputs_embeds")) if one is not None)
-    total = tokens.past + tokens.slots.shape[-1]
-    if len(mask) not in (1, len(inputs)) or mask.shape[-1] < total:
-        raise PosswapError(
-            f"attention_mask of shape {tuple(mask.shape)} does not fit {len(inputs)} row(s) of {total} tokens, of which "
-            f"{tokens.past} are cached: give it a column for each"
-        )
-    # More columns: transformers, too, reads the first.
-    return mask if isinstance(self_cache(cache), StaticCache) else mask[:, :total]
-
-
-def _check_as_read(keys: torch.Tensor, mask: torch.Tensor) -> None:
-    """Raise PosswapError if a 2D mask hides or shows other keys than when they were read; not once some are forgotten."""
-    if mask.shape == keys.shape and not is_traced() and bool(((keys == PADDING) == mask.bool()).any()):
-        raise PosswapError(CHANGED_MASK)
-
-
-def _of_the_whole_cache(keys: torch.Tensor, cache, slots: torch.Tensor) -> torch.Tensor:
-    """Return the positions of keys, with `PADDING` where a static cache has not been written to."""
-    cache = self_cache(cache)
-    if not isinstance(cache, StaticCache):
-        return keys
-    size = cache.layers[0].max_cache_len
-    keys = torch.nn.functional.pad(keys, (0, size - keys.shape[-1]), value=PADDING)
-    return keys.masked_fill(torch.arange(size, device=keys.device) > slots[:, -1:], PADDING)
-
-
-def _with_padding(positions: torch.Tensor, slots: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return positions (B or 1, Q) with `PADDING` where a 2D mask is 0, as keys take them into a span cache."""
-    if mask is None or mask.dim() != 2:
-        return positions
-    return positions.expand(len(mask), -1).masked_fill(~mask[:, slots[0]].bool(), PADDING)
-
-
-def _check_one_text(keys: torch.Tensor, mask: torch.Tensor | None) -> None:
-    """Raise PosswapError if positions of keys (B or 1, K) go back, padding apart."""
-    if (mask is not None and mask.dim() == 4) or is_traced():
-        return
-    keys = keys.masked_fill(keys == PADDING, -1)
-    if bool(((keys[:, 1:] >= 0) & (keys[:, 1:] <= keys.cummax(-1).values[:, :-1])).any()):
-        raise PosswapError(
-            "position_ids go back, as for several texts in a row: with a span, read such rows without a cache and without a 2D "
-            "attention_mask, which keeps the texts apart, or give each text its own row"
-        )
-
-
-def _as_counted(tokens: Tokens) -> bool:
-    """Whether positions are those that would be counted, also where they were given."""
-    return tokens.counted or bool((tokens.positions == tokens.slots).all())
-
-
-def _in_blocks(base, tokens: Tokens, mask: torch.Tensor | None) -> bool:
-    """Whether attention can go block by block: sdpa, an empty cache, positions 0, 1, 2, ..., padding on the right only."""
-    if base.config._attn_implementation != "sdpa" or is_traced() or not tokens.fresh:
-        return False
-    return _as_counted(tokens) and (mask is None or (mask.dim() == 2 and bool((mask.bool().int().diff(dim=-1) <= 0).all())))
-
-
-def _near(base, span: Span, tokens: Tokens, keys: torch.Tensor, mask) -> torch.Tensor:
-    """Return the whole mask, (B or 1, 1, Q, K) bool, additive for eager attention: within the span, no padding, and in packed
-    texts the own text only."""
-    positions, causal = tokens.positions, base.architecture.is_causal(base.config)
-    allowed = (span.allowed(positions, keys, causal=causal) & (keys != PADDING)[:, None])[:, None]
-    if causal and not tokens.counted:  # positions may go back, which a trace does not see: no key may stand behind its query
-        ends = torch.arange(keys.shape[-1] - positions.shape[-1], keys.shape[-1], device=keys.device)
-        last = torch.minimum(ends, tokens.slots)  # slots: in a static cache, which is longer; less, if keys were forgotten
-        allowed = allowed & (torch.arange(keys.shape[-1], device=keys.device) <= last[0, :, None])
-    if mask is not None and mask.dim() == 4:
-        if mask.shape[-1] != keys.shape[-1]:
-            raise PosswapError(
-                f"attention_mask has {mask.shape[-1]} columns for {keys.shape[-1]} keys: with a span a cache forgets keys, so "
-                "give it a mask of 2 dimensions"
-            )
-        allowed = allowed & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
-    elif mask is not None and mask.shape[-1] == keys.shape[-1]:
-        allowed = allowed & mask.bool()[:, None, None]
-    if mask is None and causal and tokens.fresh and not tokens.counted:
-        text = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
-        among = torch.nn.functional.pad(text, (0, keys.shape[-1] - text.shape[-1]), value=-1)  # a static cache is longer
-        allowed = allowed & (text[:, :, None] == among[:, None])[:, None]
-    return _additive(allowed, base.dtype) if base.config._attn_implementation == "eager" else allowed

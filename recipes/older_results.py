@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PRINTING = ("sharing", "contract", "commands", "start", "plots.py", "drawing.py", "cli.py", "describing.py", "terminal.py")
 PRINTING += tuple(f"experiments/{name}.py" for name in ("comparison", "differences", "page"))
 MEASURED = ("hf_posswap", *(f":!hf_posswap/{name}" for name in PRINTING))
-OF_SPANS = (":!hf_posswap/functional/banded.py", ":!hf_posswap/span_cache.py")
+OF_SPANS = (":!hf_posswap/functional/banded.py", ":!hf_posswap/span_cache.py", ":!hf_posswap/span_mask.py")
 
 
 def later_commits(root: Path = ROOT) -> Counter[str]:

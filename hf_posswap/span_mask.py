@@ -1,0 +1,100 @@
+"""Masks of attention with a span, for each way that tokens come: with padding, a cache, or several texts in a row.
+
+B batch, Q query length, K key length. Keys that nobody may see have the position `PADDING`.
+"""
+
+import torch
+from transformers.cache_utils import StaticCache
+
+from hf_posswap.attention import Tokens, self_cache
+from hf_posswap.errors import PosswapError
+from hf_posswap.functional.banded import Span
+from hf_posswap.schemes.base import is_traced
+from hf_posswap.span_cache import CHANGED_MASK, PADDING
+
+FAR_SPAN = Span(PADDING, 0)  # as far as positions go
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a bool mask, True = attend, as numbers to add to scores."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def fitted_mask(mask, arguments: dict, tokens: Tokens, cache):
+    """Return a 2D mask with a column for each token so far; of a static cache, as it is. PosswapError: it has too few."""
+    if mask is None or mask.dim() != 2 or not isinstance(tokens.past, int):
+        return mask
+    inputs = next(one for one in map(arguments.get, ("input_ids", "inputs_embeds")) if one is not None)
+    total = tokens.past + tokens.slots.shape[-1]
+    if len(mask) not in (1, len(inputs)) or mask.shape[-1] < total:
+        raise PosswapError(
+            f"attention_mask of shape {tuple(mask.shape)} does not fit {len(inputs)} row(s) of {total} tokens, of which "
+            f"{tokens.past} are cached: give it a column for each"
+        )
+    # More columns: transformers, too, reads the first.
+    return mask if isinstance(self_cache(cache), StaticCache) else mask[:, :total]
+
+
+def with_padding(tokens: Tokens, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return positions (B or 1, Q) with `PADDING` where a 2D mask is 0, as keys take them into a span cache."""
+    if mask is None or mask.dim() != 2:
+        return tokens.positions
+    return tokens.positions.expand(len(mask), -1).masked_fill(~mask[:, tokens.slots[0]].bool(), PADDING)
+
+
+def check_keys(keys: torch.Tensor, mask: torch.Tensor | None, tokens: Tokens) -> None:
+    """Raise PosswapError if what a mask or positions say of keys, (B or 1, K) with `PADDING`, is nothing that a span can do."""
+    if is_traced() or not isinstance(tokens.past, int):
+        return
+    if not tokens.counted and (tokens.past or mask is not None) and (mask is None or mask.dim() != 4):
+        real = keys.masked_fill(keys == PADDING, -1)
+        if bool(((real[:, 1:] >= 0) & (real[:, 1:] <= real.cummax(-1).values[:, :-1])).any()):
+            raise PosswapError(
+                "position_ids go back, as for several texts in a row: with a span, read such rows without a cache and without "
+                "a 2D attention_mask, which keeps the texts apart, or give each text its own row"
+            )
+    # A 2D mask must say of cached keys what it said when they were read; once some are forgotten, nobody can tell.
+    if tokens.past and mask is not None and mask.shape == keys.shape and bool(((keys == PADDING) == mask.bool()).any()):
+        raise PosswapError(CHANGED_MASK)
+
+
+def in_blocks(base, tokens: Tokens, mask: torch.Tensor | None) -> bool:
+    """Whether attention can go block by block: sdpa, an empty cache, positions 0, 1, 2, ..., padding on the right only."""
+    if base.config._attn_implementation != "sdpa" or is_traced() or not tokens.fresh:
+        return False
+    return tokens.as_counted and (mask is None or (mask.dim() == 2 and bool((mask.bool().int().diff(dim=-1) <= 0).all())))
+
+
+def of_the_whole_cache(keys: torch.Tensor, cache, slots: torch.Tensor) -> torch.Tensor:
+    """Return the positions of keys, with `PADDING` where a static cache has not been written to."""
+    cache = self_cache(cache)
+    if not isinstance(cache, StaticCache):
+        return keys
+    size = cache.layers[0].max_cache_len
+    keys = torch.nn.functional.pad(keys, (0, size - keys.shape[-1]), value=PADDING)
+    return keys.masked_fill(torch.arange(size, device=keys.device) > slots[:, -1:], PADDING)
+
+
+def near_mask(base, span: Span, tokens: Tokens, keys: torch.Tensor, mask) -> torch.Tensor:
+    """Return the whole mask, (B or 1, 1, Q, K) bool, additive for eager attention: within the span, no padding, and in packed
+    texts the own text only."""
+    positions, causal = tokens.positions, base.architecture.is_causal(base.config)
+    allowed = (span.allowed(positions, keys, causal=causal) & (keys != PADDING)[:, None])[:, None]
+    if causal and not tokens.counted:  # positions may go back, which a trace does not see: no key may stand behind its query
+        ends = torch.arange(keys.shape[-1] - positions.shape[-1], keys.shape[-1], device=keys.device)
+        last = torch.minimum(ends, tokens.slots)  # slots: in a static cache, which is longer; less, if keys were forgotten
+        allowed = allowed & (torch.arange(keys.shape[-1], device=keys.device) <= last[0, :, None])
+    if mask is not None and mask.dim() == 4:
+        if mask.shape[-1] != keys.shape[-1]:
+            raise PosswapError(
+                f"attention_mask has {mask.shape[-1]} columns for {keys.shape[-1]} keys: with a span a cache forgets keys, so "
+                "give it a mask of 2 dimensions"
+            )
+        allowed = allowed & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
+    elif mask is not None and mask.shape[-1] == keys.shape[-1]:
+        allowed = allowed & mask.bool()[:, None, None]
+    if mask is None and causal and tokens.fresh and not tokens.counted:
+        text = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+        among = torch.nn.functional.pad(text, (0, keys.shape[-1] - text.shape[-1]), value=-1)  # a static cache is longer
+        allowed = allowed & (text[:, :, None] == among[:, None])[:, None]
+    return additive(allowed, base.dtype) if base.config._attn_implementation == "eager" else allowed
