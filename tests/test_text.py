@@ -90,7 +90,8 @@ TEXTS = {"one document": (40_000,), "a few": (15_000, 200, 9_000, 16_000), "many
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_parts_share_no_text(name, causal):
-    """No token of the text is in two parts, at whatever lengths; each part has all lengths; only the draw has a seed."""
+    """No token of the text is in two parts, at whatever lengths; each part has all lengths; only the draw has a seed. A causal
+    model gets as many blocks of each length, an encoder as many tokens."""
     documents, tokenizer = numbers(*TEXTS[name]), Numbers(None if causal else 0)
     made = [text_batches(documents, tokenizer, 128, tokens=4_000, causal=causal, window=32, seed=seed) for seed in (0, 1)]
     parts = [made[0], made[0].select, made[0].report]
@@ -102,6 +103,8 @@ def test_parts_share_no_text(name, causal):
     if name != "little":
         assert tokens == pytest.approx([3_200, 400, 400], rel=0.4)
         assert not torch.equal(made[0][0], made[1][0])
+        counts = [blocks.shape[0] if causal else blocks.numel() for blocks in made[0]]
+        assert max(counts) < 1.15 * min(counts), counts
     for ours, theirs in ((made[0].select, made[1].select), (made[0].report, made[1].report)):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 

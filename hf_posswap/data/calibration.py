@@ -52,8 +52,8 @@ def text_batches(
         max_length: Of the longest blocks, in tokens; up to the longest input of the swapped model.
         tokens: How many in total: eight tenths to fit on, a tenth to select by, a tenth to report on.
         causal: Whether it is for a causal model.
-        window: How many tokens the original reads at once, if less than `max_length`: blocks of that length are included, and
-            for a causal model those of the lengths between, too.
+        window: How many tokens the original reads at once, if less than `max_length`: blocks of that length are included. For
+            a causal model those of the lengths between, too, and as many blocks of each: most tokens stand in long ones.
         seed: Of the draw to fit on; the other parts are the same for every seed.
 
     Returns:
@@ -76,9 +76,10 @@ def text_batches(
     least = max_length - 2 if wraps(tokenizer) else max_length
     parts = []
     for kind, part in enumerate(split_tokens(token_lists(documents, tokenizer), least)):
-        wanted = tokens * (1 if kind else 8) // 10 // len(lengths)
+        budget = tokens * (1 if kind else 8) // 10
         parts.append([])
         for length in sorted(lengths):
+            wanted = budget * length // sum(lengths) if causal else budget // len(lengths)
             blocks = cut_blocks(part, tokenizer, length)
             drawn = torch.randperm(len(blocks), generator=generator)[: max(1, wanted // length)]
             parts[-1].append(spread(blocks, wanted) if kind else blocks[drawn])
