@@ -289,6 +289,10 @@ def _check_dtypes(model: "SwappedModel", state_dict: dict | None, files) -> None
     ours = {f"{place}.{name}" for place, one in _position_modules(model).items() for name, _ in one.named_parameters()}
     dtypes = {name: str(value.dtype) for name, value in (state_dict or {}).items()}
     for path in files:
+        if not str(path).endswith(".safetensors"):
+            raise CheckpointError(
+                f"{path} is not of safetensors, the only format that swapped models are read from: convert it"
+            )
         with safe_open(path, framework="pt") as file:
             dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}
     for name, dtype in dtypes.items():

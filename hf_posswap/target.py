@@ -119,17 +119,16 @@ def _for_swapped(adapter) -> bool:
     return str(config.get("model_type")).startswith("posswap-")
 
 
-# Models of transformers that consist of others, each with its own config.
-COMPOSITES = ("encoder_decoder", "speech_encoder_decoder", "vision_encoder_decoder", "vision_text_dual_encoder")
-
-
 def check_not_in_composite(model: PreTrainedModel) -> None:
-    """Raise if a model is a part of another one, such as an EncoderDecoderModel: its config would not follow.
+    """Raise if a model is a part of another one, an EncoderDecoderModel or a BLIP-2: that one's config would not follow.
 
     A module does not know its parent, but the garbage collector finds what refers to it. It searches all objects of the
-    process, so it is asked only where a class of such models has been imported.
+    process, so it is asked only where models of other families have been imported.
     """
-    if not any(f"transformers.models.{name}.modeling_{name}" in sys.modules for name in COMPOSITES):
+    own = {architecture.base_class.__module__ for architecture in ARCHITECTURES.values()} | {
+        "transformers.models.auto.modeling_auto"
+    }
+    if not any(name.startswith("transformers.models.") and ".modeling_" in name for name in {*sys.modules} - own):
         return
     holders = [one for one in gc.get_referrers(model) if isinstance(one, dict)]
     parts = [one for one in holders if all(isinstance(value, (nn.Module, type(None))) for value in one.values())]

@@ -69,4 +69,6 @@ def balanced_order(
 
 def plain_projections(target: PreTrainedModel, architecture: Architecture) -> bool:
     """Whether query and key weights are plain: no adapters, parametrizations or shared weights."""
-    return all(architecture.query_key(a).plain for a in architecture.self_attentions(target.base_model))
+    attentions = list(dict.fromkeys(architecture.self_attentions(target.base_model)))  # ALBERT's are one module
+    weights = [weight for attention in attentions for weight in attention.parameters()]
+    return all(architecture.query_key(one).plain for one in attentions) and len(set(weights)) == len(weights)

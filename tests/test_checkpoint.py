@@ -236,11 +236,14 @@ def test_broken_config(make_swapped, entry, message, tmp_path):
 
 @pytest.mark.parametrize(("family", "size"), [("bert", 0), ("bert-decoder", 4), ("gpt2", 100), ("bert", 20_000)])
 def test_truncated_weights(make_swapped, family, size, tmp_path):
-    """A weight file that was cut short is refused in our words, wherever it was cut."""
+    """A weight file that was cut short is refused in our words, wherever it was cut; so is one of another format."""
     make_swapped(family, "rotary").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
     refused("truncated or corrupted", AUTO[family].from_pretrained, tmp_path)
+    path.unlink()
+    torch.save({"weight": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    refused("not of safetensors, the only format", AUTO[family].from_pretrained, tmp_path)
 
 
 LOST = [

@@ -64,6 +64,15 @@ def test_text_to_report_on_is_not_looked_at(make_model, monkeypatch):
     assert seen == [(16, [[100, 10], [10], []])] * 3
 
 
+def test_candidates_are_swapped_as_the_model_will_be(make_model, monkeypatch):
+    """With the span and the start that the swap will have."""
+    swaps = []
+    monkeypatch.setattr(choosing, "swap", lambda *given, **options: swaps.append(options) or posswap.swap(*given, **options))
+    options = {"max_positions": 64, "span": 8, "first": 2, "warm_start": False}
+    posswap.choose(make_model("gpt2"), "rotary:fraction=auto", _text(60, 64), reconstruct=1, progress=False, **options)
+    assert swaps == [options] * 3
+
+
 def test_real_fits_decide(make_model):
     """With real fits the choice is the candidate whose own fit ends with the least damage."""
     model = make_model("gpt2")

@@ -4,7 +4,7 @@ import numpy
 import pytest
 import sklearn.linear_model
 import torch
-from conftest import KINDS
+from conftest import KINDS, refused
 from sklearn.linear_model import RidgeClassifier, RidgeClassifierCV
 from transformers import BertModel
 
@@ -79,6 +79,19 @@ def test_measures_leave_modes_alone(make_model, gpt2_tokenizer, tokens):
     ):
         assert measure() == measure()
         assert [part.training for part in model.modules()] == modes
+
+
+def test_a_diverged_model_is_not_scored(make_model, gpt2_tokenizer, bert_tokenizer):
+    """NaN is no preference and no state."""
+    texts = ["a b c d", "a c b d"] * 4
+    for family, measure in (
+        ("gpt2", lambda model: word_order_preference(model, gpt2_tokenizer, texts)),
+        ("bert", lambda model: word_order_probe(model, bert_tokenizer, (texts, [0, 1] * 4), (texts, [0, 1] * 4))),
+    ):
+        model = make_model(family)
+        for parameter in model.parameters():
+            parameter.data.fill_(torch.nan)
+        refused("NaN or infinite", measure, model)
 
 
 def test_nothing_stays_when_looking_fails(make_model, tokens):

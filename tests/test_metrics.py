@@ -8,7 +8,8 @@ from scipy import stats
 from sklearn import metrics as theirs
 from transformers import BertForSequenceClassification
 
-from hf_posswap.measure.metrics import OF_LABELS, OF_NUMBERS, Metric, compute_metrics, metric_names
+from hf_posswap.errors import DataError
+from hf_posswap.measure.metrics import OF_LABELS, OF_NUMBERS, Metric, compute_metrics, metric_names, spearman
 from hf_posswap.training.evaluation import predict
 
 
@@ -39,6 +40,10 @@ def test_numbers_against_scipy():
     assert figures["spearman"] == pytest.approx(stats.spearmanr(predictions, references).statistic)
     bent = compute_metrics(metric_names(0), numpy.exp(predictions), references)
     assert bent["spearman"] == figures["spearman"] and abs(bent["pearson"] - figures["pearson"]) > 0.01
+    tiny = compute_metrics(metric_names(0), predictions * 1e-14, references)
+    assert tiny == pytest.approx(figures)
+    for lists in (([], []), ([1.0, 2.0], [1.0])):
+        refused("cannot be correlated", spearman, *lists, error=DataError)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import refused
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertForQuestionAnswering, BertTokenizer, PreTrainedTokenizerFast
+from transformers import BertForQuestionAnswering, BertTokenizer, PreTrainedTokenizerFast, RobertaForQuestionAnswering
 
 from hf_posswap.data.text import split_of
 from hf_posswap.errors import DataError
@@ -185,6 +185,28 @@ def test_saying_is_what_generate_writes(make_model, gpt2_tokenizer):
         chosen = [[keys[place], *keys[:place], *keys[place + 1 :]] for keys in best]
         texts = [PasskeyText([*t.input_ids[:-4], *keys[0]], t.start, 0, keys) for t, keys in zip(asked, chosen, strict=True)]
         assert recall_keys(model, texts)[1] == [place == 0] * 6
+
+
+@pytest.mark.parametrize("span", [None, 8])
+def test_keys_behind_a_span(make_swapped, gpt2_tokenizer, span):
+    """A cache that has forgotten keys serves every candidate: ranks are those of reading each text whole."""
+    model = make_swapped("gpt2", "rotary", "sdpa", span=span, n_positions=64)
+    texts = depth_texts(PasskeyTexts(gpt2_tokenizer, "train", causal=True), 50, 0.5, 8)
+    wanted = []
+    for text in texts:
+        ids = torch.tensor([[*text.input_ids[:-4], *key] for key in text.candidates])
+        scores = model(ids).logits[:, -5:-1].log_softmax(-1).gather(-1, ids[:, -4:, None]).mean((1, 2))
+        wanted.append(bool(scores[0] > scores[1:].max()))
+    assert recall_keys(model, texts)[1] == wanted
+
+
+def test_encoders_without_token_types(make_model, bert_tokenizer):
+    """RoBERTa's kin read no token types: examples have none, and a model is asked without."""
+    bert_tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    texts = PasskeyTexts(bert_tokenizer, "train", causal=False)
+    assert "token_type_ids" not in PasskeyExamples(texts, (28,), 1)[0]
+    model = make_model("roberta", head=RobertaForQuestionAnswering, type_vocab_size=1)
+    assert len(point_at_keys(model, depth_texts(texts, 28, 0.5, 2), kinds=texts.kinds)) == 2
 
 
 def test_pointing(make_model, bert_tokenizer):

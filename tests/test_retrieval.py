@@ -11,6 +11,7 @@ from conftest import WORDS, refused
 
 import hf_posswap as posswap
 from hf_posswap.errors import DataError
+from hf_posswap.experiments.models import load_tokenizer
 from hf_posswap.measure.retrieval import cut_documents, draw_passages, pieces_of, read_as, recall
 from hf_posswap.measure.retrieval_sets import needles, passkeys, read_beir
 
@@ -118,6 +119,21 @@ def test_ways_of_reading(folder, way):
     wanted = plain.encode([short])[0]
     assert np.allclose(found[1], wanted / np.linalg.norm(wanted), atol=1e-5)
     assert len(pieces_of([2, *range(5, 21), 3], pipeline.tokenizer, "chunks", 10)) == 2
+
+
+def test_text_without_spaces():
+    """Text that a tokenizer takes for one word is cut like any other, into documents of the size that was asked for."""
+    tokenizer = load_tokenizer("stdlib-gpt2")
+    documents = cut_documents(["".join(chr(0x4E00 + (i * 37) % 5000) for i in range(600))], tokenizer, 64)
+    sizes = [len(tokenizer(one)["input_ids"]) for one in documents]
+    assert len(sizes) > 5 and all(abs(size - 64) <= 3 for size in sizes), sizes
+
+
+def test_vectors_of_a_diverged_model():
+    """NaN ranks nothing: it would be found first everywhere, or everything first by it."""
+    vectors = torch.eye(3)
+    for documents, queries in ((vectors * torch.tensor([[1], [torch.nan], [1]]), vectors), (vectors, vectors * torch.nan)):
+        refused("NaN or infinite", recall, documents, queries, range(3))
 
 
 def test_recall():

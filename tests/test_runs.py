@@ -259,7 +259,8 @@ def test_a_scheme_of_any_length_names_a_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(commands_compare, "_run", lambda command: folders.append(Path(command[-1])))
     mixes = [f"mixed:layers=[{', '.join(['relative:clip=16'] * 23 + [last])}]" for last in ("none", "rotary")]
     run_all(["any"], [(mix, "fit", 0) for mix in mixes], tmp_path)
-    assert len({folder.mkdir(parents=True) or folder for folder in folders}) == 2
+    run_all(["any"], [(f"self-extend:temper={n}", "fit", 0) for n in ("1e-1", "1e+1")], tmp_path)
+    assert len({folder.mkdir(parents=True) or folder for folder in folders}) == 4
 
 
 THEIRS = """

@@ -9,7 +9,15 @@ import torch
 from conftest import refused
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, DynamicCache, GenerationConfig, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    DynamicCache,
+    GenerationConfig,
+    StaticCache,
+)
 
 import hf_posswap as posswap
 from hf_posswap.contract.subject import padded
@@ -196,6 +204,37 @@ def test_shared_query_and_key_weights(make_model, tokens):
     with pytest.warns(UserWarning, match="parametrized or shared"):
         posswap.swap(model, "rotary")
     assert torch.equal(model.bert.encoder.layer[0].attention.self.query.weight, before)
+    model = make_model("bert")
+    first, second = (layer.attention.self for layer in model.bert.encoder.layer[:2])
+    second.key.weight = first.key.weight  # of two layers, it would be turned twice
+    with pytest.warns(UserWarning, match="parametrized or shared"):
+        posswap.swap(model, "rotary")
+
+
+def test_a_part_of_another_model(make_model):
+    """The language model of a BLIP-2 is refused whatever else was imported: the whole would not load again."""
+    text = make_model("opt").config.to_dict()
+    small = {"hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 1, "num_attention_heads": 2}
+    parts = {
+        "vision_config": small | {"image_size": 28, "patch_size": 14},
+        "qformer_config": small | {"encoder_hidden_size": 32},
+    }
+    whole = Blip2ForConditionalGeneration(Blip2Config(**parts, text_config=text, num_query_tokens=4))
+    says = "a part of Blip2ForConditionalGeneration.*swap or restore the parts first"
+    refused(says, posswap.swap, whole.language_model, "rotary", error=posswap.UnsupportedModelError)
+
+
+def test_padding_is_no_text(make_model, tokens):
+    """A fit counts the tokens of a text, not what it was padded to."""
+    short = {"input_ids": torch.randint(64, (60, 12)), "attention_mask": torch.ones(60, 12, dtype=torch.long)}
+    padded_to = {key: torch.nn.functional.pad(value, (0, 48)) for key, value in short.items()}
+    found = []
+    for batch in (short, padded_to):
+        model = posswap.swap(make_model("bert"), "relative:clip=4", max_positions=64)
+        found.append(posswap.fit(model, [batch], reconstruct=3, progress=False))
+    assert [report.longest for report in found] == [12, 12]
+    assert str(found[0].after) == str(found[1].after)
+    assert "fitted_length" not in model.config.position_scheme or model.config.position_scheme["fitted_length"] == 12
 
 
 def test_inference_tensors_and_meta_are_refused(make_model):

@@ -370,6 +370,10 @@ def test_positions_are_skipped(make_swapped):
     assert (far[:, -1] - plain[:, -1]).abs().max() > 1e-3
     apart["input_ids"] = torch.cat([(apart["input_ids"][:, :1] + 1) % 64, apart["input_ids"][:, 1:]], dim=1)
     assert (model(**apart, use_cache=False).logits[:, -1] - far[:, -1]).abs().max() > 1e-4  # the second part reads the first
+    counted = make_swapped("opt", "rotary", max_positions=32)  # whose table has two rows before the first position
+    ids = even_rows()[3]["input_ids"][None]
+    given = SkippedPositions(even_rows(), counted, 16, 0)[3]["position_ids"][None]
+    torch.testing.assert_close(counted(ids, position_ids=given).logits, counted(ids).logits)
     twin = copy.deepcopy(model)
     configs = [TrainingConfig(max_steps=2, batch_size=8, skip_to=to) for to in (None, 200)]
     losses = [trained(m, config)[1].losses for m, config in zip((twin, model), configs, strict=True)]

@@ -108,7 +108,8 @@ def run_all(command: list[str], jobs: list[tuple[str, str, int]], output: Path) 
     bar = tqdm(jobs, desc="compare", unit="run", disable=None)
     for number, (scheme, start, seed) in enumerate(bar, 1):
         bar.set_postfix_str(f"{scheme}, {start}, seed {seed}")
-        name = "-".join("".join(c if c.isalnum() else "-" for c in part) for part in (scheme, start, str(seed)))
+        # A plus stays: 1e+1 is not 1e-1.
+        name = "-".join("".join(c if c.isalnum() or c == "+" else "-" for c in part) for part in (scheme, start, str(seed)))
         if len(name) > 200:  # of a file system's 255
             name = f"{name[:180]}-{sha256(name.encode()).hexdigest()[:12]}"
         folder = output / "runs" / name

@@ -60,6 +60,7 @@ def swap_command(
     if span is None and first is not None:
         raise PosswapError("--first is about a span: pass --span, too")
     chosen = parse_scheme(scheme)
+    options = {"max_positions": max_positions, "warm_start": not cold, "span": span, "first": 4 if first is None else first}
     with new_folder(output) as folder:
         whole = open_whole(model, trust_remote_code=trust_remote_code)
         loaded, piped = unwrap(whole), is_pipeline(whole)
@@ -71,9 +72,9 @@ def swap_command(
         bar = sys.stderr.isatty()
         if batches is not None and chosen.open_options():
             say(f"choosing {', '.join(chosen.open_options())} of {chosen.name} by short fits")
-            chosen = choose(loaded, chosen, batches, max_positions=max_positions, progress=bar)
+            chosen = choose(loaded, chosen, batches, **options, progress=bar)
         say(f"swapping to {chosen}")
-        swap(whole, chosen, max_positions=max_positions, warm_start=not cold, span=span, first=4 if first is None else first)
+        swap(whole, chosen, **options)
         report = None
         if batches is not None:
             steps = 100 if reconstruct is None else reconstruct

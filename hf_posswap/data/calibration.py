@@ -166,23 +166,26 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
         ids = batch["input_ids"]
         if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
             raise DataError(f"token ids must be integers of shape (N, L), not {ids.dtype} of shape {tuple(ids.shape)}")
+        mask = batch.get("attention_mask", torch.ones_like(ids))
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise DataError("attention_mask must be 1 where there are tokens and 0 where there is padding")
+        batch["attention_mask"] = mask = mask.bool()
+        if not bool(mask.any(-1).all()):
+            raise DataError("a row of attention_mask masks everything: leave that row out")
+        # Padding after the longest row is no text: a fit to 20 tokens, padded to 512, would count as one to 512.
+        end = int(mask.any(0).nonzero().max()) + 1
+        batch = {key: value[:, :end] for key, value in batch.items()}
+        ids = batch["input_ids"]
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= model.config.vocab_size:
             raise DataError(f"token ids are {low} to {high}, of {model.config.vocab_size} tokens: use the model's tokenizer")
-        if ids.shape[1] > longest:
-            remedy = f"cut the batches, or swap with max_positions={ids.shape[1]}"
-            raise DataError(f"a batch exceeds the positions for {longest}: {remedy}")
+        if end > longest:
+            raise DataError(f"a batch exceeds the positions for {longest}: cut the batches, or swap with max_positions={end}")
         kinds = batch.get("token_type_ids", torch.zeros_like(ids))
         # GPT-2 has no table of token types: it looks them up in the token table.
         count = getattr(model.config, "type_vocab_size", model.config.vocab_size)
         if kinds.dtype not in (torch.int64, torch.int32) or int(kinds.min()) < 0 or int(kinds.max()) >= count:
             raise DataError(f"token_type_ids must be integers from 0 to {count - 1}")
-        mask = batch.get("attention_mask", torch.ones_like(ids))
-        if not bool(((mask == 0) | (mask == 1)).all()):
-            raise DataError("attention_mask must be 1 where there are tokens and 0 where there is padding")
-        batch["attention_mask"] = mask.bool()
-        if not bool(batch["attention_mask"].any(-1).all()):
-            raise DataError("a row of attention_mask masks everything: leave that row out")
         checked.append({key: value.detach().cpu() for key, value in batch.items()})
     if not checked:
         raise DataError("there are no batches: give some text")

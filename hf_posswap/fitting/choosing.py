@@ -27,6 +27,9 @@ def choose(
     batches: torch.Tensor | Iterable,
     *,
     max_positions: int | None = None,
+    span: int | None = None,
+    first: int = 4,
+    warm_start: bool = True,
     reconstruct: int = 10,
     seed: int = 0,
     progress: bool = True,
@@ -43,7 +46,7 @@ def choose(
         model: The model that is to be swapped.
         scheme: A scheme with options that are "auto", such as "rotary:theta=auto,fraction=auto".
         batches: Text as `posswap.fit` takes it.
-        max_positions: As for `posswap.swap`.
+        max_positions, span, first, warm_start: As for `posswap.swap`.
         reconstruct: Steps for each layer and candidate.
         seed: As for `posswap.fit`.
         progress: Show a bar.
@@ -77,13 +80,14 @@ def choose(
         text = _thin(check_batches(batches, model, longest), 1.0)
     settled = replace(scheme, **{name: scheme.choices[name][0] for name in scheme.open_options()})
     trials = [(name, value) for name in scheme.open_options() for value in scheme.choices[name]]
+    options = {"max_positions": max_positions, "span": span, "first": first, "warm_start": warm_start}
     damages: dict[str, float] = {}  # by the scheme as a string: a scheme with scalings is not hashable
     bar = tqdm(total=len(trials), desc="choose", unit="trial", disable=None if progress else True)
     for name in scheme.open_options():
         candidates = [replace(settled, **{name: value}) for value in scheme.choices[name]]
         for candidate in candidates:
             if str(candidate) not in damages:
-                trial = swap(copy.deepcopy(model), candidate, max_positions=max_positions)
+                trial = swap(copy.deepcopy(model), candidate, **options)
                 with warnings.catch_warnings():  # if a short fit does not help, the candidate is judged unfitted
                     warnings.filterwarnings("ignore", message="the fit was undone")
                     report = fit(trial, text, reconstruct=reconstruct, seed=seed, progress=False, window=window)

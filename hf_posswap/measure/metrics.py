@@ -37,26 +37,29 @@ def matthews(references: list[int], predictions: list[int]) -> float:
     return 0.0 if single else metrics.matthews_corrcoef(references, predictions)
 
 
-def _correlated(correlation, **lists: list[float]) -> float:
-    """Return a correlation, -1 to 1; where one list does not vary it is undefined, and 0."""
+def _correlated(of=numpy.asarray, **lists: list[float]) -> float:
+    """Return the linear correlation, -1 to 1, of what `of` makes of the lists; undefined, and 0, where one does not vary."""
     pair = {name: numpy.asarray(values, float) for name, values in lists.items()}
+    if len(sizes := {len(values) for values in pair.values()}) > 1 or 0 in sizes:
+        raise DataError(f"lists of {' and '.join(str(len(one)) for one in pair.values())} numbers cannot be correlated")
     for name, values in pair.items():
         if not numpy.isfinite(values).all():
             place = int(numpy.flatnonzero(~numpy.isfinite(values))[0])
             raise DataError(f"{name} hold {values[place]} at place {place}: a correlation needs finite numbers")
     # SciPy warns of values that are nearly constant as well; of two samples the correlation is always 1 or -1.
-    flat = any(numpy.ptp(values) <= 1e-12 * max(1.0, abs(values).max()) for values in pair.values())
-    return 0.0 if flat else round(float(correlation(*pair.values()).statistic), 12)  # it can come out as 1.0000000000000002
+    pair = [of(values) for values in pair.values()]
+    flat = any(numpy.ptp(values) <= 1e-12 * abs(values).max() for values in pair)
+    return 0.0 if flat else round(float(stats.pearsonr(*pair).statistic), 12)  # it can come out as 1.0000000000000002
 
 
 def pearson(references: list[float], predictions: list[float]) -> float:
     """Return the linear correlation, cov(x, y) / (sd(x) sd(y))."""
-    return _correlated(stats.pearsonr, predictions=predictions, references=references)
+    return _correlated(predictions=predictions, references=references)
 
 
 def spearman(references: list[float], predictions: list[float]) -> float:
     """Return the correlation of ranks, equal values sharing their mean rank: it is unchanged by monotonic maps."""
-    return _correlated(stats.spearmanr, predictions=predictions, references=references)
+    return _correlated(stats.rankdata, predictions=predictions, references=references)
 
 
 OF_LABELS = {"accuracy": metrics.accuracy_score, "f1": f1, "f1_macro": f1_macro, "matthews": matthews}

@@ -17,6 +17,7 @@ Unlike the paper: no introductory sentence, and the key appears once, so that sh
 digits and all the same number of tokens; the two splits share no keys.
 """
 
+import copy
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -77,6 +78,7 @@ class PasskeyTexts:
         if not 0 <= decoys < CANDIDATES:
             raise DataError(f"decoys={decoys} must be from 0 to {CANDIDATES - 1}")
         self.causal, self.decoys = causal, decoys
+        self.kinds = "token_type_ids" in tokenizer.model_input_names  # RoBERTa's kin and DistilBERT have none
         # Parts are tokenized one by one, with the space in front of them: a key is the same tokens wherever it stands.
         self._tokens = lambda texts: tokenizer([f" {text}" for text in texts], add_special_tokens=False)["input_ids"]
         numbers = [str(number) for number in range(1000, 10_000)]
@@ -151,7 +153,8 @@ class PasskeyExamples(Dataset):
         ids = torch.tensor(text.input_ids)
         if not self.texts.causal:
             span = {"start_positions": torch.tensor(text.start), "end_positions": torch.tensor(text.start + len(text.key) - 1)}
-            return {"input_ids": ids, "token_type_ids": (torch.arange(len(ids)) >= text.question_size).long(), **span}
+            kinds = {"token_type_ids": (torch.arange(len(ids)) >= text.question_size).long()} if self.texts.kinds else {}
+            return {"input_ids": ids, **kinds, **span}
         labels = torch.full_like(ids, -100)
         labels[-len(text.key) :] = ids[-len(text.key) :]
         return {"input_ids": ids, "labels": labels}
@@ -179,8 +182,8 @@ def recall_keys(model: PreTrainedModel, texts: list[PasskeyText]) -> tuple[list[
         for number in range(candidates.shape[1]):
             tokens, logits = candidates[:, number], prompt.logits
             if size > 1:
-                more = model(input_ids=tokens[:, :-1], use_cache=True, **{CACHE: cache}).logits
-                cache.crop(1 - size)  # negative: so many tokens fewer
+                # A copy for each, since a cache with a span cannot be cut back once it has forgotten keys.
+                more = model(input_ids=tokens[:, :-1], use_cache=True, **{CACHE: copy.deepcopy(cache)}).logits
                 logits = torch.cat([logits, more], dim=1)
             if number == 0:
                 said = (logits.argmax(-1) == tokens).all(-1)
@@ -191,13 +194,16 @@ def recall_keys(model: PreTrainedModel, texts: list[PasskeyText]) -> tuple[list[
 
 
 @torch.no_grad()
-def point_at_keys(model: PreTrainedModel, texts: list[PasskeyText]) -> list[bool]:
-    """Return for each text whether the likeliest start and end of a question-answering encoder are the key's."""
+def point_at_keys(model: PreTrainedModel, texts: list[PasskeyText], *, kinds: bool = True) -> list[bool]:
+    """Return for each text whether the likeliest start and end of a question-answering encoder are the key's.
+
+    kinds: Whether the model reads token types, as `PasskeyTexts.kinds` says of its tokenizer.
+    """
     ids = torch.tensor([text.input_ids for text in texts], device=model.device)
     sizes = torch.tensor([[text.question_size] for text in texts], device=ids.device)
-    kinds = (torch.arange(ids.shape[1], device=ids.device) >= sizes).long()
+    given = {"token_type_ids": (torch.arange(ids.shape[1], device=ids.device) >= sizes).long()} if kinds else {}
     with evaluating(model):
-        outputs = model(input_ids=ids, token_type_ids=kinds)
+        outputs = model(input_ids=ids, **given)
     starts = torch.tensor([text.start for text in texts], device=ids.device)
     right = outputs.start_logits.argmax(-1) == starts
     right &= outputs.end_logits.argmax(-1) == starts + len(texts[0].key) - 1

@@ -10,6 +10,7 @@ sentence-transformers' own trainer can train the model as it will be used:
     whole       as it is: for an embedder that reads enough
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from math import ceil
@@ -23,6 +24,7 @@ from hf_posswap.data.text import wraps
 from hf_posswap.errors import DataError
 
 Way = Literal["whole", "truncated", "ends", "chunks"]
+_LONGEST_WORD = 32  # tokens
 
 
 class Passage(NamedTuple):
@@ -63,11 +65,15 @@ def draw_passages(
 
 
 def _cuts(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return where to cut a text before each token, and after the last, but never in a word: 0, then the ends of words."""
+    """Return where to cut a text before each token, and after the last, but never in a word: 0, then the ends of words.
+
+    Text without spaces (Chinese in bytes, base64) can be one word to a tokenizer: it is cut between any two tokens.
+    """
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ends, words = [end for _, end in found["offset_mapping"]], found.word_ids()
+    sizes = Counter(words)
     for place in range(len(ends) - 2, -1, -1):
-        if words[place] is not None and words[place] == words[place + 1]:
+        if words[place] is not None and words[place] == words[place + 1] and sizes[words[place]] <= _LONGEST_WORD:
             ends[place] = ends[place + 1]
     return [0, *ends]
 
@@ -132,5 +138,7 @@ def recall(documents: Sequence[torch.Tensor], queries: torch.Tensor, answers: Se
     Each of the D documents has one vector (E,), or several (N, E), the nearest of which counts.
     """
     vectors = [functional.normalize(torch.atleast_2d(one), dim=-1) for one in documents]
+    if not all(one.isfinite().all() for one in (queries, *vectors)):
+        raise DataError("some vectors are NaN or infinite, as of a model that diverged: there is nothing to rank")
     scores = torch.stack([(queries @ several.T).amax(-1) for several in vectors], dim=1)
     return scores.argmax(-1) == torch.tensor(answers, device=scores.device)

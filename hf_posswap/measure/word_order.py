@@ -79,6 +79,10 @@ def word_order_preference(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
         likelihood = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0] * mask[:, 1:]
         scores.append(likelihood.sum(1))
     scores = torch.cat(scores)
+    if not scores.isfinite().all():
+        raise DataError(
+            "the model's likelihoods are NaN or infinite, as after training that diverged: there is nothing to compare"
+        )
     return (scores[0::2] > scores[1::2]).float().mean().item()
 
 
@@ -94,4 +98,7 @@ def sentence_vectors(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
             states = model.base_model(**batch, output_hidden_states=True).hidden_states
         mask = batch["attention_mask"][..., None]
         vectors.append(torch.cat([(layer.float() * mask).sum(1) / mask.sum(1) for layer in states], dim=-1).cpu().numpy())
-    return numpy.concatenate(vectors)[numpy.argsort(by_length)]
+    vectors = numpy.concatenate(vectors)
+    if not numpy.isfinite(vectors).all():
+        raise DataError("the model's states are NaN or infinite, as after training that diverged: there is nothing to compare")
+    return vectors[numpy.argsort(by_length)]

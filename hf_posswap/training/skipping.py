@@ -23,7 +23,7 @@ class SkippedPositions(Dataset):
         if longest > (reads := longest_input(model.config)):
             raise PosswapError(f"skip_to={longest} is more than the {reads} tokens it reads: swap with max_positions={longest}")
         self.dataset, self.longest, self.seed = dataset, longest, seed
-        self.first_row = family_of(model.config).first_row(model.config)
+        self.first_id = family_of(model.config).first_id(model.config)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -36,7 +36,7 @@ class SkippedPositions(Dataset):
             raise PosswapError(f"skip_to={self.longest}: example {index} has {what}: give shorter examples, without positions")
         draw = random.Random(f"{self.seed} {index}")
         cut, gap = draw.randint(1, max(1, length - 1)), draw.randint(0, self.longest - length)
-        positions = torch.arange(length) + self.first_row
+        positions = torch.arange(length) + self.first_id
         positions[cut:] += gap
         # Without a mask, transformers takes a gap in positions for the border between two packed texts.
         return {"attention_mask": torch.ones(length, dtype=torch.long), **row, "position_ids": positions}
