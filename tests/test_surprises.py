@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForMaskedLM,
     Blip2Config,
     Blip2ForConditionalGeneration,
+    ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
     StaticCache,
@@ -332,7 +333,9 @@ def test_continuous_batching_generates(make_model, scheme):
     model = posswap.swap(make_model("gpt2", "sdpa"), scheme)
     prompts, length = [[5, 6, 7], [8, 9, 10, 11, 12]], 6
     config = GenerationConfig(max_new_tokens=length, do_sample=False, eos_token_id=98, pad_token_id=0)
-    found = [one.generated_tokens for one in model.generate_batch(prompts, generation_config=config).values()]
+    small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=64)  # by default it takes most of the machine's memory
+    written = model.generate_batch(prompts, generation_config=config, continuous_batching_config=small)
+    found = [one.generated_tokens for one in written.values()]
     expected = [model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :] for prompt in prompts]
     assert found == [one.tolist() for one in expected] and len(set(map(tuple, found))) == 2
 

@@ -252,6 +252,7 @@ def test_compiled_training(make_swapped):
 def test_mixed_precision_leaves_a_plain_model(make_model):
     """bfloat16 changes the losses a little, not those of the next run, and leaves float32 weights that can be swapped."""
     losses = []
+    AcceleratorState._reset_state()  # what other tests have left
     try:
         for precision in (None, "bf16", None, "no"):
             model, run = trained(make_model("gpt2"), TrainingConfig(max_steps=2, batch_size=8, mixed_precision=precision))
