@@ -22,7 +22,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 SCHEMES = ("original", "relative", "rotary", "sinusoidal", "none", "learned", "ladder")  # in the order of COLOURS
-STARTS = {"fit": "-", "swap": "--", "cold": ":", "scratch": "-.", "annealed": (0, (5, 1, 1, 1, 1, 1)), "window": "--"}
+STARTS = {"fit": "-", "swap": "--", "cold": ":", "scratch": "-.", "window": "--"}
 MOST_LINES = 7
 LESS_IS_BETTER = ("loss", "perplexity", "kl", "damage", "seconds", "kib")
 

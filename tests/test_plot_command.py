@@ -47,7 +47,7 @@ PICTURES = {
     "translation": ["rotary"],
     "attention": ["{bert}", "rotary"],
     "loss": [RESULTS / "swap_cost" / "stdlib-gpt2"],
-    "recovery": [RESULTS / "heal" / "rotary-starts" / "comparison.json"],
+    "recovery": [RESULTS / "heal" / "rotary-fit" / "comparison.json"],
     "heat-map": [RESULTS / "passkey"],
 }
 
