@@ -7,14 +7,15 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel
 
-from hf_posswap import checkpoint, surgery
+from hf_posswap import checkpoint, scheme_entry, surgery
 from hf_posswap.architectures import Architecture
 from hf_posswap.attention import MOST_POSITIONS, check_implementation
-from hf_posswap.checkpoint import SwappedModel, on_hub
+from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
 from hf_posswap.functional.closed_form import balance
 from hf_posswap.pipelines import card, check_reads, is_pipeline, limit, set_card, set_limit
+from hf_posswap.scheme_entry import on_hub
 from hf_posswap.schemes import SCHEMES, Scheme, check_class, parse_scheme
 from hf_posswap.surgery import Snapshot, Undo, is_part, state_of, undo_of
 from hf_posswap.target import check_not_in_composite, find_target
@@ -136,7 +137,7 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
     config.__class__ = checkpoint.CONFIG_CLASSES[architecture.model_type]
     architecture.set_longest_input(config, geometry.max_positions)
     lengths = geometry.trained_positions, geometry.max_positions
-    config.position_scheme = checkpoint.config_entry(scheme, *lengths, base_model, span)
+    config.position_scheme = scheme_entry.config_entry(scheme, *lengths, base_model, span)
     if same and "fitted_length" in target.config.position_scheme:  # what was fitted stays, and what it was fitted to
         config.position_scheme["fitted_length"] = target.config.position_scheme["fitted_length"]
     config._name_or_path = ""
@@ -146,12 +147,12 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
         # A loaded model that only gets another length keeps what it has learned.
         for new, old in zip([embedding, *(getattr(a, "positions", None) for a in attentions)], kept, strict=True):
             if None not in (new, old):  # a scheme without a module in attention has one for a span
-                weights = {name: value for name, value in old.state_dict().items() if name != checkpoint.DIGEST}
+                weights = {name: value for name, value in old.state_dict().items() if name != scheme_entry.DIGEST}
                 new.load_state_dict(weights)
     elif warm_start or embedding.keeps_table:
         with torch.no_grad():
             embedding.fit_table(table)
-    checkpoint.sign(embedding, checkpoint.digest(scheme, geometry.trained_positions, span).to(table.device))
+    scheme_entry.sign(embedding, scheme_entry.digest(scheme, geometry.trained_positions, span).to(table.device))
     for attention, (query, key), order in zip(attentions, moments, orders or (), strict=orders is not None):
         if order is not None:
             balance(architecture.query_key(attention), query, key, order)

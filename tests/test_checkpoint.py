@@ -23,7 +23,8 @@ from transformers import (
 )
 
 import hf_posswap as posswap
-from hf_posswap.checkpoint import STUB, on_hub
+from hf_posswap.checkpoint import STUB
+from hf_posswap.scheme_entry import on_hub
 
 AUTO = {"bert": AutoModelForMaskedLM, "bert-decoder": AutoModelForCausalLM, "gpt2": AutoModelForCausalLM}
 STOCK = {"bert": BertForMaskedLM, "gpt2": GPT2LMHeadModel}
@@ -361,7 +362,7 @@ def test_broken_position_weights(make_swapped, auto_class, change, says, tmp_pat
 
 def test_a_base_on_the_hub_is_known(make_model, tmp_path, monkeypatch):
     """A swap of a checkpoint that is in the Hub's cache notes its id; a folder is none; another base is refused."""
-    monkeypatch.setattr("hf_posswap.checkpoint.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("hf_posswap.scheme_entry.HF_HUB_CACHE", str(tmp_path / "cache"))
     (tmp_path / "cache" / "models--org--tiny" / "snapshots" / "f00").mkdir(parents=True)
     model = make_model("bert")
     model.name_or_path = model.config._name_or_path = "org/tiny"

@@ -9,8 +9,8 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import hf_posswap as posswap
-from hf_posswap.checkpoint import DIGEST
 from hf_posswap.contract.subject import padded
+from hf_posswap.scheme_entry import DIGEST
 from hf_posswap.schemes import parse_scheme
 from hf_posswap.span_cache import SpanLayer
 

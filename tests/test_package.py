@@ -49,7 +49,8 @@ def top_level_imports(path: Path) -> set[str]:
 
 
 # What a swap is, each imported by those after it; no wing (fitting, measure, sharing, ...) is asked by any of them.
-SPINE = "attention span_cache span_mask surgery forward checkpoint pipelines target warm_start swapping describing".split()
+SPINE = "attention span_cache span_mask surgery forward scheme_entry checkpoint pipelines target warm_start swapping".split()
+SPINE += ["describing"]
 BENEATH = "errors evaluating schemes architectures functional assets".split()
 PARTS = {  # files, how many there are at least, and what of the package they may import
     "schemes/*.py": (7, ["errors", "functional.relative_attention", "functional.closed_form", "schemes"]),

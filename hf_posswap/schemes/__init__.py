@@ -29,7 +29,7 @@ SCHEMES: dict[str, type[Scheme]] = {
     for scheme in (Learned, Sinusoidal, Relative, Rotary, SelfExtend, Alibi, Buckets, NoPositions, Mixed, Ladder)
 }
 
-# What config.json holds beside a scheme's name and options: see `checkpoint.config_entry`.
+# What config.json holds beside a scheme's name and options: see `scheme_entry.config_entry`.
 ABOUT_THE_MODEL = "format trained_positions made_for_positions base_model edited span guarded fitted_length".split()
 
 

@@ -14,12 +14,12 @@ import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
 from hf_posswap.assets import EMBEDDED_MODELS
-from hf_posswap.checkpoint import is_repo_id
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.experiments.comparison import background, markdown, row_label
 from hf_posswap.experiments.page import plots
 from hf_posswap.pipelines import KINDS
 from hf_posswap.provenance import write_json
+from hf_posswap.scheme_entry import is_repo_id
 from hf_posswap.schemes import scheme_from_dict
 from hf_posswap.sharing.native_decoders import GPT_NEOX
 from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, data_of, gather, own_rows

@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import Architecture, find_family, longest_input
-from hf_posswap.checkpoint import DIGEST, SwappedModel, config_entry, is_repo_id, on_hub, scheme_in, span_in
+from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.provenance import check_new, write_json
+from hf_posswap.scheme_entry import DIGEST, config_entry, is_repo_id, on_hub, scheme_in, span_in
 from hf_posswap.surgery import position_modules, state_of
 from hf_posswap.swapping import original, restore, swap
 from hf_posswap.target import check_no_adapters, find_target

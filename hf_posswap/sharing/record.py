@@ -16,12 +16,13 @@ from jsonschema.exceptions import best_match
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_posswap.architectures import family_of
-from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES, is_repo_id, read_config_entry, scheme_in
+from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES
 from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.experiments.comparison import check_budgets, load_runs
 from hf_posswap.fitting.report import FIT_FILE
 from hf_posswap.pipelines import kind_of
 from hf_posswap.provenance import published, read_json, weight_hashes
+from hf_posswap.scheme_entry import is_repo_id, read_config_entry, scheme_in
 from hf_posswap.schemes import Scheme, parse_scheme
 from hf_posswap.sharing.delta import ABOUT
 from hf_posswap.sharing.parity import PARITY_FILE

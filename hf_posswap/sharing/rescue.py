@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from hf_posswap.checkpoint import CONFIG_CLASSES, SwappedModel, config_entry, on_hub
+from hf_posswap.checkpoint import CONFIG_CLASSES, SwappedModel
 from hf_posswap.errors import CheckpointError, PosswapError, UnsupportedModelError
+from hf_posswap.scheme_entry import config_entry, on_hub
 from hf_posswap.schemes.relative import Relative, RelativePositions
 from hf_posswap.sharing.load_reports import TABLE
 

@@ -21,7 +21,8 @@ import torch
 from transformers import logging
 
 from hf_posswap.architectures import ARCHITECTURES
-from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES, config_entry
+from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES
+from hf_posswap.scheme_entry import config_entry
 from hf_posswap.schemes import parse_scheme
 
 KEPT = Path(__file__).parents[2] / "runs" / "peer"
