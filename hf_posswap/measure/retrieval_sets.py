@@ -99,7 +99,7 @@ def read_beir(folder: str | Path, split: str = "test") -> RetrievalSet:
     corpus, queries = texts
     relevant: dict[str, set[str]] = {}
     try:
-        with (folder / "qrels" / f"{split}.tsv").open(newline="") as file:
+        with (folder / "qrels" / f"{split}.tsv").open(newline="", encoding="utf-8") as file:
             for row in csv.DictReader(file, delimiter="\t"):
                 if int(row["score"]) > 0 and row["query-id"] in queries:
                     relevant.setdefault(row["query-id"], set()).add(row["corpus-id"])
