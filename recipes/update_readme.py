@@ -37,6 +37,8 @@ PICTURES = {
     "its own table breaks at once;\nrelative and rotary positions fitted to 256 tokens fade slowly; a sliding window holds",
 }
 
+RANGES = (256, 512, 1024, 2048, 4096)  # the ends of those of reading on, in tokens
+
 # Other pages that show figures of a result file.
 SHOWN_IN = {
     "README.md": ("card/", "fit/minilm/", "fit/stdlib-gpt2/", "read_on/far/", "read_on/span/"),
@@ -110,13 +112,23 @@ def environment() -> Environment:
         content = read(f"{folder}/comparison.json")
         return differences(content["runs"], vary=content["vary"])[row][figure].sure
 
-    def gap(folder: str, row: str, name: str, other: str = "original") -> str:
-        """Return how much a row's figure is above another's, with the half width of the interval over items."""
+    def kept(folder: str, row: str, name: str):
+        """Return a row's figure on each item, the mean over seeds, (N,); None if it has none."""
         runs = rows_of((content := read(f"{folder}/comparison.json"))["runs"], content["vary"])
-        one, two = (
-            items_of(next(some for key, some in runs.items() if label_of(key) == label), name) for label in (row, other)
-        )
-        return f"{(one - two).mean():+.3f} ± {half_width(parted(one - two)):.3f}"
+        return items_of(next(some for key, some in runs.items() if label_of(key) == row), name)
+
+    def gap(folder: str, row: str, name: str, other: str = "original", base: str | None = None) -> str:
+        """Return how much a row's figure is above another's (of the folder `base`), with the interval over items."""
+        off = kept(folder, row, name) - kept(base or folder, other, name)
+        return f"{off.mean():+.3f} ± {half_width(parted(off)):.3f}"
+
+    def apart(folder: str, row: str, kind: str = "loss_") -> str:
+        """Return how much a row's losses are above the original's at the five ranges of reading on, rounded as in tables."""
+
+        def value(label: str, name: str) -> float:
+            return of(folder)(label, name) if (found := kept(folder, label, name)) is None else found.mean()
+
+        return ", ".join(f"{value(row, f'{kind}{n}') - value('original', f'{kind}{n}'):+.3f}" for n in RANGES)
 
     def holds(*conditions: bool) -> str:
         if not all(conditions):
@@ -126,7 +138,7 @@ def environment() -> Environment:
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["d"] = lambda value, digits: f"{value:.{digits}f}"
     environment.globals |= {"of": of, "m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": figures}
-    environment.globals |= {"sure": sure, "gap": gap, "holds": holds, "exp": exp, "sqrt": sqrt, "abs": abs}
+    environment.globals |= {"sure": sure, "gap": gap, "apart": apart, "holds": holds, "exp": exp, "sqrt": sqrt, "abs": abs}
     environment.globals |= {"table": comparison_table, "ladder": ladder_table, "index": index, "read": read}
     environment.globals |= {"again": again, "again_table": again_table}
     environment.globals["generated"] = {f.stem: read(f)["details"] for f in RESULTS.glob("read_on/generation/*.json")}
@@ -249,7 +261,7 @@ def draw() -> None:
     }  # fmt: skip
     for (picture, title), (folder, chosen) in zip(PICTURES.items(), shown.items(), strict=True):
         found = rows(RESULTS / folder / "comparison.json")
-        sizes = [n for n in (256, 512, 1024, 2048, 4096) if f"loss_{n}" in found["original"]]
+        sizes = [n for n in RANGES if f"loss_{n}" in found["original"]]
         lines = {name: {n: [exp(x) for x in found[row][f"{kind}_{n}"]] for n in sizes} for name, (row, kind) in chosen.items()}
         figure = plot_loss_by_length(lines, 256, "", label="perplexity")
         figure.suptitle(title, fontsize=10)

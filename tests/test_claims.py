@@ -17,7 +17,7 @@ EXPECTED = {
     "unique": ([True, True, True, False, False], "31 codes", "7 codes", "1.95 apart"),
     "bounded": ([True, True, False, False], "norm 8.0", "norm 19.6"),
     "same_distance_same_relation": ([True, False], "0.11 of 10 positions and 0.01 of 100"),
-    "generalises_to_longer": ([True, False, True, False], "1.3 times that of the original alone in the first"),
+    "generalises_to_longer": ([True, False, True, False], "1.3 times the original's, which reads these alone, in the first"),
     "deterministic": ([True, True, False],),
     "translation": ([True],),
     "sine_alone": ([True, True],),
