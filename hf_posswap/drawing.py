@@ -3,6 +3,7 @@
 Colours are Okabe and Ito's, which colour-blind readers can distinguish.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import mean
@@ -19,12 +20,13 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator
 
+from hf_posswap.experiments.comparison import LESS_IS_BETTER
+
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 SCHEMES = ("original", "relative", "rotary", "sinusoidal", "none", "learned", "ladder")  # in the order of COLOURS
 STARTS = {"fit": "-", "swap": "--", "cold": ":", "scratch": "-.", "window": "--"}
 MOST_LINES = 7
-LESS_IS_BETTER = ("loss", "perplexity", "kl", "damage", "seconds", "kib")
 
 Points = dict[float, float | Sequence[float]]  # x -> y, or one y for each seed
 
@@ -137,7 +139,7 @@ def image(
 
 def best(label: str):
     """Return `min` or `max`: which of the values of a figure is the best."""
-    return min if any(word in label.lower() for word in LESS_IS_BETTER) else max
+    return min if LESS_IS_BETTER & set(re.findall("[a-z0-9]+", label.lower())) else max
 
 
 @contextmanager

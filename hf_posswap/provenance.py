@@ -143,11 +143,8 @@ def input_hashes(options: dict, output: Path | None = None) -> dict[str, dict[st
 
 
 def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while part := file.read(1 << 20):
-            digest.update(part)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def without_home(text: str) -> str:

@@ -151,7 +151,6 @@ def test_pairs_and_cuts(bert_tokenizer, gpt2_tokenizer):
         ({"max_length": 2}, "at least 3"),
         ({"max_positions": 64}, "the original reads 32 tokens, not 64"),
         ({"metric": "spearman"}, "does not fit 2 labels; there are accuracy, f1, f1_macro, matthews"),
-        ({"metric": "acuracy"}, "metric='acuracy'"),
         ({"batch_size": 401}, "400 training rows do not fill one batch of 401"),
         ({"train_file": None}, "one of them"),
         ({"eval_steps": -1}, "eval_steps=-1"),

@@ -168,7 +168,6 @@ def test_bad_input(recipe, checkpoint, tmp_path):
         ({"num_layers": 2, "start": "swap"}, "for --start scratch"),
         ({"start": "fit"}, "ListOps has none"),
         ({"examples": 0}, "examples=0 must be at least 1"),
-        ({"hidden_size": 0}, "hidden_size=0 must be at least 1"),
     ):
         refused(says, recipe.ListOpsConfig, **options)
     config = recipe.ListOpsConfig(model=checkpoint("bert"), scheme="rotary", max_positions=12, max_steps=1, **TINY)

@@ -159,7 +159,6 @@ def test_folders_of_runs_are_read(tmp_path):
         (["table", "{bert}", "--positions", "99"], "99 positions were asked for, and the model holds 32"),
         (["translation", "{bert}"], "takes a scheme; .*bert is a model"),
         (["wavelengths", "{bert}"], r"only schemes that turn .* have wavelengths; learned has none"),
-        (["wavelengths", "ladder"], r"ladder has none"),
         (["attention", "rotary", "{bert}"], "takes a model, and then .*: plot attention minilm rotary"),
         (["attention", "{bert}", "--positions", "99"], "99 positions were asked for, and the model holds 32"),
         (["attention", "{relative}"], "relative has no tokenizer to read text with"),

@@ -26,7 +26,6 @@ TABLE = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 # One picture of each kind, from data made here.
 DRAW = {
     "table": lambda dark: plots.plot_table(TABLE, title="a table", dark=dark),
-    "positive table": lambda dark: plots.plot_table(TABLE.abs(), dark=dark),
     "similarity": lambda dark: plots.plot_similarity(TABLE, title="rows", dark=dark),
     "dot products": lambda dark: plots.plot_dot_products({"random": TABLE, "other": TABLE[:4]}, dark=dark),
     "wavelengths": lambda dark: plots.plot_wavelengths({"rotary": torch.tensor([6.3, 6283.0])}, trained=512, dark=dark),
@@ -121,7 +120,7 @@ def test_one_look_a_scheme():
     assert plots.looks(["original"], dark=True)["original"]["color"] == "#FFFFFF"
 
 
-@pytest.mark.parametrize(("label", "best"), [("perplexity", min), ("accuracy", max)])
+@pytest.mark.parametrize(("label", "best"), [("perplexity", min), ("accuracy", max), ("ratio_256", min)])
 def test_few_lines(label, best):
     """Of many options the best of each scheme are drawn, then the second best; a note names all others, the title the best."""
     lines = {f"{scheme}:o={n}, fit": {8: 1.0, 16: 10 * place + n} for place, scheme in enumerate("abc") for n in range(1, 6)}

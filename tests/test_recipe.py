@@ -148,7 +148,6 @@ def test_configurations(recipe):
         ("mixed_precision: ''", "mixed_precision is empty: give a value, or leave it out"),
         ("depth: 5\ndepth: 6", "depth is there twice"),
         ("depth: 5\n\tlearning_rate: 1", r"is no YAML \(.*character '.t'.* line 2.*: write `option: value` lines"),
-        ("lengths: [1", "is no YAML"),
         ("scheme: 2026-13-41", "is no YAML"),
         ("scheme: rotery", "rotery"),
         ("fit_tokens: 0", "fit_tokens=0 must be at least 1"),
@@ -228,7 +227,6 @@ def test_figures_that_are_no_numbers(start, tmp_path):
     for number, (answer, says) in enumerate(
         (
             ({"figures": {"loss": float("nan")}}, "ended in loss nan"),
-            ({"figures": {"loss": float("inf")}}, "ended in loss inf"),
             ({"figures": {"accuracy": 0.5}, "model": model}, "ended in bias that is not finite"),
         )
     ):

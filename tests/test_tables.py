@@ -152,7 +152,6 @@ VALIDATION = {"train_file": "good.csv", "validation_file": "t.csv"}
         ("text,label\nx,0\nx,7\n", VALIDATION, "row 2 of the validation part of t.csv has the label '7', .*known are 0, 1"),
         ("text,label\nx,yes\n", VALIDATION, "the label 'yes'.*out of range"),
         ("text,class\nx,1\n", VALIDATION, r"the validation part of t.csv has no column 'label'; it has \['text', 'class'\]"),
-        ("text,label\n", VALIDATION, "t.csv has no rows"),
     ],
 )
 def test_bad_tables(tmp_path, monkeypatch, content, options, says):

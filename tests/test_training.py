@@ -14,7 +14,7 @@ from transformers import BertForQuestionAnswering, BertForSequenceClassification
 import hf_posswap as posswap
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.batching import BatchOrder, count_terms, pad, predicts_next
-from hf_posswap.training.budget import NOT_BUDGET, SCHEDULES
+from hf_posswap.training.budget import SCHEDULES
 from hf_posswap.training.skipping import SkippedPositions
 
 RAGGED = [3, 16, 5, 9, 2, 15, 8, 12, 4, 4, 11, 6, 13, 7, 10, 3, 14, 5, 2, 14, 9, 6, 16, 8]
@@ -79,7 +79,6 @@ def test_after_step_looks_and_changes_nothing(make_model):
     ("options", "says"),
     [
         ({"max_steps": 0}, "at least 1"),
-        ({"checkpoints_kept": 0}, "at least 1"),
         ({"checkpoint_every": -1}, "at least 0"),
         ({"warmup_ratio": 10.0}, "a share of the steps, from 0 to 1"),
         ({"max_grad_norm": 0.0}, "clip gradients to nothing"),
@@ -96,15 +95,6 @@ def test_after_step_looks_and_changes_nothing(make_model):
 def test_bad_budget(make_model, options, says):
     """A budget that cannot be spent is refused before training."""
     refused(says, lambda: trained(make_model("gpt2"), TrainingConfig(**options)))
-
-
-def test_budget_is_what_makes_runs_comparable():
-    """How and where a run is carried out is no part of its budget; everything else is."""
-    base = TrainingConfig()
-    for same in ({"seed": 1}, {"gradient_accumulation_steps": 2}, {"torch_compile": "inductor"}, {"checkpoint_every": 5}):
-        assert set(same) <= NOT_BUDGET and TrainingConfig(**same).budget() == base.budget(), same
-    assert TrainingConfig(max_steps=5).budget() != base.budget()
-    assert TrainingConfig(train_sampling_strategy="group_by_length").budget() != base.budget()
 
 
 def _ragged(classes=False):

@@ -3,7 +3,6 @@
 Shapes: N rows, L tokens in a text, C labels (1 for a regression).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -174,19 +173,15 @@ def encode(rows: Rows, tokenizer: PreTrainedTokenizerBase, longest: int, split: 
         pairs = [tokenizer.eos_token + text for text in pairs]  # before the second, as texts are cut at their ends
     kinds = pairs is not None and tokenizer.sep_token_id is not None
 
-    def tokenize(places: Sequence[int], **options) -> dict:
-        texts = [[part[place] for place in places] for part in (rows.texts, pairs) if part is not None]
+    def tokenize(**options) -> dict:
+        texts = [part for part in (rows.texts, pairs) if part is not None]
         return tokenizer(*texts, return_token_type_ids=kinds, return_attention_mask=False, verbose=False, **options)
 
-    whole = tokenize(range(len(rows)))
-    lengths = [len(ids) for ids in whole["input_ids"]]
+    lengths = [len(ids) for ids in tokenize()["input_ids"]]
     if 0 in lengths:
         raise DataError(f"row {lengths.index(0) + 1} of the {split} texts has no token: remove empty texts")
-    if long := [place for place, length in enumerate(lengths) if length > longest]:
-        for name, values in tokenize(long, truncation=True, max_length=longest).items():
-            for place, value in zip(long, values, strict=True):
-                whole[name][place] = value
-    encoded = [{name: torch.tensor(values[place]) for name, values in whole.items()} for place in range(len(rows))]
+    cut = tokenize(truncation=True, max_length=longest)
+    encoded = [{name: torch.tensor(values[place]) for name, values in cut.items()} for place in range(len(rows))]
     for row, label in zip(encoded, rows.labels, strict=True):
         row["labels"] = torch.tensor(label)  # int64 for a class, float32 for a number
-    return Encoded(encoded, lengths, len(long))
+    return Encoded(encoded, lengths, sum(length > longest for length in lengths))

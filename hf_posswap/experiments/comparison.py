@@ -19,6 +19,8 @@ ORIGINAL = "original"  # the scheme of a model that is left as it is
 FREE = ("scheme", "start", "seed", "schemes_from", "save_model")
 _PARTS = {"recipe": str, "versions": dict, "hardware": dict, "config": dict, "figures": dict, "cost": dict}  # what is read here
 _ROW = {"scheme": str, "start": str, "seed": int}
+# Words in the names of figures that are better when smaller.
+LESS_IS_BETTER = {"loss", "perplexity", "kl", "damage", "ratio", "tokens", "ms", "mib", "kib", "seconds"}
 COST = {"tokens_per_second": ("tokens/s", 1.0, "{:,.0f}"), "peak_memory_bytes": ("peak MiB", 2**20, "{:,.0f}")}
 
 

@@ -10,10 +10,9 @@ from statistics import fmean, mean, stdev
 
 import numpy as np
 
-from hf_posswap.experiments.comparison import ORIGINAL, figure_names, is_length, label_of, rows_of, table
+from hf_posswap.experiments.comparison import LESS_IS_BETTER, ORIGINAL, figure_names, is_length, label_of, rows_of, table
 from hf_posswap.experiments.items import half_width, holm, items_of, paired_p, parted
 
-_LESS_IS_BETTER = {"loss", "perplexity", "kl", "damage", "ratio", "tokens", "ms", "mib"}  # words in a figure's name
 _MORE_IS_BETTER = {"accuracy", "candidates", "f1", "matthews", "spearman", "pearson", "cosine", "word", "recall", "sts"}
 
 
@@ -144,7 +143,7 @@ def verdict(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str
 
 
 def _judged(rows: dict[tuple, list[dict]], found: dict[str, dict[str, Difference]], name: str) -> str:
-    less, more = (words & {*name.split("_")} for words in (_LESS_IS_BETTER, _MORE_IS_BETTER))
+    less, more = (words & {*name.split("_")} for words in (LESS_IS_BETTER, _MORE_IS_BETTER))
     better = min if less else max
 
     def means(name: str) -> dict[str, float]:

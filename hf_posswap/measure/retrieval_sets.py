@@ -106,5 +106,5 @@ def read_beir(folder: str | Path, split: str = "test") -> RetrievalSet:
     except (OSError, KeyError, ValueError, TypeError) as error:
         raise DataError(f"{folder}/qrels/{split}.tsv cannot be read ({error!r}): it has query-id, corpus-id, score") from None
     if not any(found & corpus.keys() for found in relevant.values()):
-        raise DataError(f"{folder} has no query whose answer is in its corpus: take another split than {split!r}")
+        raise DataError(f"{folder} has no query whose answer is in its corpus: correct qrels/{split}.tsv")
     return RetrievalSet({name: queries[name] for name in relevant}, corpus, relevant)

@@ -9,13 +9,12 @@ model but the pooler, so the base model may have any head.
 import hashlib
 import json
 from collections.abc import Iterable
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
@@ -167,17 +166,8 @@ def weights_hash(model: PreTrainedModel) -> str:
 
 
 def saved_weights_hash(folder: Path) -> str:
-    """Return `weights_hash` of the swapped model in a folder, reading one tensor after another from its files."""
-    family = find_family(json.loads((folder / "config.json").read_text())["model_type"])
-    prefix = f"{family.base_class.base_model_prefix}."
-    with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(path, framework="pt")) for path in folder.glob("*.safetensors")]
-        where = {name: file for file in files for name in file.keys()}
-        if any(name.startswith(prefix) for name in where):  # a head is on
-            where = {name: file for name, file in where.items() if name.startswith(prefix)}
-        names = {name.removeprefix(prefix): name for name in where}
-        kept = sorted(filter(_counts, names))
-        return _hash((name, where[names[name]].get_tensor(names[name])) for name in kept)
+    """Return `weights_hash` of the swapped model in a folder, whose files are mapped, not read at once."""
+    return _hash(sorted((name, value) for name, value in _saved(folder)[0].items() if _counts(name)))
 
 
 def head_hashes(model: PreTrainedModel) -> dict[str, str]:
@@ -187,13 +177,17 @@ def head_hashes(model: PreTrainedModel) -> dict[str, str]:
 
 def saved_head_hashes(folder: Path) -> dict[str, str]:
     """Return `head_hashes` of the swapped model in a folder, without weights that are tied, which files leave out."""
+    return {name: _hash([(name, value)]) for name, value in _saved(folder)[1].items()}
+
+
+def _saved(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the weights of the headless model in a folder, and those of its head."""
     family = find_family(json.loads((folder / "config.json").read_text())["model_type"])
-    prefix, found = f"{family.base_class.base_model_prefix}.", {}
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            found |= {name: _hash([(name, file.get_tensor(name))]) for name in file.keys()}
-    heads = {name: value for name, value in found.items() if not name.startswith(prefix)}
-    return heads if len(heads) < len(found) else {}  # a headless model's names have no prefix
+    prefix = f"{family.base_class.base_model_prefix}."
+    found = {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+    base = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
+    head = {name: value for name, value in found.items() if not name.startswith(prefix)}
+    return (base, head) if base else (found, {})  # a headless model's names have no prefix
 
 
 def _hash(weights: Iterable[tuple[str, torch.Tensor]]) -> str:

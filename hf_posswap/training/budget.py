@@ -36,7 +36,7 @@ def check_numbers(config) -> None:
 class TrainingConfig:
     """Budget and means of a training run. Names are those of transformers' TrainingArguments where it has the same option.
 
-    >>> TrainingConfig(torch_compile="inductor").budget() == TrainingConfig(seed=1).budget()
+    >>> TrainingConfig(checkpoint_every=5).budget() == TrainingConfig(seed=1).budget() != TrainingConfig(max_steps=5).budget()
     True
     """
 

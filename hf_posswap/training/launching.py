@@ -20,9 +20,7 @@ from hf_posswap.training.budget import TrainingConfig
 ON_CPUS = "on CPUs start with: ACCELERATE_USE_CPU=true torchrun --nproc-per-node N ..."
 
 
-def start_accelerator(
-    model: torch.nn.Module, config: TrainingConfig, accumulation_steps: int, output: Path | None
-) -> Accelerator:
+def start_accelerator(config: TrainingConfig, accumulation_steps: int, output: Path | None) -> Accelerator:
     """Return the Accelerator of one training run.
 
     PosswapError: fewer processes than asked for, a batch that does not divide among them, or a missing tracker.

@@ -99,7 +99,7 @@ class _Loop:
 
     def run(self, accumulation_steps: int, *, resume: bool) -> tuple[torch.nn.Module, TrainingRun]:
         config, model = self.config, self.model
-        accelerator = start_accelerator(model, config, accumulation_steps, self.output)
+        accelerator = start_accelerator(config, accumulation_steps, self.output)
         set_seed(config.seed, device_specific=True)  # each process draws its own dropout masks
         run = TrainingRun(config, accelerator.num_processes, accumulation_steps)
         checkpoints = self.output and Checkpoints(accelerator, self.output, resume=resume)
