@@ -110,6 +110,8 @@ def test_attention_before_and_after(bert):
         expected = attention_by_distance(model, batches, reach=23).double().mean(1)
         assert_close(torch.tensor(figure.axes[2 * row + 1].lines[-1].get_ydata()), expected[1], atol=1e-6, rtol=0)
         posswap.swap(model, "none")
+    model.save_pretrained(bert)  # a swapped model is swapped on, as a whole
+    assert len(drawn("attention", bert, "alibi", positions=24).axes) == 4
 
 
 def test_results_are_drawn_as_they_are(tmp_path):

@@ -60,7 +60,7 @@ def open_source(source: str) -> _Drawable | dict:
         check_budgets(runs, vary)
         return {"runs": runs, "vary": vary, "source": source}
     try:
-        return find_target(open_model(source))[0].base_model
+        return find_target(open_model(source))[0]
     except PosswapError as error:
         others = f"no scheme ({', '.join(SCHEMES)}), no result file or folder"
         raise PosswapError(f"{source} is {others}, and no model that loads: {error}") from None
