@@ -12,7 +12,7 @@ from conftest import refused, write_run
 from matplotlib.image import imread
 from test_plots import lines
 from torch.testing import assert_close
-from transformers import BertModel
+from transformers import AutoModelForCausalLM, BertModel
 
 import hf_posswap as posswap
 from hf_posswap.commands import plot as pictures
@@ -110,8 +110,13 @@ def test_attention_before_and_after(bert):
         expected = attention_by_distance(model, batches, reach=23).double().mean(1)
         assert_close(torch.tensor(figure.axes[2 * row + 1].lines[-1].get_ydata()), expected[1], atol=1e-6, rtol=0)
         posswap.swap(model, "none")
-    model.save_pretrained(bert)  # a swapped model is swapped on, as a whole
-    assert len(drawn("attention", bert, "alibi", positions=24).axes) == 4
+
+
+def test_attention_of_a_swapped_model(save):
+    """It is swapped on as a whole: its head's config names the scheme."""
+    gpt2 = save("gpt2")
+    posswap.swap(AutoModelForCausalLM.from_pretrained(gpt2), "rotary").save_pretrained(gpt2)
+    assert drawn("attention", gpt2, "alibi", positions=24).axes[-2].get_title() == "alibi, layer 0"
 
 
 def test_results_are_drawn_as_they_are(tmp_path):
