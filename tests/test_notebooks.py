@@ -1,8 +1,8 @@
 """The notebooks run from top to bottom, and what they print is what stands in them.
 
-Numbers may differ by a tenth, or by two in the last digit that is shown: machines round differently, and the standard
-library's text, on which models are measured, is not the same in every Python. A cell tagged `varies` runs, but what it
-prints is not compared.
+Numbers may differ by a tenth, or by two in the last digit that is shown, since machines round differently; by half in another
+Python, whose standard library, on which models are measured, is another text. A cell tagged `varies` runs, but what it prints
+is not compared.
 
     python tests/test_notebooks.py     # run them all, or those named, and write their outputs
 """
@@ -18,6 +18,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
+SHARE = 0.1 if sys.version_info[:2] == (3, 11) else 0.5  # of a number; the notebooks were made with 3.11
 NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*\.?\d*(?:e-?\d+)?")
 
 # In a process of its own: a kernel's libraries warn, and a test's warnings are errors. One kernel for all, emptied in between:
@@ -71,7 +72,7 @@ def shown(cell) -> tuple[str, list[str]]:
 
 
 def assert_same_text(actual: str, expected: str) -> None:
-    """The same words, and numbers that differ by a tenth at most."""
+    """The same words, and numbers that differ by `SHARE` at most."""
     words = [re.sub(r"[\s-]+", " ", NUMBER.sub("#", text)) for text in (actual, expected)]
     assert words[0] == words[1]
     for one, other in zip(*(NUMBER.findall(text) for text in (actual, expected)), strict=True):
@@ -80,7 +81,7 @@ def assert_same_text(actual: str, expected: str) -> None:
             assert values[0] * values[1] > 0 and abs(log10(values[0] / values[1])) <= 2, (one, other, actual)
         else:
             digits = len(other.partition(".")[2])
-            assert values[0] == pytest.approx(values[1], rel=0.1, abs=2.1 * 10**-digits if digits else 0), (one, other, actual)
+            assert values[0] == pytest.approx(values[1], rel=SHARE, abs=2.1 * 10**-digits if digits else 0), (one, other, actual)
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -126,7 +127,7 @@ def test_numbers_are_compared():
     for other in ("0.019", "-0.009", "1e-3"):
         with pytest.raises(AssertionError):
             assert_same_text(other, "1e-9" if "e" in other else "0.001" if other == "0.019" else "0.009")
-    for other in ("cost 1,200.0 and -0.30", "price 1,000.0 and -0.30", "cost 1,000.0 and -0.40", "cost 1,000.0 and"):
+    for other in ("cost 1,600.0 and -0.30", "price 1,000.0 and -0.30", "cost 1,000.0 and -0.50", "cost 1,000.0 and"):
         with pytest.raises((AssertionError, ValueError)):
             assert_same_text("cost 1,000.0 and -0.30", other)
 
