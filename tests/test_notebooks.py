@@ -81,7 +81,8 @@ def assert_same_text(actual: str, expected: str) -> None:
             assert values[0] * values[1] > 0 and abs(log10(values[0] / values[1])) <= 2, (one, other, actual)
         else:
             digits = len(other.partition(".")[2])
-            assert values[0] == pytest.approx(values[1], rel=SHARE, abs=2.1 * 10**-digits if digits else 0), (one, other, actual)
+            least = 2.1 * 10**-digits if digits else 0
+            assert values[0] == pytest.approx(values[1], rel=SHARE, abs=least), (one, other, actual)
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
