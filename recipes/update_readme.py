@@ -41,7 +41,7 @@ RANGES = (256, 512, 1024, 2048, 4096)  # the ends of those of reading on, in tok
 
 # Other pages that show figures of a result file.
 SHOWN_IN = {
-    "README.md": ("card/", "fit/minilm/", "fit/stdlib-gpt2/", "read_on/far/", "read_on/span/", "read_on/span-262k/"),
+    "README.md": ("card/", "fit/minilm/", "fit/stdlib-gpt2/", "read_on/far/", "read_on/span-262k/"),
     "notebooks/02_see_the_schemes.ipynb": ("ladder/",),
     "notebooks/04_read_the_results.ipynb": ("cola/", "length_extrapolation/", "movie_reviews/", "passkey/", "sst2/"),
 }
