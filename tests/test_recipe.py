@@ -27,6 +27,8 @@ RECIPE = '''
 
     python recipes/depth.py
     python recipes/depth.py --depth 4
+
+Read on.
 """
 from dataclasses import dataclass
 from pathlib import Path

@@ -149,7 +149,7 @@ def test_inputs_that_do_not_fit(make_swapped, name, value, says, tokens):
     refused(says, make_swapped("gpt2", "relative:clip=4", "sdpa", max_positions=64), tokens[:1], **{name: value})
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # in torch.func.jvp
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # in torch.func.jvp
 @pytest.mark.parametrize("scheme", ["alibi", "buckets", "relative:clip=3"])
 def test_second_derivatives_are_refused(make_swapped, scheme, tokens):
     """The written-out backward passes have none; the gradients of `torch.func.grad`, which asks for them in case, are right."""
