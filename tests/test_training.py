@@ -130,6 +130,7 @@ def test_terms_of_a_loss():
     """A batch counts by its labelled tokens, else by its examples, else by its tokens."""
     tokens = torch.ones(2, 5, dtype=torch.long)
     assert count_terms({"input_ids": tokens, "labels": torch.tensor([0, 1])}, shifted=True) == 2
+    assert count_terms({"input_ids": tokens, "start_positions": torch.tensor([-100, 1])}, shifted=False) == 2
     assert count_terms({"input_ids": tokens}, shifted=True) == 10
     assert count_terms({"input_ids": tokens, "attention_mask": tokens.triu()}, shifted=False) == 9
 

@@ -270,9 +270,7 @@ def absolute_on_little_data() -> Iterator[Finding]:
     for scheme in ("learned", "sinusoidal"):
         others = ", ".join(f"{name} {score:.2f}" for name, score in scores.items() if name != scheme)
         found = f"accuracy {scores[scheme]:.2f}, mean of 3 seeds ({others}; chance 0.50)"
-        where = (
-            f"{scheme}, from scratch, which of two marks comes first, 96 examples: ahead of rotary and relative by over 0.05"
-        )
+        where = f"{scheme}, from scratch, which of two marks is first, 96 examples: 0.05 ahead of rotary and relative"
         ahead = scores[scheme] - max(scores["rotary"], scores["relative"])
         yield Finding(where, ahead > 0.05, found)  # single seeds differ by more
 

@@ -100,7 +100,9 @@ def count_terms(batch: dict, *, shifted: bool) -> torch.Tensor:
     Examples of question answering are labelled by `start_positions`. With `shifted`, the first label of each row does not
     count, since no token predicts it.
     """
-    labels = batch.get("labels", batch.get("start_positions"))
+    labels = batch.get("labels")
+    if labels is None and "start_positions" in batch:  # transformers counts every example: -100 there becomes 0
+        return torch.full((), len(batch["start_positions"]), device=batch["start_positions"].device)
     if labels is None:
         return count_tokens(batch)
     if labels.dim() == 2 and labels.shape == batch["input_ids"].shape:
