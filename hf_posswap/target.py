@@ -45,7 +45,7 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     if peft is not None and isinstance(model, peft.PeftModel):
         model = model.get_base_model()
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or getattr(model, "_compiled_call_impl", None):
-        raise UnsupportedModelError("this model is compiled already: swap first, then compile")
+        raise UnsupportedModelError("this model is compiled already: swap, describe or restore it before that")
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
             f"a {type(model).__name__} cannot be swapped: pass a model of transformers, PEFT or sentence-transformers"
@@ -93,7 +93,8 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     # would keep calling the old attention: the swap would silently do nothing.
     for module in () if dispatched else (base, owner, *architecture.self_attentions(base)):
         if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
-            raise UnsupportedModelError(f"{type(module._orig_mod).__name__} is compiled already: swap first, then compile")
+            kind = type(module._orig_mod).__name__
+            raise UnsupportedModelError(f"{kind} is compiled already: swap, describe or restore it before that")
         if "forward" in vars(module):
             raise UnsupportedModelError(
                 f"the forward of {type(module).__name__} is replaced on the instance (device_map with several devices, "

@@ -157,10 +157,10 @@ def test_things_that_are_no_models(thing):
 TABLE, QUERY = "bert.embeddings.position_embeddings.weight", "bert.encoder.layer.1.attention.self.query.weight"
 CHANGES = {  # what is done to a BERT, and what the error then says
     "quantized": (lambda m: setattr(m, "is_quantized", True), "quantized: swap the full-precision checkpoint, then quantize"),
-    "compiled": (lambda m: m.compile(backend="eager"), "compiled already: swap first, then compile"),
+    "compiled": (lambda m: m.compile(backend="eager"), "compiled already: swap, describe or restore it before that"),
     "compiled inside": (
         lambda m: setattr(m.bert, "embeddings", torch.compile(m.bert.embeddings, backend="eager")),
-        "BertEmbeddings is compiled already: swap first",
+        "BertEmbeddings is compiled already: swap, describe",
     ),
     "forward": (
         lambda m: setattr(m.bert.encoder.layer[1].attention.self, "forward", m.forward),
@@ -195,7 +195,7 @@ class OwnBert(BertForMaskedLM):
 def test_wrapped_models(make_model):
     """A class of the user's own and what torch.compile returns are refused; the model inside the first can be swapped."""
     model = make_model("bert")
-    refused("compiled already: swap first, then compile", posswap.swap, torch.compile(model, backend="eager"), "rotary")
+    refused("compiled already: swap, describe or restore", posswap.swap, torch.compile(model, backend="eager"), "rotary")
     model = OwnBert(model.config)
     refused("OwnBert is not one of transformers' own bert classes.*BertModel inside it", posswap.swap, model, "rotary")
     posswap.swap(model.bert, "rotary")
