@@ -129,7 +129,8 @@ def fit(
                 quiet = {} if progress else {"disable": True}  # None or False would overrule TQDM_DISABLE
                 with evaluating(*position_modules(target, architecture), mode=True):  # self-extend learns exact distances
                     walk = Walk(target, teacher, architecture, text, text.select, Path(folder), seed, window)
-                    with tqdm(total=len(walk.stages) * (reconstruct + 1), desc="fit", unit="step", **quiet) as bar:
+                    total = len(walk.stages) * (reconstruct + 1)
+                    with tqdm(desc="fit", total=total, unit="step", mininterval=1, **quiet) as bar:  # seconds: for log files
                         stages = (walk.fit_layers(stage, reconstruct, learning_rate, bar) for stage in walk.stages)
                         layers = tuple(fit for stage in stages for fit in stage)
                 if not reconstruct and not any(fit.kept for fit in layers):

@@ -194,8 +194,8 @@ class Walk:
                 errors = [error / spread for error, spread in self._compare(stage, i)]
                 sum(errors).backward()
             optimizer.step()
+            bar.set_postfix(layer=stage[-1], error=f"{errors[-1].item():.4f}", refresh=False)  # update draws
             bar.update()
-            bar.set_postfix(layer=stage[-1], error=f"{errors[-1].item():.4f}")
 
     def _compare(self, stage: range, i: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield, layer by layer, the squared error of our output on one batch, and the spread of the original's."""
