@@ -77,7 +77,7 @@ class PositionedAttention(nn.Module):
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         *,
-        shared_positions: tuple[Shared, ...],
+        shared_positions: tuple[Shared, ...] | None = None,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Do what the family's own forward does, with the scheme's hooks in it.
@@ -85,6 +85,9 @@ class PositionedAttention(nn.Module):
         transformers' models pass unknown keywords on to their attention layers: so `shared_positions` gets here from
         `forward.positioned_forward`, one `Shared` for each kind of layer.
         """
+        if shared_positions is None:
+            what = f"{type(self).__name__} was called without positions"
+            raise PosswapError(f"{what}: the layers of its family must pass the keywords that they do not know on to attention")
         query, key, value = self.architecture.project(self, hidden_states)
         mine = shared_positions[self.positions.kind]
         query = self.positions("rotate", query, mine.scheme)  # one after the other: the second reuses the first's memory

@@ -26,7 +26,7 @@ from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.forward import positioned_forward
 from hf_posswap.scheme_entry import DIGEST, digest, is_edited, read_config_entry, sign, span_in
 from hf_posswap.schemes import AttentionPositions, PositionEmbedding, Scheme
-from hf_posswap.surgery import geometry_of, install, position_modules, state_of
+from hf_posswap.surgery import check_longest, geometry_of, install, position_modules, state_of
 
 STUB = "modeling_hf_posswap.py"
 
@@ -71,6 +71,11 @@ class SwappedModel(InitialisesPositions):
     @property
     def position_scheme(self) -> Scheme:
         return state_of(self).scheme
+
+    def save_pretrained(self, *args, **kwargs):
+        """As in transformers, but not with a config that says another length."""
+        check_longest(self)
+        super().save_pretrained(*args, **kwargs)
 
     def _prepare_position_ids_for_generation(self, *args, **kwargs):
         """As in transformers, which counts from 0 for every family: here in the family's own ids, as a forward counts."""

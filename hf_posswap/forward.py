@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from hf_posswap.architectures import Inputs
 from hf_posswap.attention import CACHE, Shared, Tokens, check_implementation, key_positions, let_carry, to_digits
 from hf_posswap.errors import PosswapError, SequenceTooLongError
-from hf_posswap.schemes.base import is_traced
+from hf_posswap.schemes.base import Places, is_traced
 from hf_posswap.span_cache import keep_span
 from hf_posswap.span_mask import (
     FAR_SPAN,
@@ -26,7 +26,7 @@ from hf_posswap.span_mask import (
     of_the_whole_cache,
     with_padding,
 )
-from hf_posswap.surgery import state_of
+from hf_posswap.surgery import check_longest, state_of
 
 _FAR = 8  # an input of more than this many times the fitted length gives a warning
 
@@ -94,6 +94,7 @@ def _check_ids(position_ids: torch.Tensor, length: int) -> torch.Tensor:
 
 def _check_length(base, scheme, tokens: Tokens) -> None:
     positions, slots, past = tokens
+    check_longest(base)
     limit = base.architecture.longest_input(base.config)
     needed = past + slots.shape[-1] if isinstance(past, int) else 0
     # Values are read only where that costs nothing: not while tracing, and not where it would wait for a GPU, unless there are
@@ -162,9 +163,9 @@ def _share(base, arguments: dict, tokens: Tokens) -> dict:
     return given
 
 
-def _share_kind(base, first, kind, tokens: Tokens, mask, cache) -> Shared:
+def _share_kind(base, first, kind, tokens: Tokens, mask, cache, blocks: bool = True) -> Shared:
     """Return what layers of a kind share; `first` is the scheme's module in the first of them."""
-    positions, slots, past = tokens
+    (positions, slots, past), given = tokens, mask
     causal, head_dim = base.architecture.is_causal(base.config), state_of(base).geometry.head_dim
     written = keys = span = key_mask = own = None
     if first.needs_key_positions or kind.span is not None:
@@ -178,7 +179,7 @@ def _share_kind(base, first, kind, tokens: Tokens, mask, cache) -> Shared:
         # A text no longer than the span needs no mask for it, if its positions have no gaps. A program is for longer ones, too.
         program = torch.compiler.is_exporting() or torch.jit.is_tracing()
         if program or not (tokens.counted and tokens.fresh) or keys.shape[-1] > kind.span.span:
-            if in_blocks(base, tokens, mask):
+            if blocks and in_blocks(base, tokens, mask):
                 span, key_mask = kind.span, None if mask is None else mask.bool()
                 mask = own = None if mask is None else key_mask[:, None, None]
             else:
@@ -188,6 +189,11 @@ def _share_kind(base, first, kind, tokens: Tokens, mask, cache) -> Shared:
         # Layers with a span keep packed texts apart, so those without one do, too.
         own = near_mask(base, FAR_SPAN, tokens, of_the_whole_cache(positions, cache, slots), None)
     shared = first.prepare(positions, slots, tokens.length, keys, mask if isinstance(mask, torch.Tensor) else None)
+    if first.bias is not None and not isinstance(shared, Places):
+        way = f"has a `bias`, so its `prepare` must return Places, as super().prepare(...) does, not {type(shared).__name__}"
+        raise PosswapError(f"{type(first).__name__} {way}")
+    if span is not None and first.attend is not None and not hasattr(shared, "block"):  # it reads what is of all queries
+        return _share_kind(base, first, kind, tokens, given, cache, blocks=False)
     if span is None and first.key_mask(shared) is not None:
         own = first.key_mask(shared)[:, None, None]
     written = None if written is None else to_digits(written)  # here, once for all layers

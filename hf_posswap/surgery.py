@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posswap.architectures import Architecture, family_of
 from hf_posswap.attention import POSITIONED_CLASSES
+from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
 from hf_posswap.schemes import AttentionPositions, Geometry, Scheme
 
@@ -83,6 +84,14 @@ class SwapState:
 def state_of(model: PreTrainedModel) -> SwapState | None:
     """Return the state of a swapped model, with or without its head; None where it is not swapped."""
     return vars(model.base_model).get("posswap_state")
+
+
+def check_longest(model: PreTrainedModel) -> None:
+    """Raise if the config of a swapped model says another longest input than it was set up for, which a save would keep."""
+    own, said = state_of(model).geometry.max_positions, model.architecture.longest_input(model.config)
+    if own != said:
+        way = f"call posswap.swap(model, scheme, max_positions={said}) instead, or set it back"
+        raise PosswapError(f"the config was changed to {said} positions, this model was set up for {own}: {way}")
 
 
 def is_part(model: PreTrainedModel) -> bool:

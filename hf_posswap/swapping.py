@@ -198,6 +198,8 @@ def _revert(target: PreTrainedModel, architecture: Architecture, undo: Undo) -> 
     since = {k: v for k, v in vars(target.config).items() if k not in written and (k not in before or before[k] != v)}
     surgery.revert(target, architecture, undo.snapshot)
     vars(target.config).update(since)
+    if architecture.longest_input(target.config) != undo.snapshot.max_positions:  # the table's, whatever has been set since
+        architecture.set_longest_input(target.config, undo.snapshot.max_positions)
 
 
 def _check_mixture(target: PreTrainedModel, architecture: Architecture, undo: Undo) -> None:

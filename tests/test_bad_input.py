@@ -277,3 +277,9 @@ def test_swap_after_training(make_model, family, what, tokens):
     assert not changes(model, before)
     posswap.restore(model, keep_training=what == "attention")
     posswap.swap(model, "rotary")
+
+
+def test_attention_without_positions(make_swapped):
+    """Attention that a family's layers call without what they got from the model says so."""
+    attention = make_swapped("bert", scheme="rotary").base_model.encoder.layer[0].attention.self
+    refused("was called without positions: the layers of its family must pass", attention, torch.zeros(1, 3, 32))

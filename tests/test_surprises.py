@@ -349,3 +349,21 @@ def test_an_exported_program_takes_any_batch(make_swapped, tokens):
     program = torch.export.export(model, (tokens,), dynamic_shapes=free, strict=False)
     other = tokens.repeat(2, 2)[:3, :33]
     assert_close(program.module()(other)[0], model(other)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_length_that_is_written_into_the_config(make_model, tokens, tmp_path):
+    """A model whose config has got another length neither runs nor is saved, can be swapped anew, and is restored."""
+    for family in ("bert", "gpt2"):
+        model = posswap.swap(make_model(family), "self-extend", max_positions=64)
+        before = model(tokens).logits
+        model.config.max_position_embeddings = 300  # GPT-2 has another name for it, and takes this one, too
+        folder, says = tmp_path / family, "config was changed to 300 positions, this model was set up for 64: call posswap.swap"
+        refused(says, model, tokens)
+        refused(says, model.save_pretrained, folder)
+        assert not folder.exists()
+        posswap.swap(model, "self-extend", max_positions=64)
+        assert torch.equal(model(tokens).logits, before)
+        model.config.max_position_embeddings = 300
+        plain = make_model(family)
+        assert posswap.restore(model).config.max_position_embeddings == plain.config.max_position_embeddings
+        assert torch.equal(model(tokens).logits, plain(tokens).logits)

@@ -13,7 +13,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 class Architecture(ABC):
-    """One family. Stateless: an instance describes the family, and every method is handed the modules it looks at."""
+    """One family. Stateless: an instance describes the family, and every method is handed the modules it looks at.
+
+    Its attention modules have a `config`, and its layers pass keywords that they do not know on to them. Whether a description
+    is right shows in `hf_posswap.contract.report.check_scheme("learned", models=[(model_type, "sdpa")])`, and with "rotary" and
+    "relative" in place of "learned".
+    """
 
     model_type: ClassVar[str]  # as in config.json
     config_class: ClassVar[type[PreTrainedConfig]]

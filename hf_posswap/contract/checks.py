@@ -9,7 +9,6 @@ import json
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 from transformers import DynamicCache, StaticCache
@@ -36,7 +35,7 @@ from hf_posswap.contract.subject import (
     tiny_model,
 )
 from hf_posswap.errors import SequenceTooLongError
-from hf_posswap.schemes import NoPositions, parse_scheme, scheme_from_dict
+from hf_posswap.schemes import Learned, NoPositions, parse_scheme, scheme_from_dict
 from hf_posswap.swapping import restore, swap
 
 FAR = 4000  # a distant position
@@ -55,6 +54,24 @@ def builds(subject: Subject) -> None:
         raise Failure(f"{kind.__name__} is not frozen")
     if not subject.model(text()).logits.isfinite().all():
         raise Failure("outputs are NaN or infinite")
+
+
+def table_kept(subject: Subject) -> None:
+    """`learned`, the table as it is, changes nothing.
+
+    This asks the family: `table_owner`, `first_row`, `first_id` and `position_ids` must be what its own forward does.
+    """
+    if subject.scheme != Learned():
+        raise NotApplicable("only `learned` keeps the table")
+    model = tiny_model(subject.family, subject.backend)
+    inputs = [{"inputs_embeds": model.get_input_embeddings()(text()), "attention_mask": torch.ones_like(text())}]
+    for mask in (padded()["attention_mask"], padded(after=7)["attention_mask"], padded(before=7)["attention_mask"]):
+        inputs.append({"input_ids": text().masked_fill(mask == 0, model.config.pad_token_id), "attention_mask": mask})
+    expected = [model(**one).logits for one in inputs]
+    swap(model, subject.scheme)
+    for one, logits, what in zip(inputs, expected, ("embeddings", "tokens", "padding behind", "padding before"), strict=True):
+        real = one["attention_mask"].bool()
+        same(model(**one).logits[real], logits[real], f"before and after the swap, {what}")
 
 
 def options(subject: Subject) -> None:
@@ -227,12 +244,54 @@ def backends_agree(subject: Subject) -> None:
     if len(backends_of(subject.scheme)) == 1:
         raise NotApplicable(f"it runs with {' and '.join(subject.scheme.implementations)} alone")
     model, mask = subject.model, padded(after=7)["attention_mask"]
-    other = replace(subject, backend="eager" if subject.backend == "sdpa" else "sdpa").model
-    other.load_state_dict(model.state_dict())  # rounding decides the signs of a balanced basis, and with them the weights
+    other = subject.twin(model)
     same(*(one(text(), attention_mask=mask).logits[mask.bool()] for one in (model, other)), "outputs")
     for (name, gradient), expected in zip(gradients_of(model).items(), gradients_of(other).values(), strict=True):
         if gradient is not None and expected is not None:
             same(gradient, expected, f"the gradient of {name}")
+
+
+def attention_span(subject: Subject) -> None:
+    """Within a span, blocks, a mask and a cache give the same.
+
+    `attend` and `bias` must read what `prepare` returned for this block of queries, by its `block`, and compute distances
+    from it: see `Places`.
+    """
+    span = {"span": 6, "first": 2}
+    model = subject.swapped(**span)
+    expected = model(text()).logits
+    if len(backends_of(subject.scheme)) > 1:
+        same(subject.twin(model, **span)(text()).logits, expected, "eager attention and sdpa")
+    elif not subject.causal:
+        raise NotApplicable(f"it runs with {' and '.join(subject.scheme.implementations)} alone, without a cache")
+    if subject.causal:
+        parts = in_parts(model, (9, 1, 1, 6, 3), DynamicCache(config=model.config))
+        same(parts, expected, "in parts of 9, 1, 1, 6 and 3 tokens, and in one")
+
+
+def scale_and_dropout(subject: Subject) -> None:
+    """It keeps to the model's scale and dropout.
+
+    `attend` must multiply scores by `scaling`, which is not 1 / sqrt(head_dim) in every model, and apply `dropout`, as `weigh`
+    does.
+    """
+    model, own = subject.swapped(), architecture_of(subject.family)
+    attentions = model.architecture.self_attentions(model.base_model)
+    if not any(attention.positions.attend for attention in attentions if hasattr(attention, "positions")):
+        raise NotApplicable("the model's own attention does")
+
+    class Other(type(own)):
+        def scaling(self, attention):
+            return 2 * own.scaling(attention)
+
+        def dropout(self, attention):
+            return 0.5
+
+    expected = model(text()).logits
+    for attention in attentions:
+        attention.architecture = Other()
+    different(model(text()).logits, expected, "scores of twice the size, and of the usual one")
+    different(*(model.train()(text()).logits for _ in range(2)), "two forwards with dropout")
 
 
 def gradients(subject: Subject) -> None:
@@ -313,6 +372,12 @@ def longer_than_trained(subject: Subject) -> None:
         raise Failure(f"{reach + 1} tokens run in a model that is set up for {reach}")
     if refusal:
         raise NotApplicable(refusal)
+    models = subject.model, subject.swapped(TRAINED)
+    shapes = [{name: value.shape for name, value in model.state_dict().items()} for model in models]
+    other = sorted(name for name, _ in shapes[0].items() ^ shapes[1].items())
+    table = subject.model.architecture.table(subject.model.base_model)
+    if other and subject.scheme.resizable and not table.keeps_table:
+        raise Failure(f"{other[0]} has another shape at another length: say `resizable: ClassVar[bool] = False`")
 
 
 def phase_precision(subject: Subject) -> None:
@@ -335,6 +400,7 @@ def phase_precision(subject: Subject) -> None:
 
 # In the order that they run in.
 CHECKS: tuple[Callable[[Subject], None], ...] = (
-    builds, options, restores, switched_on, order_matters, position_ids, padding, packing, batch_independence, shift_invariance,
-    cache, backends_agree, gradients, gradient_checkpointing, save_and_reload, deepcopy, longer_than_trained, phase_precision,
+    builds, table_kept, options, restores, switched_on, order_matters, position_ids, padding, packing, batch_independence,
+    shift_invariance, cache, backends_agree, attention_span, scale_and_dropout, gradients, gradient_checkpointing,
+    save_and_reload, deepcopy, longer_than_trained, phase_precision,
 )  # fmt: skip

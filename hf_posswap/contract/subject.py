@@ -6,7 +6,7 @@ less than any sensible tolerance, and no check could fail.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -56,16 +56,22 @@ class Subject:
     def causal(self) -> bool:
         return architecture_of(self.family).is_causal(tiny_config(self.family))
 
-    def swapped(self, max_positions: int | None = None, *, warm_start: bool = True) -> PreTrainedModel:
+    def swapped(self, max_positions: int | None = None, **options) -> PreTrainedModel:
         """Make a swapped model, with twice its trained length if the scheme allows it, and noise on the scheme's parameters.
 
-        Many parameters start at zero, and errors in their use would not show.
+        Options are those of `swap`. Many parameters start at zero, and errors in their use would not show.
         """
         if max_positions is None:
             max_positions = TRAINED if self.refuses(2 * TRAINED) else 2 * TRAINED
-        model = swap(tiny_model(self.family, self.backend), self.scheme, max_positions=max_positions, warm_start=warm_start)
+        model = swap(tiny_model(self.family, self.backend), self.scheme, max_positions=max_positions, **options)
         move(position_parameters(model), 0.3)
         return model
+
+    def twin(self, model: PreTrainedModel, **options) -> PreTrainedModel:
+        """Make `swapped(**options)` with the other backend and a model's weights: a balanced basis has signs of rounding."""
+        other = replace(self, backend="eager" if self.backend == "sdpa" else "sdpa").swapped(**options)
+        other.load_state_dict(model.state_dict())
+        return other
 
     @cached_property
     def model(self) -> PreTrainedModel:

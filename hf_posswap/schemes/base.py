@@ -89,6 +89,8 @@ class Places(NamedTuple):
 
     def distances(self, key_length: int, queries: slice = slice(None)) -> torch.Tensor:
         """Return key position minus query position, (B or 1, Q, K), of all queries or of a slice."""
+        if self.keys is None:
+            raise PosswapError("distances need the positions of keys: set `needs_key_positions = True` in the module's class")
         # A static cache is longer than what it holds, the rest is masked; a sliding one holds the last keys only.
         keys, room = self.keys[:, -key_length:], key_length - self.keys.shape[-1]
         keys = nn.functional.pad(keys, (0, room)) if room > 0 else keys
@@ -148,6 +150,9 @@ class AttentionPositions(nn.Module):
         `position_ids` (B or 1, Q) are the positions of the queries, `slots` (1, Q) their places in the sequence or
         cache, `length` the sequence length where it is known without looking at values (else None), `key_positions` (B or 1, K)
         those of all keys so far if `needs_key_positions`, `attention_mask` what the model was given.
+
+        For a `bias`, return `Places`. With a span, attention goes block by block, in linear time, if what `attend` reads has a
+        `block` as they have, or there is no `attend`; otherwise a mask says what is near.
         """
         # The same tensor as `slots`: no positions were given and nothing is cached, so keys stand one after the other.
         return Places(position_ids, slots, key_positions, in_order=key_positions is slots and not is_traced())
