@@ -53,6 +53,7 @@ SCHEME_ERRORS = [
     ("relative:clip=2.5", r"clip=2.5 must be an integer"),
     ("relative:clip=true", r"clip=True must be an integer"),
     ("rotary:theta=100,theta=200", r"cannot read the options of .*each once"),
+    ("alibi:slopes=1,2", "cannot read the options of .*lists in brackets"),
     ("rotary:name=alibi", r"cannot read the options of 'rotary:name=alibi'"),
     ("rotary:theta=2026-13-41", r"cannot read the options of"),
     ("relative:values=1", r"values=1 is not one of True, False"),

@@ -62,7 +62,7 @@ def fitted(make_model, tmp_path):
 def test_a_card(fitted, results):
     """A card says what was swapped, what it cost, how to load it and what its limits are; the Hub can read its metadata."""
     folder, report = fitted
-    path = posswap.write_card(folder, results=[results], base_model="org/tiny@f00", license="mit", repo_id="me/tiny-rotary")
+    path = posswap.write_card(folder, results=[results], base_model="org/tiny@f00", license="MIT", repo_id="me/tiny-rotary")
     text = path.read_text()
     card = ModelCard.load(path)
     assert card.data.base_model == "org/tiny" and card.data.license == "mit" and card.data.pipeline_tag == "text-generation"

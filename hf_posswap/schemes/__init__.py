@@ -78,8 +78,10 @@ def options_in(scheme: str) -> dict[str, Any]:
         given = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError):  # ValueError: a date that is none
         given = None
-    if not isinstance(given, dict) or len(given) < len(yaml.compose(text).value) or "name" in given:
-        raise UnknownSchemeError(f"cannot read the options of {scheme!r}; write name:option=value,option=value, each once")
+    read = isinstance(given, dict) and all(isinstance(option, str) for option in given)
+    if not read or len(given) < len(yaml.compose(text).value) or "name" in given:
+        form = "name:option=value,option=[value, value]"
+        raise UnknownSchemeError(f"cannot read the options of {scheme!r}; write {form}, each once, and lists in brackets")
     return {"name": name.strip(), **given}
 
 

@@ -273,7 +273,7 @@ def _metadata(content: dict, license: str | None) -> dict:
     data = {
         "library_name": "hf_posswap" if delta else "sentence-transformers" if pipeline else "transformers",
         "pipeline_tag": None if delta else task,
-        "license": license,
+        "license": license and license.lower(),  # as all of the Hub's identifiers are
         "tags": ["hf_posswap", f"position-{model['position_scheme']['name']}"],
     }
     if base["on_hub"]:
