@@ -146,6 +146,15 @@ class BufferThatIsNotSaved(Sines):
         return super().forward(position_ids) + self.learned
 
 
+class RowsOfItsOwn(Sines):
+    def __init__(self, geometry):
+        super().__init__(geometry)
+        self.rows = nn.Parameter(torch.zeros(geometry.max_positions, geometry.hidden_size))
+
+    def forward(self, position_ids):
+        return super().forward(position_ids) + self.rows[position_ids]
+
+
 class SharedByCopies(Sines):
     def __deepcopy__(self, memo):
         return self
@@ -312,6 +321,7 @@ BROKEN = {  # scheme, the checks that fail, what one of the reasons says
         "longer than trained, phase precision",
         "IndexError: index 32 is out of bounds",
     ),
+    "rows": (scheme(Waves, module=RowsOfItsOwn), "longer than trained", "rows has another shape .*: say `resizable"),
     "half precision": (scheme(Waves, module=HalfPrecisionPhase), "phase precision", "off by .* at position 4000"),
 }
 
