@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 from hf_posswap.architectures import Inputs
 from hf_posswap.attention import CACHE, Shared, Tokens, check_implementation, key_positions, let_carry, to_digits
 from hf_posswap.errors import PosswapError, SequenceTooLongError
-from hf_posswap.schemes.base import Places, is_traced
+from hf_posswap.schemes.base import is_traced
 from hf_posswap.span_cache import keep_span
 from hf_posswap.span_mask import (
     FAR_SPAN,
@@ -189,10 +189,11 @@ def _share_kind(base, first, kind, tokens: Tokens, mask, cache, blocks: bool = T
         # Layers with a span keep packed texts apart, so those without one do, too.
         own = near_mask(base, FAR_SPAN, tokens, of_the_whole_cache(positions, cache, slots), None)
     shared = first.prepare(positions, slots, tokens.length, keys, mask if isinstance(mask, torch.Tensor) else None)
-    if first.bias is not None and not isinstance(shared, Places):
+    read = () if first.bias is None or first.attend is not None else ("causal", "in_order", "block")
+    if not all(hasattr(shared, name) for name in read):
         way = f"has a `bias`, so its `prepare` must return Places, as super().prepare(...) does, not {type(shared).__name__}"
         raise PosswapError(f"{type(first).__name__} {way}")
-    if span is not None and first.attend is not None and not hasattr(shared, "block"):  # it reads what is of all queries
+    if span is not None and first.attend is not None and not hasattr(shared, "block"):  # it cannot be cut into blocks
         return _share_kind(base, first, kind, tokens, given, cache, blocks=False)
     if span is None and first.key_mask(shared) is not None:
         own = first.key_mask(shared)[:, None, None]

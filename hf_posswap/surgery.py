@@ -1,6 +1,6 @@
 """The one file that changes a model: put a scheme in, and take it out again.
 
-It decides nothing: `swap` checks before and warms up after it. It changes instances, never transformers' classes.
+`swap` checks before and warms up after it. It changes instances, never transformers' classes.
 """
 
 import functools
@@ -87,11 +87,12 @@ def state_of(model: PreTrainedModel) -> SwapState | None:
 
 
 def check_longest(model: PreTrainedModel) -> None:
-    """Raise if the config of a swapped model says another longest input than it was set up for, which a save would keep."""
-    own, said = state_of(model).geometry.max_positions, model.architecture.longest_input(model.config)
-    if own != said:
-        way = f"call posswap.swap(model, scheme, max_positions={said}) instead, or set it back"
-        raise PosswapError(f"the config was changed to {said} positions, this model was set up for {own}: {way}")
+    """Raise if a swapped model's config says another longest input than its modules are for: loaded, it would be another."""
+    own = state_of(model).geometry.max_positions
+    for config in (model.config, model.base_model.config):
+        if (said := model.architecture.longest_input(config)) != own:
+            what = f"the config was changed: by its length and padding {said} positions are the longest input, not {own}"
+            raise PosswapError(f"{what}. Set it back; for another length call posswap.swap(model, scheme, max_positions=...)")
 
 
 def is_part(model: PreTrainedModel) -> bool:

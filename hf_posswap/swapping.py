@@ -76,6 +76,12 @@ def swap(
             "or loaded): call posswap.restore(model) to swap the original, or save and load the model to swap it as it is"
         )
     start = surgery.take_snapshot(target, architecture, weights=False) if undo is None else undo.snapshot
+    if undo is None and start.state is None:
+        if (rows := len(architecture.trained_rows(target.base_model))) != start.max_positions:
+            what = f"the config says {start.max_positions} positions, and the table has {rows}"
+            raise PosswapError(f"{what}: set the config back, and give swap the length as max_positions")
+    elif undo is None:
+        surgery.check_longest(target)
     asked, max_positions = max_positions, _check_max_positions(max_positions, start)
     check_reads(model, max_positions if asked is None else None)
     # A loaded swapped model knows how long its original's table was; any other one has that table.
@@ -195,11 +201,12 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
 def _revert(target: PreTrainedModel, architecture: Architecture, undo: Undo) -> None:
     """Put the original back; fields that the user has set since (vocabulary size, labels, attention implementation) stay."""
     before, written = undo.config_fields, ("architectures", "dtype", "position_scheme")  # save_pretrained writes two of them
-    since = {k: v for k, v in vars(target.config).items() if k not in written and (k not in before or before[k] != v)}
+    own, other = undo.snapshot.config, copy.copy(undo.snapshot.config)
+    architecture.set_longest_input(other, undo.snapshot.max_positions + 1)
+    length = {k for k, v in vars(other).items() if vars(own).get(k) != v}  # fields that belong to the original's table
+    kept = {k: v for k, v in vars(target.config).items() if k not in length and k not in written}
     surgery.revert(target, architecture, undo.snapshot)
-    vars(target.config).update(since)
-    if architecture.longest_input(target.config) != undo.snapshot.max_positions:  # the table's, whatever has been set since
-        architecture.set_longest_input(target.config, undo.snapshot.max_positions)
+    vars(target.config).update({k: v for k, v in kept.items() if k not in before or before[k] != v})
 
 
 def _check_mixture(target: PreTrainedModel, architecture: Architecture, undo: Undo) -> None:

@@ -401,6 +401,12 @@ def test_one_backend():
     refused("sinking runs with eager: name models", check_scheme, eager, models=[("bert", "sdpa")])
 
 
+def test_a_mix():
+    """A mix in which no layer takes a span is not asked for it."""
+    found = check_scheme(posswap.Mixed(layers=["rotary:span=false"]), models=ONE)
+    assert "a span holds in none of its layers" in str(found)
+
+
 def test_a_claim_that_is_not_made():
     """Shift invariance that holds and is not claimed is pointed out, and no failure."""
     found = check_scheme(scheme(Sinking, shift_invariant=False), models=ONE)

@@ -353,17 +353,39 @@ def test_an_exported_program_takes_any_batch(make_swapped, tokens):
 
 def test_a_length_that_is_written_into_the_config(make_model, tokens, tmp_path):
     """A model whose config has got another length neither runs nor is saved, can be swapped anew, and is restored."""
-    for family in ("bert", "gpt2"):
-        model = posswap.swap(make_model(family), "self-extend", max_positions=64)
+    says = "config was changed: by its length and padding .* Set it back; for another length call posswap.swap"
+    for family in ("bert", "gpt2", "distilbert", "roberta"):
+        plain, model = make_model(family), make_model(family)
+        plain.config.sinusoidal_pos_embds = model.config.sinusoidal_pos_embds = True  # a field of DistilBERT's that a swap sets
+        posswap.swap(model, "self-extend", max_positions=64)
         before = model(tokens).logits
-        model.config.max_position_embeddings = 300  # GPT-2 has another name for it, and takes this one, too
-        folder, says = tmp_path / family, "config was changed to 300 positions, this model was set up for 64: call posswap.swap"
-        refused(says, model, tokens)
-        refused(says, model.save_pretrained, folder)
+        for field in ("max_position_embeddings", "pad_token_id")[: 1 + (family == "roberta")]:
+            old = getattr(model.config, field)
+            setattr(model.config, field, 300 if field == "max_position_embeddings" else 7)
+            folder = tmp_path / family
+            for what, given in ((model, tokens), (model.save_pretrained, folder)):
+                refused(says, what, given)
+            setattr(model.config, field, old)
         assert not folder.exists()
+        model.config.max_position_embeddings = 300  # GPT-2 has another name for it, and takes this one, too
         posswap.swap(model, "self-extend", max_positions=64)
         assert torch.equal(model(tokens).logits, before)
-        model.config.max_position_embeddings = 300
-        plain = make_model(family)
-        assert posswap.restore(model).config.max_position_embeddings == plain.config.max_position_embeddings
+        model.config.max_position_embeddings, model.config.pad_token_id = 300, 7
+        posswap.restore(model)
+        assert model.config.to_dict() == plain.config.to_dict() | {"pad_token_id": 7}
+        model.config.pad_token_id = plain.config.pad_token_id
         assert torch.equal(model(tokens).logits, plain(tokens).logits)
+
+
+def test_a_length_that_was_written_before_the_swap(make_model, tmp_path):
+    """A swap refuses a config that says another length than the table's, or than that of a loaded model."""
+    model = make_model("bert")
+    model.config.max_position_embeddings = 300
+    refused("the config says 300 positions, and the table has 32: set the config back", posswap.swap, model, "learned")
+    model.config.max_position_embeddings = 32
+    posswap.swap(model, "rotary", max_positions=64, warm_start=False).save_pretrained(tmp_path)
+    model.config.max_position_embeddings = 300
+    refused("config was changed", posswap.save_delta, model, tmp_path / "delta")
+    loaded = type(model).from_pretrained(tmp_path)
+    loaded.config.max_position_embeddings = 300
+    refused("config was changed", posswap.swap, loaded, "rotary", max_positions=300)

@@ -257,6 +257,8 @@ def attention_span(subject: Subject) -> None:
     `attend` and `bias` must read what `prepare` returned for this block of queries, by its `block`, and compute distances
     from it: see `Places`.
     """
+    if not any(spans for _, spans in subject.scheme.kinds()):
+        raise NotApplicable("a span holds in none of its layers")
     span = {"span": 6, "first": 2}
     model = subject.swapped(**span)
     expected = model(text()).logits
@@ -277,7 +279,8 @@ def scale_and_dropout(subject: Subject) -> None:
     """
     model, own = subject.swapped(), architecture_of(subject.family)
     attentions = model.architecture.self_attentions(model.base_model)
-    if not any(attention.positions.attend for attention in attentions if hasattr(attention, "positions")):
+    attentions = [attention for attention in attentions if getattr(getattr(attention, "positions", None), "attend", None)]
+    if not attentions:
         raise NotApplicable("the model's own attention does")
 
     class Other(type(own)):
@@ -289,9 +292,11 @@ def scale_and_dropout(subject: Subject) -> None:
 
     expected = model(text()).logits
     for attention in attentions:
-        attention.architecture = Other()
-    different(model(text()).logits, expected, "scores of twice the size, and of the usual one")
-    different(*(model.train()(text()).logits for _ in range(2)), "two forwards with dropout")
+        attention.architecture = copy.copy(own)
+        attention.architecture.__class__ = Other
+        different(model.eval()(text()).logits, expected, "scores of twice the size, and of the usual one")
+        different(*(model.train()(text()).logits for _ in range(2)), "two forwards with dropout")
+        attention.architecture = own
 
 
 def gradients(subject: Subject) -> None:

@@ -5,6 +5,7 @@ error.
 """
 
 import copy
+import os
 import tempfile
 import time
 import warnings
@@ -127,10 +128,11 @@ def fit(
         if window or start > 1e-7:  # otherwise it is the original's own table, with nothing to fit
             with suppress(_NotBetter), rewriting_attention(target), tempfile.TemporaryDirectory(prefix="posswap-") as folder:
                 quiet = {} if progress else {"disable": True}  # None or False would overrule TQDM_DISABLE
+                quiet |= {} if "TQDM_MININTERVAL" in os.environ else {"mininterval": 1}  # seconds: log files keep each
                 with evaluating(*position_modules(target, architecture), mode=True):  # self-extend learns exact distances
                     walk = Walk(target, teacher, architecture, text, text.select, Path(folder), seed, window)
                     total = len(walk.stages) * (reconstruct + 1)
-                    with tqdm(desc="fit", total=total, unit="step", mininterval=1, **quiet) as bar:  # seconds: for log files
+                    with tqdm(desc="fit", total=total, unit="step", **quiet) as bar:
                         stages = (walk.fit_layers(stage, reconstruct, learning_rate, bar) for stage in walk.stages)
                         layers = tuple(fit for stage in stages for fit in stage)
                 if not reconstruct and not any(fit.kept for fit in layers):

@@ -151,8 +151,9 @@ class AttentionPositions(nn.Module):
         cache, `length` the sequence length where it is known without looking at values (else None), `key_positions` (B or 1, K)
         those of all keys so far if `needs_key_positions`, `attention_mask` what the model was given.
 
-        For a `bias`, return `Places`. With a span, attention goes block by block, in linear time, if what `attend` reads has a
-        `block` as they have, or there is no `attend`; otherwise a mask says what is near.
+        For a `bias`, return `Places`, or what has their `causal`, `in_order` and `block`. With a span, attention goes block by
+        block, in linear time, if there is no `attend`, or this returns something with a `block` like that of `Places`;
+        otherwise a mask says what is near, and this is called twice.
         """
         # The same tensor as `slots`: no positions were given and nothing is cached, so keys stand one after the other.
         return Places(position_ids, slots, key_positions, in_order=key_positions is slots and not is_traced())
