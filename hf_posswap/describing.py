@@ -79,6 +79,7 @@ def describe(model: PreTrainedModel) -> Description:
     return replace(
         plain,
         trained_positions=state.geometry.trained_positions,
+        max_positions=state.geometry.max_positions,
         old=undo.snapshot.state.scheme if undo is not None and undo.snapshot.state is not None else Learned(),
         new=state.scheme,
         parameters_added=sum(p.numel() for one in position_modules(target, architecture) for p in one.parameters()),

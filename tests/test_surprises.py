@@ -363,6 +363,7 @@ def test_a_length_that_is_written_into_the_config(make_model, tokens, tmp_path):
             old = getattr(model.config, field)
             setattr(model.config, field, 300 if field == "max_position_embeddings" else 7)
             folder = tmp_path / family
+            assert posswap.describe(model).max_positions == 64
             for what, given in ((model, tokens), (model.save_pretrained, folder)):
                 refused(says, what, given)
             setattr(model.config, field, old)
