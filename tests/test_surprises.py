@@ -390,3 +390,7 @@ def test_a_length_that_was_written_before_the_swap(make_model, tmp_path):
     loaded = type(model).from_pretrained(tmp_path)
     loaded.config.max_position_embeddings = 300
     refused("config was changed", posswap.swap, loaded, "rotary", max_positions=300)
+    model.config.max_position_embeddings = 64
+    model.config = copy.deepcopy(model.config)  # a head with a config of its own
+    model.config.max_position_embeddings = 300
+    refused("config was changed", model.save_pretrained, tmp_path / "head")
