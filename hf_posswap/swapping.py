@@ -79,7 +79,7 @@ def swap(
     if undo is None and start.state is None:
         if (rows := len(architecture.trained_rows(target.base_model))) != start.max_positions:
             what = f"the config says {start.max_positions} positions, and the table has {rows}"
-            raise PosswapError(f"{what}: set the config back, and give swap the length as max_positions")
+            raise PosswapError(f"{what}: let the config say what the table has, and give swap another length as max_positions")
     elif undo is None:
         surgery.check_longest(target)
     asked, max_positions = max_positions, _check_max_positions(max_positions, start)

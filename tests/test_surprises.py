@@ -382,7 +382,7 @@ def test_a_length_that_was_written_before_the_swap(make_model, tmp_path):
     """A swap refuses a config that says another length than the table's, or than that of a loaded model."""
     model = make_model("bert")
     model.config.max_position_embeddings = 300
-    refused("the config says 300 positions, and the table has 32: set the config back", posswap.swap, model, "learned")
+    refused("the config says 300 positions, and the table has 32: let the config", posswap.swap, model, "learned")
     model.config.max_position_embeddings = 32
     posswap.swap(model, "rotary", max_positions=64, warm_start=False).save_pretrained(tmp_path)
     model.config.max_position_embeddings = 300
