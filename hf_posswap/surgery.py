@@ -218,8 +218,8 @@ def revert(model: PreTrainedModel, architecture: Architecture, snapshot: Snapsho
     attentions = architecture.self_attentions(base)
     for attention, (kind, positions) in zip(attentions, snapshot.attentions, strict=True):
         _set_positions(attention, kind, positions)
-    architecture.resize(base, snapshot.max_positions)
     _set_config(model, snapshot.config, snapshot.base_config)
+    architecture.resize(base, snapshot.max_positions)  # which asks the config where positions begin
     for part, kind in zip(_parts(model, architecture), snapshot.classes, strict=True):
         part.__class__ = kind
     _set_state(base, architecture, snapshot.state)
