@@ -434,7 +434,8 @@ def test_not_a_scheme():
         refused("is no scheme: pass a subclass of posswap.Scheme", check_scheme, other)
 
 
-def test_inside_inference_mode():
-    """A check passes inside the caller's inference mode, too."""
-    with torch.inference_mode():
+@pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")])
+def test_inside_a_mode(mode):
+    """A check passes inside the caller's inference mode, and where another device is the default."""
+    with mode():
         assert check_scheme("learned", models=ONE).passed
