@@ -26,9 +26,10 @@ def fitted_mask(mask, arguments: dict, tokens: Tokens, cache):
         return mask
     inputs = next(one for one in map(arguments.get, ("input_ids", "inputs_embeds")) if one is not None)
     total = tokens.past + tokens.slots.shape[-1]
-    if len(mask) not in (1, len(inputs)) or mask.shape[-1] < total:
+    # In an exported program the batch is free, and to compare it would fix it.
+    if (not is_traced() and mask.shape[0] not in (1, inputs.shape[0])) or mask.shape[-1] < total:
         raise PosswapError(
-            f"attention_mask of shape {tuple(mask.shape)} does not fit {len(inputs)} row(s) of {total} tokens, of which "
+            f"attention_mask of shape {tuple(mask.shape)} does not fit {inputs.shape[0]} row(s) of {total} tokens, of which "
             f"{tokens.past} are cached: give it a column for each"
         )
     # More columns: transformers, too, reads the first.
@@ -39,7 +40,7 @@ def with_padding(tokens: Tokens, mask: torch.Tensor | None) -> torch.Tensor:
     """Return positions (B or 1, Q) with `PADDING` where a 2D mask is 0, as keys take them into a span cache."""
     if mask is None or mask.dim() != 2:
         return tokens.positions
-    return tokens.positions.expand(len(mask), -1).masked_fill(~mask[:, tokens.slots[0]].bool(), PADDING)
+    return tokens.positions.expand(mask.shape[0], -1).masked_fill(~mask[:, tokens.slots[0]].bool(), PADDING)
 
 
 def check_keys(keys: torch.Tensor, mask: torch.Tensor | None, tokens: Tokens) -> None:

@@ -2,6 +2,8 @@
 in ALBERT, which are fitted together, and counted, watched and measured one by one.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import changes, refused, snapshot
@@ -51,9 +53,30 @@ def test_report_says_how_long_the_text_was(make_model):
         assert ("no sequence was longer than 20 tokens, and the original reads 32" in str(report)) == said
 
 
+@pytest.mark.parametrize("family", ["gpt2", "bert", "roberta"])
+def test_the_side_of_padding_does_not_matter(make_model, family):
+    """A text is read from its first token, whether padding stands before or behind it."""
+    ids, reports = text(60, 22), []
+    for side in ((8, 0), (0, 8)):
+        ids_padded = functional.pad(ids, side)
+        batch = {"input_ids": ids_padded, "attention_mask": (ids_padded > 0).long()}
+        reports.append(quick(posswap.swap(make_model(family), "alibi"), batch, reconstruct=2))
+    assert reports[0].after == reports[1].after and reports[0].longest == 22
+
+
+def test_a_verdict_on_damage_that_grew(make_model):
+    """Where what decided fell and the damage that is reported grew, the verdict says so, not that it won back -4 %."""
+    report = quick(posswap.swap(make_model("bert"), "relative:clip=4"), reconstruct=2)
+    assert "the fit won back" in str(report)
+    worse = replace(report, after=replace(report.after, total=report.before.total + 0.1))
+    for one, told in ((worse, "the text to select by"), (replace(worse, window=32), "the last layer's error")):
+        said = " ".join(str(one).split())
+        assert f"{told} " in said and "though the damage in the first table grew" in said and "won back" not in said
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_damage_is_a_naive_loop(pair, side):
-    """Damage is what a loop over rows and tokens finds, for both measures; modes of single modules stay."""
+    """Damage is what a loop over rows, read alone, and tokens finds, for both measures; modes of single modules stay."""
     batches = [padded(side), {"input_ids": text(5, 12)}]
     pair[1].train().base_model.get_input_embeddings().eval()
     modes = [[module.training for module in one.modules()] for one in pair]
@@ -65,20 +88,19 @@ def test_damage_is_a_naive_loop(pair, side):
         one.eval()
     for batch in batches:
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-        with torch.no_grad():
-            outs = [one(**batch, output_hidden_states=True) for one in pair]
-        for row in range(len(mask)):
-            kept = mask[row].nonzero()[:, 0].tolist()
-            states = [torch.stack([layer[row][kept] for layer in out.hidden_states[1:]]) for out in outs]
+        for ids, kept in zip(batch["input_ids"], mask, strict=True):
+            with torch.no_grad():
+                outs = [one(ids[None, kept], output_hidden_states=True) for one in pair]
+            states = [torch.cat(out.hidden_states[1:]) for out in outs]
             for side_states, one in zip(layers, states, strict=True):
                 side_states.append(torch.nn.functional.layer_norm(one, one.shape[-1:]))
             if head:
-                logs = [out.logits[row].log_softmax(-1) for out in outs]
-                costs = [kl_div(logs[1][t], logs[0][t], log_target=True, reduction="sum") for t in kept]
-                lengths.setdefault(len(kept), []).extend(costs)
+                logs = [out.logits[0].log_softmax(-1) for out in outs]
+                costs = [kl_div(other, one, log_target=True, reduction="sum") for one, other in zip(*logs, strict=True)]
+                lengths.setdefault(len(costs), []).extend(costs)
             else:
-                costs = [1 - cosine_similarity(states[0][-1, t], states[1][-1, t], dim=0) for t in range(len(kept))]
-                lengths.setdefault(len(kept), []).append(1 - cosine_similarity(*(one[-1].mean(0) for one in states), dim=0))
+                costs = [1 - cosine_similarity(one, other, dim=0) for one, other in zip(*(s[-1] for s in states), strict=True)]
+                lengths.setdefault(len(costs), []).append(1 - cosine_similarity(*(one[-1].mean(0) for one in states), dim=0))
             for place, cost in enumerate(costs):
                 name = "0" if place == 0 else "1-7" if place < 8 else "8-31"
                 single.setdefault(name, []).append(cost)

@@ -78,8 +78,9 @@ def fit(
             fewer where it was tuned on fewer (MiniLM: 128).
         tokenizer: Of the texts; a pipeline has its own.
 
-    With batches from `text_batches`, one held-out part decides what is kept, and another is used for the report only. Of other
-    batches every tenth sequence is held out for both.
+    With batches from `text_batches`, one held-out part decides what is kept, by the damage or, if some of it is longer than the
+    original reads, by the last layer's error; another is used for the report only. Of other batches every tenth sequence is
+    held out for both. Padding before a row's text is moved behind it.
 
     Raises:
         PosswapError: The model is not swapped, was trained since, or its original is gone; batches do not belong to it, are

@@ -101,6 +101,10 @@ class FitReport:
             return "the swap had lost nothing, and nothing was fitted"
         if after == before:
             return "nothing was won, and the fit was undone: give more text, or a lower learning_rate"
+        if after > before:
+            decided = "the last layer's error on all lengths" if self.window else "the text to select by"
+            grew = f"{decided} told to keep the fit, though the damage in the first table grew"
+            return f"{grew}: give more text and steps, and see on your own task whether the swap alone is better"
         won = f"the fit won back {1 - after / before:.0%} of what the swap had lost"
         if after < _NEAR:
             return f"{won}, and little is left: save the model, or train it as you would the original"

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import family_of
-from hf_posswap.data.calibration import few_tokens
+from hf_posswap.data.calibration import few_tokens, padding_last
 from hf_posswap.evaluating import evaluating, outputs_of
 from hf_posswap.measure.losses import mean_loss, token_losses
 
@@ -42,12 +42,13 @@ class Damage:
 def damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]]) -> Damage:
     """Compare a swapped model with its original on batches of `input_ids` and, where rows are padded, `attention_mask`.
 
-    Without a head the total is over mean-pooled states, as sentence models use them; with one, over all predictions.
+    Padding before a row's text is moved behind it. Without a head the total is over mean-pooled states, as sentence models use
+    them; with one, over all predictions.
     """
     head = model.get_output_embeddings() is not None and original.get_output_embeddings() is not None
     positions, lengths = defaultdict(list), defaultdict(list)  # the costs of all tokens in a range, and of all sequences
     errors, spreads = 0.0, 0.0
-    for batch in few_tokens(batches, _TOKENS_A_BATCH // 4 if head else _TOKENS_A_BATCH):
+    for batch in few_tokens(map(padding_last, batches), _TOKENS_A_BATCH // 4 if head else _TOKENS_A_BATCH):
         states, predictions = [], []
         for one in (original, model):
             given = {key: value.to(one.device) for key, value in batch.items()}
