@@ -26,8 +26,7 @@ def fitted_mask(mask, arguments: dict, tokens: Tokens, cache):
         return mask
     inputs = next(one for one in map(arguments.get, ("input_ids", "inputs_embeds")) if one is not None)
     total = tokens.past + tokens.slots.shape[-1]
-    # In an exported program the batch is free, and to compare it would fix it.
-    if (not is_traced() and mask.shape[0] not in (1, inputs.shape[0])) or mask.shape[-1] < total:
+    if mask.shape[0] not in (1, inputs.shape[0]) or mask.shape[-1] < total:  # len() would fix the batch of an exported program
         raise PosswapError(
             f"attention_mask of shape {tuple(mask.shape)} does not fit {inputs.shape[0]} row(s) of {total} tokens, of which "
             f"{tokens.past} are cached: give it a column for each"
