@@ -260,11 +260,12 @@ def observe(
         shared = shared.block(slice(None), places) if hasattr(shared, "block") else shared
     elif mine.mask is not None:
         allowed = allowed & (mine.mask if mine.mask.dtype == torch.bool else mine.mask > torch.finfo(mine.mask.dtype).min / 2)
+    turned = [positions("rotate", states, mine.scheme) for states in (query, key)]
     if positions.attend is not None:
         options = {"scaling": scaling, "dropout": 0.0, "causal": causal, "return_probabilities": True}
-        output, probabilities = positions("attend", query, key, value, allowed, shared, **options)
+        output, probabilities = positions("attend", *turned, value, allowed, shared, **options)
         return Evidence(query, key, value, probabilities, output, allowed)
-    scores = positions("rotate", query, mine.scheme) @ positions("rotate", key, mine.scheme).transpose(-1, -2) * scaling
+    scores = turned[0] @ turned[1].transpose(-1, -2) * scaling
     if positions.bias is not None:
         scores = scores + positions("bias", shared, key.shape[-2])
     probabilities = scores.masked_fill(~allowed, float("-inf")).softmax(-1).nan_to_num()  # padding sees nothing: zeros

@@ -24,6 +24,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_posswap as posswap
+from hf_posswap.architectures import longest_input
 from hf_posswap.data.text import cut_blocks, split_tokens, spread, token_lists
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
@@ -94,7 +95,9 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
 
     cold = None
     if config.scheme != ORIGINAL:
-        swapped = posswap.swap(load_original(config.model).to(model.device), config.scheme, warm_start=False)
+        swapped = load_original(config.model).to(model.device)
+        options = {"max_positions": longest_input(model.config), "span": config.span, "first": config.first}
+        posswap.swap(swapped, config.scheme, warm_start=False, **options)
         cold = averaged(measure(swapped, *reported))["figures"]["damage"]
     looks = measured_steps(config.max_steps)
     begin = {"step": 0, "tokens": 0, **averaged(measure(model, *reported))["figures"]}

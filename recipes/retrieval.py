@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.embedders import EmbedderOptions, load_embedder, sts, swap_embedder
 from hf_posswap.experiments.items import averaged
@@ -49,6 +50,12 @@ class Config(EmbedderOptions):
     lengths: Annotated[tuple[int, ...], "Tokens of pass key and needle documents; repeatable."] = (256, 512, 1024, 2048, 4096)
     fit_length: Annotated[int, "Tokens of the longest texts of --start fit."] = 1024
     beir: Annotated[tuple[str, ...], "Folders with corpus.jsonl, queries.jsonl and qrels/test.tsv; repeatable."] = ()
+
+    def __post_init__(self):
+        super().__post_init__()
+        names = [Path(place).name for place in self.beir]
+        if len(set(names)) < len(names):
+            raise PosswapError(f"two data sets of --beir are named {max(names, key=names.count)!r}: rename the folder of one")
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:

@@ -109,7 +109,7 @@ def test_nothing_stays_when_looking_fails(make_model, tokens):
 
 
 @pytest.mark.parametrize("side", [None, "left", "right"])
-@pytest.mark.only(cases=KINDS)
+@pytest.mark.only(cases=(*KINDS, "self-extend", "alibi"))
 def test_against_eager_probabilities(model, family, backend, tokens, side):
     """Attention by distance is what a loop over eager probabilities finds, without padding, for every scheme and family."""
     mask = torch.ones_like(tokens)

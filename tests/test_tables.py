@@ -1,5 +1,6 @@
 """Rows of a task: columns and labels that are found, splits that do not change, and tables that are refused."""
 
+import os
 import random
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pandas
 import pytest
 from conftest import refused
 
-from hf_posswap.data.tables import TableConfig, hold_out, read_hub, read_table, read_task
+from hf_posswap.data.tables import TableConfig, hold_out, read_hub, read_pairs, read_table, read_task
 
 ROWS = [{"text": f"text number {n}", "label": n % 3} for n in range(30)]
 
@@ -140,14 +141,14 @@ VALIDATION = {"train_file": "good.csv", "validation_file": "t.csv"}
         ("text,label\n,1\nx,0\n,1\n", {}, r"column 'text' of the train part of t.csv has empty \(None\) rows, 2 from row 1"),
         ("text,label\nx,1\ny,\n", {}, "no label in row 2"),
         ("text,label\nx,1.5\ny,inf\n", {}, "no label in row 2"),
-        ("text,label\nx,1,2\n", {}, "not text"),
+        ("text,label\nx,1,2\n", {}, "more cells in its rows than names in its header"),
         ("text,label\nx,1\ny,1,2,3\n", {}, "cannot be read as csv"),
         ("text,label\n" + "x,1\n" * 20, {}, "is the same in all rows of the train part"),
         ("text,label\n" + "x,1.5\n" * 20, {}, "is the same in all rows of the train part"),
         ("text,label\nx,1\ny,0\n", {}, "2 rows are too few to hold a tenth out"),
         ("text,label\n" + "".join(f"x,word{n}\n" for n in range(20)), {}, "20 different labels in 20 rows"),
         (GOOD + "secret,-1\n", {}, "row 21 of the train part of t.csv has the label -1, .*drop such rows"),
-        ("text,label\nx,one\ny,two\n", {"task": "regression"}, "the text 'one': a regression needs numbers"),
+        ("text,label\nx,one\ny,two\n", {"task": "regression"}, "the text 'one': give numbers"),
         # Validation rows have the columns and labels of the training rows.
         ("text,label\nx,0\nx,7\n", VALIDATION, "row 2 of the validation part of t.csv has the label '7', .*known are 0, 1"),
         ("text,label\nx,yes\n", VALIDATION, "the label 'yes'.*out of range"),
@@ -174,6 +175,37 @@ def test_bad_files(tmp_path):
         (tmp_path / name).write_bytes(content)
         refused(says, read_task, TableConfig(train_file=str(tmp_path / name)))
     refused("dataset.*train_file.*one of them", read_task, TableConfig())
+
+
+def test_each_file_numbers_its_labels_by_itself(tmp_path):
+    """Numbers with names mean the names: a file without one of the labels counts otherwise, and one with texts not at all."""
+    for name, labels in (("train", "abc"), ("test", "bc"), ("other", "d")):
+        rows = datasets.Dataset.from_dict({"text": [f"text {n}" for n in range(12)], "label": (list(labels) * 12)[:12]})
+        rows.to_json(tmp_path / f"{name}.jsonl")
+        rows.class_encode_column("label").to_parquet(tmp_path / f"{name}.parquet")
+    for train, test in (("parquet", "parquet"), ("jsonl", "parquet"), ("parquet", "jsonl")):
+        files = {"train_file": str(tmp_path / f"train.{train}"), "validation_file": str(tmp_path / f"test.{test}")}
+        task = read_task(TableConfig(**files))
+        assert task.label_names == ("a", "b", "c") and task.validation.labels[:4] == [1, 2, 1, 2]
+        other = files | {"validation_file": str(tmp_path / "other.parquet")}
+        refused("row 1 of the validation part of other.parquet has the label 'd'", read_task, TableConfig(**other))
+
+
+def test_another_table_of_the_same_time(tmp_path):
+    """What a file holds is read, and not what one of its name and time held."""
+    for word in ("cat", "sun"):
+        (path := tmp_path / "t.csv").write_text(f"text\n{word}\n")
+        os.utime(path, (0, 0))
+        assert read_table(path)["text"] == [word]
+
+
+def test_pairs_with_scores(tmp_path):
+    """Pairs need two texts and a number each."""
+    (path := tmp_path / "t.csv").write_text("sentence1,sentence2,label\na,b,1\nc,d,2.5\n")
+    assert read_pairs(path) == (["a", "c"], ["b", "d"], [1.0, 2.5])
+    for row, says in (("a,,1", "'sentence2' of .* has empty"), ("a,b,", "no label in row 2"), ("a,b,high", "give numbers")):
+        path.write_text(f"sentence1,sentence2,label\na,b,1\n{row}\n")
+        refused(says, read_pairs, path)
 
 
 def test_names_are_no_patterns(tmp_path):

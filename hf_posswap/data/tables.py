@@ -6,6 +6,7 @@ numbered in sorted order of the training set, and a table is checked in full bef
 
 import glob
 import gzip
+import hashlib
 import math
 import random
 from dataclasses import dataclass
@@ -110,11 +111,12 @@ def read_task(config: TableConfig) -> Task:
     texts = {split: read_texts(table, text, where[split]) for split, table in tables.items()}
     pairs = {split: read_texts(table, pair, where[split], "text_pair_column") for split, table in tables.items() if pair}
     values = {split: _label_column(table, label, where[split]) for split, table in tables.items()}
+    names = {split: getattr(table.features[label], "names", None) for split, table in tables.items()}  # of numbered labels
     fractions = all(isinstance(value, float) for value in values["train"])
     if config.task == "regression" or config.task == "auto" and fractions:
         names, labels = (), {split: _numbers(values[split], label, where[split]) for split in values}
     else:
-        names, labels = _number_labels(values, getattr(tables["train"].features[label], "names", None), label, where)
+        names, labels = _number_labels(values, names, label, where)
     places = {split: list(range(len(table))) for split, table in tables.items()}
     if "validation" not in tables:
         places |= hold_out(len(tables["train"]), config.data_seed)
@@ -155,6 +157,7 @@ def read_table(path: str | Path) -> "datasets.Dataset":
     """Read a csv, tsv, json, jsonl or parquet file; all but parquet may be compressed, as .gz."""
     with extra():
         import datasets
+        import pandas
 
     path = Path(path).expanduser()
     kind = table_kind(path)
@@ -167,13 +170,18 @@ def read_table(path: str | Path) -> "datasets.Dataset":
     if tabs := path.name.lower().removesuffix(".gz").endswith(".tsv"):
         options["delimiter"] = "\t"
     try:
+        with path.open("rb") as file:  # a name for the cache, which knows files by their times: an archive may set those
+            content = hashlib.file_digest(file, "sha256").hexdigest()[:16]
         # datasets takes names for patterns: rows[1].csv would read rows1.csv
-        rows = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", **options)
+        rows = datasets.load_dataset(kind, content, data_files=glob.escape(str(path)), split="train", **options)
     except (datasets.exceptions.DatasetsError, ValueError) as error:
         if "no data" in str(error) or type(error.__cause__).__name__ == "EmptyDataError":
             raise DataError(f"{path} has no rows") from None
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise DataError(f"{path} cannot be read as {kind} in UTF-8: {reason}") from None
+    if kind == "csv" and not isinstance(pandas.read_csv(path, nrows=1, **options).index, pandas.RangeIndex):
+        # It took the first cells for names of rows, and left them out.
+        raise DataError(f'{path} has more cells in its rows than names in its header: put texts with commas in quotes (")')
     if tabs:  # one stray quote makes a cell of all that follows, to the next quote
         with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
             lines = sum(1 for line in file if line.strip(b"\r\n")) - 1
@@ -214,7 +222,8 @@ def read_pairs(path: str | Path) -> tuple[list[str], list[str], list[float]]:
     table, columns = read_table(path), ("sentence1", "sentence2", "label")
     if missing := [name for name in columns if name not in table.column_names]:
         raise DataError(f"{path} has no column {missing[0]!r}: it needs {', '.join(columns)}")
-    return tuple(table[name][:] for name in columns)
+    texts = [read_texts(table, name, path) for name in columns[:2]]
+    return *texts, _numbers(_label_column(table, "label", path), "label", path)
 
 
 def check_column(table: "datasets.Dataset", column: str, source, option: str) -> None:
@@ -278,17 +287,21 @@ def _label_column(table: "datasets.Dataset", column: str, where: str) -> list:
 
 def _numbers(values: list, column: str, where: str) -> list[float]:
     if strange := next((value for value in values if isinstance(value, str)), None):
-        raise DataError(f"column {column!r} of {where} holds the text {strange!r}: a regression needs numbers")
+        raise DataError(f"column {column!r} of {where} holds the text {strange!r}: give numbers")
     return [float(value) for value in values]
 
 
 def _number_labels(
-    values: dict[str, list], names: list[str] | None, column: str, where: dict[str, str]
+    values: dict[str, list], named: dict[str, list[str] | None], column: str, where: dict[str, str]
 ) -> tuple[tuple[str, ...], dict[str, list[int]]]:
-    """Number the labels: a Hub data set's own numbers, or else the sorted labels of the training rows."""
-    train = values["train"]
+    """Number the labels: the training rows' own numbers, if they have names, or else their sorted labels."""
+    train, names = values["train"], named["train"]
+    for split, own in named.items():  # each file counts the labels that are in it: by name they are the same ones
+        if own and own != names:
+            values[split] = [own[value] if 0 <= value < len(own) else value for value in values[split]]
     if names:
-        known = {number: number for number in range(len(names))}
+        known = {name: number for number, name in enumerate(names)}
+        known |= {number: number for number in range(len(names))}
     else:
         if {-1, 0} <= set(train):  # as in GLUE; classes -1 and 1 are accepted
             place = f"row {train.index(-1) + 1} of {where['train']}"

@@ -4,6 +4,7 @@ A run is a folder with the result.json of a recipe (`recipe.main`). Runs may dif
 named by `vary`. Any other difference makes the comparison unfair, and is an error that names it.
 """
 
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,7 +36,8 @@ def load_runs(places: Sequence[Path]) -> list[dict]:
         runs += [{**_checked(read_json(path), path), "folder": str(path.parent)} for path in found]
         if not found:
             runs += _compared(place)
-    return list({Path(run["folder"]).resolve(): run for run in runs}.values())
+    # A run may be reached by two ways; two comparisons may name two runs alike.
+    return list({(Path(run["folder"]).resolve(), json.dumps([run["config"], run["figures"]])): run for run in runs}.values())
 
 
 def _compared(place: Path) -> list[dict]:

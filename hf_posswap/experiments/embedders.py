@@ -42,6 +42,8 @@ class EmbedderOptions(TextOptions, SwapOptions):
         super().__post_init__()
         if self.save_model and self.scheme == ORIGINAL and self.read != "whole":
             raise PosswapError(f"save_model: a saved model would not read as read={self.read} says: leave one of them out")
+        if self.sts:
+            read_pairs(self.sts)  # not only after all training
 
 
 def load_embedder(name: str) -> SentenceTransformer:

@@ -4,6 +4,7 @@ The format is assets/posswap_results.schema.json (JSON Schema, draft 2020-12). E
 names end up in tables and pages, so text that Markdown, HTML or YAML would read as markup is refused.
 """
 
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -174,13 +175,22 @@ def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:
     found = read_json(file) if file.is_file() else {"vary": [], "runs": load_runs([place])}
     if not isinstance(found.get("runs"), list) or not isinstance(found.get("vary"), list):
         raise DataError(f"{file} is no comparison: {give}")
-    runs = [{name: run[name] for name in _OF_A_RUN if name in run} for run in found["runs"] if isinstance(run, dict)]
+    runs = [run for run in found["runs"] if isinstance(run, dict)]
+    runs = [{name: run[name] for name in _OF_A_RUN if name in run} | _digests(run) for run in runs]
     _check({"vary": found["vary"], "runs": runs}, str(file), comparison=True)
     runs = [published(run) for run in runs]
     if not own_rows(runs, scheme):
         there = ", ".join(sorted({run["config"]["scheme"] for run in runs}))
         raise DataError(f"{file} has no run with {scheme}, the scheme of {folder}; it has {there}")
     return {"vary": found["vary"], "runs": runs}
+
+
+def _digests(run: dict) -> dict[str, dict[str, str]]:
+    """Return the inputs of a run, if it notes them: for each option that names files, one SHA-256 of all their hashes."""
+    if not isinstance(inputs := run.get("inputs"), dict):
+        return {}
+    texts = {name: json.dumps(files, sort_keys=True).encode() for name, files in inputs.items()}
+    return {"inputs": {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}}
 
 
 def own_rows(runs: list[dict], scheme: Scheme) -> list[dict]:
