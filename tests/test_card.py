@@ -26,6 +26,7 @@ def _run(folder, *, weights=None, **changes):
     figures = {"accuracy": 0.5 + 0.1 * (changes.get("start") == "fit") + 0.01 * changes.get("seed", 0), "accuracy_512": 0.25}
     path = write_run(folder, figures, **{"model": "tiny", **changes})
     kept = {"meaning": {"accuracy": "share of keys said in full"}} | ({"weights": weights} if weights else {})
+    kept["inputs"] = {"train_file": {"rows.csv": "a hash"}}
     path.write_text(json.dumps(json.loads(path.read_text()) | kept | {"details": {"losses": [1.0] * 99}}))
 
 
@@ -407,6 +408,14 @@ def test_leaderboard(swapped, fitted, results, program):
     refused("unequal budgets: max_steps is", posswap.leaderboard, [swapped, folder])
     table = posswap.leaderboard([swapped, folder], vary=["max_steps"])
     assert "max_steps 101" in table
+    for place in (swapped, folder):
+        other = json.loads((place / RESULTS_FILE).read_text())
+        for run in other["comparisons"][0]["runs"]:
+            assert len(run["inputs"]["train_file"]) == 64
+            run["config"] |= {"train_file": "rows.csv", "max_steps": 1}
+            run["inputs"]["train_file"] = place.name
+        (place / RESULTS_FILE).write_text(json.dumps(other))
+    refused(r"other content \(SHA-256\) under the name train_file 'rows.csv'", posswap.leaderboard, [swapped, folder])
     for damage, says in (
         ({**content, "format": 2}, "upgrade with"),
         ({**content, "more": 1}, "'more' was unexpected"),

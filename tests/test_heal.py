@@ -34,6 +34,8 @@ def heal(recipe, save, tmp_path):
 def test_healing_end_to_end(recipe, heal, name):
     """Every start has a curve, tokens are counted, damage falls, and the mark is the cold swap's cost for all of them."""
     marks = set()
+    span = heal(name, scheme="rotary", start="cold", span=4)
+    assert span["figures"]["damage_0"] == pytest.approx(span["details"]["cold_damage"], rel=1e-4)
     for scheme, start in (("rotary", "cold"), ("rotary", "swap"), ("relative:clip=4", "fit"), ("original", "swap")):
         result = heal(name, scheme=scheme, start=start, max_steps=20)
         curve, details, figures = result["details"]["curve"], result["details"], result["figures"]

@@ -63,6 +63,7 @@ def test_recipe(recipe, save, bert_tokenizer, beir, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT[0])
     texts = {"train_file": str(tmp_path / "text.txt")}
     given = {"model": str(save("bert")), "lengths": (96,), "beir": (str(beir),), "start": "swap", **texts}
+    refused("two data sets of --beir are named 'tiny-beir'", module.Config, **given | {"beir": (str(beir), "other/tiny-beir")})
     for options in ({"scheme": "rotary", "span": 8}, {"read": "chunks", "chunk": 16}):
         found = module.run(module.Config(**given, **options), tmp_path, False)
         by_chunk = {"passkey_by_chunk_96", "needle_by_chunk_96"} if "read" in options else set()

@@ -134,15 +134,20 @@ def test_a_comparison_is_runs_too(tmp_path):
         assert markdown(whole) == markdown(load_runs([tmp_path / "a", tmp_path / "more"]))
         check_budgets(whole)
     assert len(load_runs([tmp_path / "a", tmp_path / "written"])) == 6  # a run that is given twice counts once
+    for scheme in ("none", "rotary"):
+        runs = load_runs([write_run(tmp_path / scheme / "run", {"accuracy": 0.5}, scheme=scheme).parent])
+        write_comparison([{**run, "folder": "run"} for run in runs], tmp_path / scheme)
+        (tmp_path / scheme / "comparison.json").rename(tmp_path / f"{scheme}.json")
+    assert len(load_runs([tmp_path / "none.json", tmp_path / "rotary.json"])) == 2  # though both runs are called "run"
     nameless = json.loads((tmp_path / "written" / "comparison.json").read_text())
     for run in nameless["runs"]:
         del run["folder"]
     (tmp_path / "nameless.json").write_text(json.dumps(nameless))
     assert len(load_runs([tmp_path / "nameless.json"])) == 6
     (tmp_path / "strange.json").write_text('{"runs": [{}]}')
-    (tmp_path / "none.json").write_text('{"runs": []}')
+    (tmp_path / "empty.json").write_text('{"runs": []}')
     strange = ("strange.json", "no whole result of a recipe, it has no recipe")
-    for name, says in (strange, ("none.json", "holds no runs"), ("nowhere", "no result.json in .*nowhere")):
+    for name, says in (strange, ("empty.json", "holds no runs"), ("nowhere", "no result.json in .*nowhere")):
         refused(says, load_runs, [tmp_path / name])
 
 
