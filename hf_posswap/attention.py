@@ -227,10 +227,10 @@ def key_positions(
             "positions): start with a new cache, and not with a quantized one"
         )
     stored = read_positions(layer.keys).to(positions.device)
-    positions = positions.expand(len(stored), -1)
+    positions = positions.expand(stored.shape[0], -1)
     if isinstance(past, int):
         return torch.cat([stored[:, :past], positions], dim=-1)  # a static cache is longer than what it holds
-    return stored.scatter(1, slots.expand(len(stored), -1), positions)  # here a tensor counts what it holds
+    return stored.scatter(1, slots.expand(stored.shape[0], -1), positions)  # here a tensor counts what it holds
 
 
 def visible(attention_mask: torch.Tensor, *, causal: bool) -> torch.Tensor:

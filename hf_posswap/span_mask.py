@@ -39,7 +39,7 @@ def with_padding(tokens: Tokens, mask: torch.Tensor | None) -> torch.Tensor:
     """Return positions (B or 1, Q) with `PADDING` where a 2D mask is 0, as keys take them into a span cache."""
     if mask is None or mask.dim() != 2:
         return tokens.positions
-    return tokens.positions.expand(mask.shape[0], -1).masked_fill(~mask[:, tokens.slots[0]].bool(), PADDING)
+    return tokens.positions.masked_fill(~mask[:, tokens.slots[0]].bool(), PADDING)
 
 
 def check_keys(keys: torch.Tensor, mask: torch.Tensor | None, tokens: Tokens) -> None:

@@ -16,20 +16,19 @@ between measurements, linearly in the logarithm of damage, and missing if damage
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import torch
 from transformers import PreTrainedModel
 
-import hf_posswap as posswap
 from hf_posswap.architectures import longest_input
 from hf_posswap.data.text import cut_blocks, split_tokens, spread, token_lists
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost, load_original
+from hf_posswap.experiments.models import cost, give_positions, load_original
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import RunText, TextConfig, check_enough
 from hf_posswap.fitting.distillation import distillation_loss
@@ -96,8 +95,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     cold = None
     if config.scheme != ORIGINAL:
         swapped = load_original(config.model).to(model.device)
-        options = {"max_positions": longest_input(model.config), "span": config.span, "first": config.first}
-        posswap.swap(swapped, config.scheme, warm_start=False, **options)
+        give_positions(swapped, replace(config, start="cold"), longest_input(model.config), None)
         cold = averaged(measure(swapped, *reported))["figures"]["damage"]
     looks = measured_steps(config.max_steps)
     begin = {"step": 0, "tokens": 0, **averaged(measure(model, *reported))["figures"]}

@@ -8,6 +8,7 @@ from conftest import KINDS, refused
 from sklearn.linear_model import RidgeClassifier, RidgeClassifierCV
 from transformers import BertModel
 
+from hf_posswap.data.calibration import padding_last
 from hf_posswap.evaluating import evaluating, watching
 from hf_posswap.measure import (
     attention_by_distance,
@@ -117,7 +118,9 @@ def test_against_eager_probabilities(model, family, backend, tokens, side):
         mask[1, :6] = 0
         mask[1] = mask[1] if side == "left" else mask[1].flip(0)
     model.train()
-    found = attention_by_distance(model, [{"input_ids": tokens, "attention_mask": mask}], reach=5)
+    batch = {"input_ids": tokens, "attention_mask": mask}
+    found = attention_by_distance(model, [batch], reach=5)
+    tokens, mask = padding_last(batch).values()
     assert model.training and found.shape == (2, 2, 11)
     assert torch.allclose(found.sum(-1), torch.ones(2, 2), atol=1e-5)
     model.eval().set_attn_implementation("eager")

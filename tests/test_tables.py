@@ -188,7 +188,19 @@ def test_each_file_numbers_its_labels_by_itself(tmp_path):
         task = read_task(TableConfig(**files))
         assert task.label_names == ("a", "b", "c") and task.validation.labels[:4] == [1, 2, 1, 2]
         other = files | {"validation_file": str(tmp_path / "other.parquet")}
-        refused("row 1 of the validation part of other.parquet has the label 'd'", read_task, TableConfig(**other))
+        refused("row 1 of the validation part of other.parquet has the label", read_task, TableConfig(**other))
+    rows = {"text": [f"text {n}" for n in range(12)], "label": [1, 2, 0] * 4}
+    (numbers := datasets.Dataset.from_dict(rows)).to_csv(tmp_path / "numbers.csv")
+    words = numbers.cast_column("label", datasets.Value("string")).class_encode_column("label")
+    words.to_parquet(tmp_path / "named.parquet")  # named "0", "1", "2"
+    for train, test, names, labels in (
+        ("named.parquet", "numbers.csv", "012", [1, 2, 0]),
+        ("train.parquet", "numbers.csv", "abc", [1, 2, 0]),
+        ("numbers.csv", "train.parquet", "012", [0, 1, 2]),  # other words for the same numbers
+    ):
+        files = {"train_file": str(tmp_path / train), "validation_file": str(tmp_path / test)}
+        task = read_task(TableConfig(**files))
+        assert "".join(task.label_names) == names and task.validation.labels[:3] == labels
 
 
 def test_another_table_of_the_same_time(tmp_path):

@@ -172,7 +172,7 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
         batch["attention_mask"] = mask.bool()
         if not bool(mask.any(-1).all()):
             raise DataError("a row of attention_mask masks everything: leave that row out")
-        batch = padding_last(batch)
+        batch = padding_last({key: value.detach().cpu() for key, value in batch.items()})
         # Padding after the longest row is no text: a fit to 20 tokens, padded to 512, would count as one to 512.
         end = int(batch["attention_mask"].any(0).nonzero().max()) + 1
         batch = {key: value[:, :end] for key, value in batch.items()}
@@ -187,7 +187,7 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
         count = getattr(model.config, "type_vocab_size", model.config.vocab_size)
         if kinds.dtype not in (torch.int64, torch.int32) or int(kinds.min()) < 0 or int(kinds.max()) >= count:
             raise DataError(f"token_type_ids must be integers from 0 to {count - 1}")
-        checked.append({key: value.detach().cpu() for key, value in batch.items()})
+        checked.append(batch)
     if not checked:
         raise DataError("there are no batches: give some text")
     return checked

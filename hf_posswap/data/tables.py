@@ -111,12 +111,12 @@ def read_task(config: TableConfig) -> Task:
     texts = {split: read_texts(table, text, where[split]) for split, table in tables.items()}
     pairs = {split: read_texts(table, pair, where[split], "text_pair_column") for split, table in tables.items() if pair}
     values = {split: _label_column(table, label, where[split]) for split, table in tables.items()}
-    names = {split: getattr(table.features[label], "names", None) for split, table in tables.items()}  # of numbered labels
+    named = {split: getattr(table.features[label], "names", None) for split, table in tables.items()}  # of numbered labels
     fractions = all(isinstance(value, float) for value in values["train"])
     if config.task == "regression" or config.task == "auto" and fractions:
         names, labels = (), {split: _numbers(values[split], label, where[split]) for split in values}
     else:
-        names, labels = _number_labels(values, names, label, where)
+        names, labels = _number_labels(values, named, label, where)
     places = {split: list(range(len(table))) for split, table in tables.items()}
     if "validation" not in tables:
         places |= hold_out(len(tables["train"]), config.data_seed)
@@ -157,7 +157,6 @@ def read_table(path: str | Path) -> "datasets.Dataset":
     """Read a csv, tsv, json, jsonl or parquet file; all but parquet may be compressed, as .gz."""
     with extra():
         import datasets
-        import pandas
 
     path = Path(path).expanduser()
     kind = table_kind(path)
@@ -179,9 +178,9 @@ def read_table(path: str | Path) -> "datasets.Dataset":
             raise DataError(f"{path} has no rows") from None
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise DataError(f"{path} cannot be read as {kind} in UTF-8: {reason}") from None
-    if kind == "csv" and not isinstance(pandas.read_csv(path, nrows=1, **options).index, pandas.RangeIndex):
-        # It took the first cells for names of rows, and left them out.
-        raise DataError(f'{path} has more cells in its rows than names in its header: put texts with commas in quotes (")')
+    if any(name.startswith("__index_level_") for name in rows.column_names):  # the first cells, taken for names of rows
+        what = f"{path} has more cells in its rows than names in its header"
+        raise DataError(f'{what}: put texts with commas in quotes ("), and no comma at the end of a row')
     if tabs:  # one stray quote makes a cell of all that follows, to the next quote
         with (gzip.open if path.suffix.lower() == ".gz" else open)(path, "rb") as file:
             lines = sum(1 for line in file if line.strip(b"\r\n")) - 1
@@ -297,8 +296,10 @@ def _number_labels(
     """Number the labels: the training rows' own numbers, if they have names, or else their sorted labels."""
     train, names = values["train"], named["train"]
     for split, own in named.items():  # each file counts the labels that are in it: by name they are the same ones
-        if own and own != names:
+        if own and (names or set(own) & set(map(str, train))):
             values[split] = [own[value] if 0 <= value < len(own) else value for value in values[split]]
+        elif names:
+            values[split] = [str(value) if str(value) in names else value for value in values[split]]
     if names:
         known = {name: number for number, name in enumerate(names)}
         known |= {number: number for number in range(len(names))}

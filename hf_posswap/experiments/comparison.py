@@ -4,7 +4,6 @@ A run is a folder with the result.json of a recipe (`recipe.main`). Runs may dif
 named by `vary`. Any other difference makes the comparison unfair, and is an error that names it.
 """
 
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,8 +35,10 @@ def load_runs(places: Sequence[Path]) -> list[dict]:
         runs += [{**_checked(read_json(path), path), "folder": str(path.parent)} for path in found]
         if not found:
             runs += _compared(place)
-    # A run may be reached by two ways; two comparisons may name two runs alike.
-    return list({(Path(run["folder"]).resolve(), json.dumps([run["config"], run["figures"]])): run for run in runs}.values())
+    kept = {}
+    for run in runs:  # one may be reached by two ways, and two comparisons may name two of them alike
+        kept[Path(run["folder"]).resolve(), *(run["config"][name] for name in _ROW), str(run["figures"])] = run
+    return list(kept.values())
 
 
 def _compared(place: Path) -> list[dict]:

@@ -158,7 +158,7 @@ def fit(
         layers=layers,
         seconds=time.perf_counter() - started,
         tokens=_tokens(text),
-        tokens_held_out=sum(length * count for length, count in before.sequences.items()),
+        tokens_held_out=_tokens(told),
         text=kind,
         longest=longest,
         trained_positions=reads,

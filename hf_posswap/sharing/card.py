@@ -162,6 +162,7 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
         exportable=_exportable(model, scheme),
         fit=fit,
         part=_PARTS[_part(fit)] if fit else "",
+        tokens=_measured(fit) if fit else 0,
         parity=content["parity"],
         comparisons=comparisons,
         worse=[n for n, value in fit["after"]["by_length"].items() if value > fit["before"]["by_length"][n]] if fit else [],
@@ -190,6 +191,11 @@ def _exportable(model: dict, scheme) -> bool:
     return there and not model.get("span")
 
 
+def _measured(fit: dict) -> int:
+    """Return how many tokens a fit's damage was measured on: of long texts, their beginnings."""
+    return sum(int(length) * count for length, count in fit["after"]["sequences"].items())
+
+
 def _part(fit: dict) -> str:
     """Return the part of the text that a fit's figures were measured on: a key of `_PARTS`."""
     part = fit.get("part", "held out")
@@ -202,7 +208,7 @@ def _fit_entry(fit: dict) -> EvalResult:
         task_type="other",
         task_name=f"{_OURS}fit",
         dataset_type="fit",
-        dataset_name=f"{fit['tokens_held_out']} tokens ({_part(fit)}), {fit['text']}",
+        dataset_name=f"{_measured(fit)} tokens ({_part(fit)}), {fit['text']}",
         metric_type="kl" if kl else "cosine_distance",
         metric_name=f"{fit['after']['measure']}, to the original, mean over {'tokens' if kl else 'sequences'}",
         metric_value=fit["after"]["total"],

@@ -189,8 +189,8 @@ def _digests(run: dict) -> dict[str, dict[str, str]]:
     """Return the inputs of a run, if it notes them: for each option that names files, one SHA-256 of all their hashes."""
     if not isinstance(inputs := run.get("inputs"), dict):
         return {}
-    texts = {name: json.dumps(files, sort_keys=True).encode() for name, files in inputs.items()}
-    return {"inputs": {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}}
+    texts = {name: json.dumps(files, sort_keys=True) for name, files in inputs.items() if not isinstance(files, str)}
+    return {"inputs": inputs | {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}}
 
 
 def own_rows(runs: list[dict], scheme: Scheme) -> list[dict]:
