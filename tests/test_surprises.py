@@ -340,38 +340,6 @@ def test_continuous_batching_generates(make_model, scheme):
     assert found == [one.tolist() for one in expected] and len(set(map(tuple, found))) == 2
 
 
-class Reader(torch.nn.Module):
-    """A model as a program sees it: tokens and a mask in, states out."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model.base_model
-
-    def forward(self, tokens, mask=None):
-        return self.model(input_ids=tokens, attention_mask=mask, return_dict=False)[0]
-
-
-@torch.no_grad()
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize(
-    ("family", "scheme", "span"), [("gpt2", "relative:clip=4", None), ("bert", "relative:clip=4", 5), ("gpt2", "alibi", 5)]
-)
-def test_programs_take_any_batch(make_swapped, tokens, family, scheme, span):
-    """Batch and length stay free, with a span and a mask, too, in `torch.export` and so in ONNX, and in traces."""
-    layers = {"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1}
-    model = make_swapped(family, scheme, "sdpa", max_positions=64, span=span, **layers)
-    model.config.use_cache = False
-    reader, free = Reader(model), {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
-    given = (tokens,) if span is None else (tokens, torch.ones_like(tokens))
-    exported = torch.export.export(reader, given, dynamic_shapes=(free,) * len(given), strict=False).module()
-    for program in (exported, torch.jit.trace(reader, given, check_trace=False)):
-        for rows in (1, 3):
-            other = [one.repeat(2, 2)[:rows, :33] for one in given]
-            if span:
-                other[1][-1, 20:] = 0
-            assert_close(program(*other), reader(*other), rtol=1e-4, atol=1e-4)
-
-
 def test_a_length_that_is_written_into_the_config(make_model, tokens, tmp_path):
     """A model whose config has got another length neither runs nor is saved, can be swapped anew, and is restored."""
     says = "config was changed: by its length and padding .* Set it back; for another length call posswap.swap"
