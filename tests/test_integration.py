@@ -1,4 +1,4 @@
-"""Swapped models in the hands of others: torch.compile, exported programs, bfloat16, PEFT, Trainer, pipelines, flex attention."""
+"""Swapped models in the hands of others: torch.compile, programs, bfloat16, PEFT, Trainer, pipelines, flex attention."""
 
 import pytest
 import torch

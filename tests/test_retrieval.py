@@ -63,6 +63,8 @@ def test_recipe(recipe, save, bert_tokenizer, beir, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT[0])
     texts = {"train_file": str(tmp_path / "text.txt")}
     given = {"model": str(save("bert")), "lengths": (96,), "beir": (str(beir),), "start": "swap", **texts}
+    (tmp_path / "words.csv").write_text("sentence1,sentence2,label\na,b,high\n")
+    refused("holds the text 'high': give numbers", module.Config, **given | {"sts": str(tmp_path / "words.csv")})
     refused("two data sets of --beir are named 'tiny-beir'", module.Config, **given | {"beir": (str(beir), "other/tiny-beir")})
     for options in ({"scheme": "rotary", "span": 8}, {"read": "chunks", "chunk": 16}):
         found = module.run(module.Config(**given, **options), tmp_path, False)

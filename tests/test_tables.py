@@ -189,12 +189,15 @@ def test_each_file_numbers_its_labels_by_itself(tmp_path):
         assert task.label_names == ("a", "b", "c") and task.validation.labels[:4] == [1, 2, 1, 2]
         other = files | {"validation_file": str(tmp_path / "other.parquet")}
         refused("row 1 of the validation part of other.parquet has the label", read_task, TableConfig(**other))
-    rows = {"text": [f"text {n}" for n in range(12)], "label": [1, 2, 0] * 4}
-    (numbers := datasets.Dataset.from_dict(rows)).to_csv(tmp_path / "numbers.csv")
+    for name, first in (("numbers", 0), ("more", 1)):
+        labels = [first + 1, first + 2, first] * 4
+        (numbers := datasets.Dataset.from_dict({"text": list("abcdefghijkl"), "label": labels})).to_csv(
+            tmp_path / f"{name}.csv"
+        )
     words = numbers.cast_column("label", datasets.Value("string")).class_encode_column("label")
-    words.to_parquet(tmp_path / "named.parquet")  # named "0", "1", "2"
+    words.to_parquet(tmp_path / "named.parquet")  # named "1", "2", "3"
     for train, test, names, labels in (
-        ("named.parquet", "numbers.csv", "012", [1, 2, 0]),
+        ("named.parquet", "more.csv", "123", [1, 2, 0]),
         ("train.parquet", "numbers.csv", "abc", [1, 2, 0]),
         ("numbers.csv", "train.parquet", "012", [0, 1, 2]),  # other words for the same numbers
     ):
