@@ -54,7 +54,7 @@ def fitted(make_model, tmp_path):
     model = posswap.swap(make_model("gpt2", seed=3), "rotary:theta=500", max_positions=64)
     report = posswap.fit(model, torch.randint(2, 98, (40, 32)), reconstruct=5, progress=False)
     assert report.part == "select"
-    report = replace(report, part="report")  # as if the batches had come in parts
+    report = replace(report, part="report", tokens_held_out=999)  # as if the batches had come in parts, and some were longer
     model.save_pretrained(tmp_path / "fitted")
     report.save(tmp_path / "fitted")
     return tmp_path / "fitted", report
@@ -70,7 +70,7 @@ def test_a_card(fitted, results):
     assert {"hf_posswap", "position-rotary"} <= set(card.data.tags)
     (found,) = card.data.eval_results  # the comparison is of other weights
     assert (found.metric_type, found.metric_value) == ("kl", report.after.total)
-    assert "tokens (report), given" in found.dataset_name
+    assert found.dataset_name == "128 tokens (report), given"
     assert f"transformers {transformers.__version__}, " in text
     assert f"| mean over all | {report.before.total:.4f} | {report.after.total:.4f} |" in text
     assert f"| sequences of 32 tokens (4 of them) | {report.before.by_length[32]:.4f} |" in text
