@@ -206,6 +206,15 @@ def test_each_file_numbers_its_labels_by_itself(tmp_path):
         assert "".join(task.label_names) == names and task.validation.labels[:3] == labels
 
 
+def test_rows_that_pandas_has_picked(tmp_path):
+    """A parquet file with the index of rows that were picked from more is read as any other."""
+    pandas.DataFrame(ROWS)[5:].to_parquet(tmp_path / "picked.parquet", index=True)
+    picked = pandas.DataFrame(ROWS).sample(20, random_state=0)
+    picked.to_parquet(tmp_path / "t.parquet")
+    task = read_task(TableConfig(train_file=str(tmp_path / "t.parquet"), validation_file=str(tmp_path / "picked.parquet")))
+    assert task.train.texts == picked["text"].tolist() and len(task.validation) == 25
+
+
 def test_another_table_of_the_same_time(tmp_path):
     """What a file holds is read, and not what one of its name and time held."""
     for word in ("cat", "sun"):

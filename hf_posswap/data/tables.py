@@ -178,7 +178,8 @@ def read_table(path: str | Path) -> "datasets.Dataset":
             raise DataError(f"{path} has no rows") from None
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise DataError(f"{path} cannot be read as {kind} in UTF-8: {reason}") from None
-    if any(name.startswith("__index_level_") for name in rows.column_names):  # the first cells, taken for names of rows
+    # The first cells, taken for names of rows. In a parquet file, pandas' own index is one more column.
+    if kind == "csv" and any(name.startswith("__index_level_") for name in rows.column_names):
         what = f"{path} has more cells in its rows than names in its header"
         raise DataError(f'{what}: put texts with commas in quotes ("), and no comma at the end of a row')
     if tabs:  # one stray quote makes a cell of all that follows, to the next quote
