@@ -209,7 +209,7 @@ def measure(embedder, original, config: Config, asked: dict[str, tuple[list, lis
             third = max(1, EACH // 3)
             figures |= {"early": hits[:, :third].mean(1), "late": hits[:, -third:].mean(1)}
             if config.scheme == ORIGINAL and config.read == "chunks" and 2 * config.chunk <= config.tokens:  # two or more
-                hits = recall(piece_vectors(embedder, texts), short, [one.document for one in passages])
+                hits = recall(piece_vectors(embedder.encode, texts), short, [one.document for one in passages])
                 figures["by_chunk"] = hits.float().view(len(texts), EACH).mean(1)
     before = original.encode([one.text for one in passages], convert_to_tensor=True).cpu()
     figures["kept"] = functional.cosine_similarity(short, before, dim=-1).view(-1, EACH).mean(1)

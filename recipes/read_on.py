@@ -52,7 +52,7 @@ class Config(TextOptions, SwapOptions):
         "select_loss": "nats a token of text to choose a rate by, all places",
     }
     FORBIDDEN_STARTS = {"scratch": "a model from scratch has no trained length"}
-    LEAST = {"fit_factor": 1, "factor": 1, "tune_steps": 0}
+    LEAST = {"fit_factor": 1, "factor": 1, "tune_steps": 0, "generate": 0}
 
     model: str = "stdlib-gpt2"
     factor: Annotated[int, "Length of the blocks to read, in multiples of the trained length; a power of two."] = 16
@@ -76,11 +76,14 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     swapped, longest = config.scheme != ORIGINAL, trained * max(config.factor, config.fit_factor)
     fit_length, read_length, tokenizer = trained * config.fit_factor, trained * config.factor, text.tokenizer
     blocks = text.held(read_length)[read_length]
+    if config.tune_steps and config.tune_tokens % fit_length:  # the original, with shorter rows, would train on other budgets
+        what = f"tune_tokens={config.tune_tokens} must be a multiple of {fit_length}, the tokens of a swapped model's row"
+        raise PosswapError(f"{what} (fit_factor * {trained}): choose another, or another fit_factor")
     if config.tune_steps:
         to_train, to_select, _ = split_tokens(token_lists(text.training, tokenizer), read_length)
         rows = cut_blocks(to_train, tokenizer, fit_length if swapped else trained)
         budget = TrainingConfig(
-            max_steps=config.tune_steps, batch_size=max(1, config.tune_tokens // rows.shape[1]), dropout=False,
+            max_steps=config.tune_steps, batch_size=config.tune_tokens // rows.shape[1], dropout=False,
             learning_rate=config.learning_rate, table_learning_rate_factor=1.0, seed=config.seed,
         )  # fmt: skip
         check_enough(rows, budget)
@@ -128,7 +131,7 @@ def generation(model: PreTrainedModel, prompt: torch.Tensor, tokens: int) -> dic
         token = model(token, **{CACHE: cache}).logits[:, -1:].argmax(-1)
 
     written = milliseconds(write, min(tokens, longest_input(model.config) - prompt.shape[1]))
-    times = {"first": median_high(written[1:1001]), "last": median_high(written[-1000:])}
+    times = {"first": median_high(written[1:1001] or written), "last": median_high(written[-1000:])}
     return times | {"tokens": len(written), "keys in the cache": cache.layers[0].keys.shape[-2]}
 
 

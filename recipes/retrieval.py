@@ -110,7 +110,7 @@ def nearest_chunk(embedder, one: RetrievalSet) -> list[bool]:
     """Return for each query whether the nearest of all chunks is one of its document."""
     documents, queries = list(one.corpus), embedder.encode_query(list(one.queries.values()), convert_to_tensor=True).cpu()
     answers = [documents.index(*one.relevant[query]) for query in one.queries]
-    return recall(piece_vectors(embedder, list(one.corpus.values())), queries, answers).tolist()
+    return recall(piece_vectors(embedder.encode_document, list(one.corpus.values())), queries, answers).tolist()
 
 
 if __name__ == "__main__":

@@ -257,7 +257,7 @@ def test_read_on(gpt2, text, result, tmp_path, monkeypatch):
         name: result("read_on", **options, output=tmp_path / name, **more)
         for name, more in {
             "original": {"generate": 1},
-            "whole": {"scheme": "rotary", "start": "fit"},
+            "whole": {"scheme": "rotary", "start": "fit", "generate": 1},
             "near": {"scheme": "rotary", "start": "fit", "span": 8, "first": 2, "generate": 60},
             "tuned": {"scheme": "rotary", "tune_steps": 8, "tune_tokens": 512, "learning_rate": 0.01},
         }.items()
@@ -315,6 +315,8 @@ def test_length_extrapolation_without_a_fine_tune(gpt2, text, result):
         ("language_modeling", {"lengths": 9000, "scheme": "rotary"}, "fewer than one block"),
         ("language_modeling", {"mlm_probability": 1}, "between 0 and 1"),
         ("language_modeling", {"lengths": 1}, "lengths=1 must be at least 4"),
+        ("read_on", {"factor": 4, "tune_steps": 2, "tune_tokens": 192}, "tune_tokens=192 must be a multiple of 128, the tokens of a"),
+        ("read_on", {"generate": -1}, "generate=-1 must be at least 0"),
         ("length_extrapolation", {"scheme": "learned", "factors": (1, 2)}, "cannot hold max_positions"),
         ("length_extrapolation", {"start": "scratch"}, "language_modeling.py"),
         ("length_extrapolation", {"factors": (2, 1)}, "in rising order"),

@@ -162,6 +162,17 @@ def test_a_window_of_less(pair):
     assert ("0-15" in report.reading.after) == (report.reading.measure == "loss")
 
 
+def test_the_score_is_that_of_the_model_as_it_is(pair, monkeypatch):
+    """An undone fit is judged by the last error before it, a kept one by that after it."""
+    original, text = pair
+    kept = quick(longer(original, "rotary"), text, reconstruct=5)
+    assert kept.score == kept.layers[-1].after
+    monkeypatch.setattr(layerwise.Walk, "error_unfitted", property(lambda walk: 0.01, lambda walk, value: None), raising=False)
+    with pytest.warns(UserWarning, match="was undone"):
+        undone = quick(longer(original, "rotary"), text, reconstruct=5)
+    assert undone.score == 0.01 < undone.layers[-1].after
+
+
 def test_parts_decide_apart(pair, watch):
     """What is kept is told by the part to select by; what is reported is another part, whatever it says."""
     (original, text), compared = pair, watch(layerwise.Walk, "_compare")

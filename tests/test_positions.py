@@ -24,6 +24,20 @@ def test_position_tables(make_model, make_swapped):
     assert not position_table(swapped, 7).requires_grad and len(position_table(swapped, 7)) == 7
 
 
+@pytest.mark.parametrize("family", ["roberta", "esm", "opt"])
+@pytest.mark.parametrize("scheme", [None, "learned:extend=tile", "sinusoidal"])
+def test_vectors_are_those_of_a_forward(make_model, make_swapped, family, scheme):
+    """Position 0 is that of the first token, also where a family's ids begin at 2."""
+    model = make_swapped(family, scheme) if scheme else make_model(family)
+    added = []
+    table = model.config and posswap.ARCHITECTURES[family].table(model.base_model)
+    table.register_forward_hook(lambda module, given, vectors: added.append(vectors.detach()))
+    tokens = torch.arange(5, 25)[None]
+    with torch.no_grad():
+        model(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    assert torch.equal(position_table(model, 20), added[0].view(20, -1))
+
+
 @pytest.mark.parametrize("layout", ["interleaved", "cosine_first", "halves", "tensor2tensor"])
 def test_frequencies(layout, make_swapped):
     """Frequencies are those of the sinusoids' formula, in every layout, and those with which rotary turns."""

@@ -11,6 +11,7 @@ from conftest import WORDS, refused
 
 import hf_posswap as posswap
 from hf_posswap.errors import DataError
+from hf_posswap.experiments.embedders import sts
 from hf_posswap.experiments.models import load_tokenizer
 from hf_posswap.measure.retrieval import cut_documents, draw_passages, pieces_of, read_as, recall
 from hf_posswap.measure.retrieval_sets import needles, passkeys, read_beir
@@ -216,6 +217,8 @@ def test_long_embedder(long_embedder, watch):
     tuned = run("tuned", scheme="original", cached=2, brake=0.0)
     assert untuned["figures"]["kept"] == pytest.approx(1, abs=1e-5) and tuned["figures"]["kept"] < 1 - 1e-6
     assert untuned["figures"]["sts"] == pytest.approx(untuned["figures"]["sts_original"])
+    tuned["model"].similarity_fn_name = "dot"  # as of an embedder that is compared so: rho stays that of cosines
+    assert sts(tuned["model"], str(folder / "pairs.csv")) == tuned["figures"]["sts"]
 
 
 def test_the_brake_and_the_select_text(long_embedder, watch, monkeypatch):
@@ -258,6 +261,7 @@ def test_no_document_twice_in_a_batch(long_embedder, watch, monkeypatch):
         ({"batch_size": 400}, "do not fill a batch of 400"),
         ({"tokens": 15}, "too few for 2 passages of 12"),
         ({"learning_rate": -0.1}, "learning_rate=-0.1 must be"),
+        ({"scheme": "rotary", "start": "swap", "max_positions": 48}, "max_positions=48 is less than the 64 tokens"),
         ({"tokens": 4000}, "no text has 3,998 tokens"),
     ],
 )

@@ -230,6 +230,8 @@ def test_pairs_with_scores(tmp_path):
     for row, says in (("a,,1", "'sentence2' of .* has empty"), ("a,b,", "no label in row 2"), ("a,b,high", "give numbers")):
         path.write_text(f"sentence1,sentence2,label\na,b,1\n{row}\n")
         refused(says, read_pairs, path)
+    rows = [{"sentence1": "a", "sentence2": "b", "label": label} for label in ("1", "")]
+    refused("no label in row 2", read_pairs, write_rows(tmp_path / "t.jsonl", rows))
 
 
 def test_names_are_no_patterns(tmp_path):

@@ -278,7 +278,7 @@ def _label_column(table: "datasets.Dataset", column: str, where: str) -> list:
     check_column(table, column, where, "label_column")
     values = table[column][:]
     for number, value in enumerate(values, 1):
-        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
             raise DataError(f"column {column!r} of {where} has no label in row {number}")
         if not isinstance(value, (int, float, str)):
             raise DataError(f"column {column!r} of {where} holds {table.features[column]}, not labels: pass label_column=")
@@ -286,7 +286,7 @@ def _label_column(table: "datasets.Dataset", column: str, where: str) -> list:
 
 
 def _numbers(values: list, column: str, where: str) -> list[float]:
-    if strange := next((value for value in values if isinstance(value, str)), None):
+    if (strange := next((value for value in values if isinstance(value, str)), None)) is not None:
         raise DataError(f"column {column!r} of {where} holds the text {strange!r}: give numbers")
     return [float(value) for value in values]
 

@@ -89,7 +89,7 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
         options = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
         options["problem_type"] = "single_label_classification"
     reads = min(trained, held)
-    enough = sum(encoded["train"].lengths) >= max(config.fit_tokens, 2 * reads)
+    enough = sum(encoded["train"].lengths) >= max(config.fit_tokens, 3 * reads)
 
     def fit_batches() -> list[torch.Tensor]:
         texts = [*task.train.texts, *(task.train.pairs or [])] if enough else embedded_documents("train", causal=causal)

@@ -54,10 +54,12 @@ def load_embedder(name: str) -> SentenceTransformer:
 def swap_embedder(
     embedder: SentenceTransformer, config: EmbedderOptions, texts: Sequence[str], *, tokens: int, longest: int = 0
 ) -> None:
-    """Give an embedder the positions of a run, in place; it reads at least `longest` and `tokens`, unless max_positions is set.
+    """Give an embedder the positions of a run, in place; it reads at least `longest` and `tokens`; PosswapError: max_positions is less.
 
     For the start `fit` it is fitted on texts of up to `tokens`, which the original reads in windows of --window.
     """
+    if config.max_positions and config.max_positions < (asked := max(tokens, longest)):
+        raise PosswapError(f"max_positions={config.max_positions} is less than the {asked} tokens that are asked for: raise it")
     longest = config.max_positions or max(tokens, longest, longest_input(unwrap(embedder).config))
     window = config.window if config.window < tokens else None
     options = {"tokens": config.fit_tokens, "window": window, "seed": config.seed}
@@ -67,4 +69,5 @@ def swap_embedder(
 
 def sts(embedder: SentenceTransformer, path: str) -> float:
     """Return Spearman's rho between cosines and human scores, for a table with columns sentence1, sentence2 and label."""
-    return EmbeddingSimilarityEvaluator(*read_pairs(path), write_csv=False)(embedder)["spearman_cosine"]
+    evaluator = EmbeddingSimilarityEvaluator(*read_pairs(path), similarity_fn_names=["cosine"], write_csv=False)
+    return evaluator(embedder)["spearman_cosine"]

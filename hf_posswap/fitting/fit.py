@@ -168,6 +168,7 @@ def fit(
         part="report" if text.report else "select",
         window=window,
         reading=long and Reading(long.measure, window, long.original, read, read_after),
+        error=(start if after is before else end) if window else None,
     )
 
 

@@ -45,11 +45,12 @@ class FitReport:
     window: int | None = None  # tokens that the original read at once; None if it read every sequence whole
     head: dict[str, str] = field(default_factory=dict, repr=False)  # `delta.head_hashes`: KL is measured through the head
     reading: Reading | None = None  # of text longer than the window, next to the original's
+    error: float | None = None  # of the last layer, on text longer than the window
 
     @property
     def score(self) -> float:
         """The distance from the original, to compare fits on one text; smaller is better."""
-        return self.after.total if self.window is None else self.layers[-1].after
+        return self.after.total if self.error is None else self.error
 
     def __str__(self) -> str:
         tables = [part for table in self._tables() for part in (table, "")]

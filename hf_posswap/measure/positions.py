@@ -3,6 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
+from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.describing import describe
 from hf_posswap.errors import PosswapError
 from hf_posswap.schemes import AttentionPositions, Constant, Geometry, Scheme, Sinusoidal
@@ -39,7 +40,7 @@ def position_table(source: Scheme | PreTrainedModel, positions: int | None = Non
     if positions is not None and positions < 1:
         raise PosswapError(f"positions={positions} must be at least 1")
     if isinstance(source, Scheme):
-        scheme, geometry = source, one_head(size, positions or 64)
+        scheme, geometry, first_id = source, one_head(size, positions or 64), 0
         scheme.check(geometry)
         module = scheme.embedding_module(geometry)
         if getattr(module, "keeps_table", False):
@@ -47,15 +48,18 @@ def position_table(source: Scheme | PreTrainedModel, positions: int | None = Non
     else:
         target, architecture = find_target(source)
         scheme, geometry = scheme_of(target)
-        module = architecture.table(target.base_model)
+        module, first_id = architecture.table(target.base_model), architecture.first_id(target.config)
     if isinstance(module, Constant):
         others = f"`plot wavelengths`, `translation` take {TURNING}"
         raise PosswapError(f"{scheme} adds no vectors: see `plot attention MODEL {scheme}`; {others}")
     count = positions or geometry.max_positions
     if count > geometry.max_positions:
         raise PosswapError(f"{count} positions were asked for, and the model holds {geometry.max_positions}")
-    device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), None)
-    table = module(torch.arange(count, device=device)[None])[0]
+    if isinstance(source, Scheme) or isinstance(target, SwappedModel):
+        device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), None)
+        table = module(torch.arange(count, device=device)[None] + first_id)[0]
+    else:  # a family's own table counts in its own way
+        table = architecture.trained_rows(target.base_model)[:count]
     if not table.any():
         raise PosswapError(f"{scheme} is all zeros until it is fitted to a checkpoint: swap a model, and look at that")
     return table

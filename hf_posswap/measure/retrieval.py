@@ -11,7 +11,7 @@ sentence-transformers' own trainer can train the model as it will be used:
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import ceil
 from typing import Literal, NamedTuple
@@ -127,9 +127,9 @@ def read_as(pipeline, way: Way, size: int, longest: int) -> None:
         pipeline[-1].register_forward_hook(join)
 
 
-def piece_vectors(pipeline, texts: Sequence[str]) -> list[torch.Tensor]:
-    """Return the vectors of each text's pieces, (N, E), of a SentenceTransformer that `read_as` has changed."""
-    return [one["pieces"].cpu() for one in pipeline.encode_document(texts, batch_size=8, output_value=None)]
+def piece_vectors(encode: Callable, texts: Sequence[str]) -> list[torch.Tensor]:
+    """Return the vectors of each text's pieces, (N, E); `encode` is of a SentenceTransformer that `read_as` has changed."""
+    return [one["pieces"].cpu() for one in encode(texts, batch_size=8, output_value=None)]
 
 
 def recall(documents: Sequence[torch.Tensor], queries: torch.Tensor, answers: Sequence[int]) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Bigram shift: has a pair of adjacent words been swapped? A task that cannot be solved without order.
 
 Conneau et al. 2018, "What you can cram into a single $&!#* vector", section 3 (https://arxiv.org/abs/1805.01070). Each
-sentence occurs twice, intact and with a swap, so both classes hold the same words and a bag of words scores 50 %.
+sentence occurs twice, intact and with a swap, so both classes hold the same words and a bag of words scores 50 %. A bag of
+tokens does so with WordPiece; byte-level BPE writes the first word without a space, so it scores a little more there.
 
 For an encoder, as in the paper, a linear probe reads frozen sentence vectors: here the means of all layers' states, by ridge
 regression with its penalty chosen on held-out sentences. A causal model is asked which of the two is likelier (as in Warstadt
