@@ -3,7 +3,6 @@
 Colours are Okabe and Ito's, which colour-blind readers can distinguish.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import mean
@@ -20,7 +19,7 @@ from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from hf_posswap.experiments.comparison import LESS_IS_BETTER
+from hf_posswap.experiments.comparison import top
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -137,11 +136,6 @@ def image(
     return picture, note
 
 
-def best(label: str):
-    """Return `min` or `max`: which of the values of a figure is the best."""
-    return min if LESS_IS_BETTER & set(re.findall("[a-z0-9]+", label.lower())) else max
-
-
 @contextmanager
 def line_plot(lines: dict[str, Points], title: str, sight: str, dark: bool, **options) -> Iterator[tuple[Figure, Axes]]:
     """Yield a figure and its axes with means as lines and, for several values, a band from the lowest to the highest."""
@@ -160,7 +154,7 @@ def line_plot(lines: dict[str, Points], title: str, sight: str, dark: bool, **op
 def result_plot(
     lines: dict[str, Points], label: str, title: str, dark: bool, known: str = ""
 ) -> Iterator[tuple[Figure, Axes, list[float]]]:
-    """Yield a figure with the best lines, its axes, and all x; the title says which is best, and what else is known."""
+    """Yield a figure with the best lines, its axes, and all x; the title says which ends best, and what else is known."""
     kept, sight, note = _few(lines, label)
     with line_plot(kept, title, sight + known, dark) as (figure, axes):
         axes.set_ylabel(label)
@@ -171,11 +165,11 @@ def result_plot(
 
 
 def _few(lines: dict[str, Points], label: str) -> tuple[dict[str, Points], str, str]:
-    """Return the lines to draw, which of them is best where lines end, and a note on those left out.
+    """Return the lines to draw, which of them is best (or highest: see `top`) where lines end, and a note on those left out.
 
     The best line of each scheme comes first, then the second of each; a line that ends sooner counts as worse.
     """
-    end, most = max(max(points) for points in lines.values()), best(label)
+    end, (most, known) = max(max(points) for points in lines.values()), top(label)
     worst = float("inf") if most is min else float("-inf")
     last = {name: float(numpy.mean(points[end])) if end in points else worst for name, points in lines.items()}
     ranked, places = sorted(lines, key=last.get, reverse=most is max), {}
@@ -185,7 +179,7 @@ def _few(lines: dict[str, Points], label: str) -> tuple[dict[str, Points], str, 
     left_out = [name for name in lines if name not in chosen]
     note = f"not drawn, for room: {'; '.join(left_out)}" if left_out else ""
     kept = {name: dict(sorted(points.items())) for name, points in lines.items() if name in chosen}
-    return kept, f"best at {end:,}: {ranked[0]} {last[ranked[0]]:.3g}", note
+    return kept, f"{known} at {end:,}: {ranked[0]} {last[ranked[0]]:.3g}", note
 
 
 def _name_ends(axes: Axes) -> None:

@@ -17,6 +17,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from hf_posswap import drawing
 from hf_posswap.drawing import Points, array, canvas, image, line_plot, looks, palette, plain, result_plot
+from hf_posswap.experiments.comparison import top
 
 style = drawing.style  # for plots of your own
 
@@ -245,8 +246,9 @@ def plot_bars(rows: dict[str, Sequence[float]], *, label: str, title: str = "", 
     'best: original 0.9'
     """
     means = {name: mean(values) for name, values in rows.items()}
-    first, size = drawing.best(label)(means, key=means.get), (drawing.width_for(rows), 1.0 + 0.3 * len(rows))
-    with canvas(size, title, f"best: {first} {means[first]:.3g}", dark) as (figure, (axes,)):
+    (most, known), size = top(label), (drawing.width_for(rows), 1.0 + 0.3 * len(rows))
+    first = most(means, key=means.get)
+    with canvas(size, title, f"{known}: {first} {means[first]:.3g}", dark) as (figure, (axes,)):
         for index, (name, look) in enumerate(looks(list(rows), dark).items()):
             axes.barh(index, means[name], color=look["color"], alpha=0.6, height=0.6)
             axes.plot(rows[name], [index] * len(rows[name]), "o", color=palette(dark)[0], markersize=3)

@@ -275,6 +275,15 @@ def can_write_attention_weights(attentions: list[nn.Module], weights: list[dict[
     return True
 
 
+def can_write_query_keys(attentions: list[nn.Module], architecture: Architecture) -> bool:
+    """Whether query and key weights are parameters; `torch.nn.utils.prune` and parametrizations compute them from others."""
+    for attention in attentions:
+        own, views = {p.untyped_storage().data_ptr() for p in attention.parameters()}, architecture.query_key(attention)
+        if not {view.untyped_storage().data_ptr() for view in (views.query, views.key)} <= own:
+            return False
+    return True
+
+
 def _weights(attention: nn.Module) -> dict[str, nn.Parameter]:
     return {name.replace("base_layer.", ""): p for name, p in attention.named_parameters()}  # PEFT's name for what it wraps
 

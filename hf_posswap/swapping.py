@@ -16,7 +16,7 @@ from hf_posswap.functional.banded import Span
 from hf_posswap.functional.closed_form import balance
 from hf_posswap.pipelines import card, check_reads, is_pipeline, limit, set_card, set_limit
 from hf_posswap.scheme_entry import on_hub
-from hf_posswap.schemes import SCHEMES, Scheme, check_class, parse_scheme
+from hf_posswap.schemes import SCHEMES, Constant, Scheme, check_class, parse_scheme
 from hf_posswap.surgery import Snapshot, Undo, is_part, state_of, undo_of
 from hf_posswap.target import check_not_in_composite, find_target
 from hf_posswap.warm_start import balanced_order, query_key_moments
@@ -102,20 +102,20 @@ def swap(
         # Query and key weights are kept only when they are about to be rewritten: restore touches nothing else.
         original = surgery.take_snapshot(target, architecture, weights=orders is not None)
         _install(target, architecture, scheme, geometry, near, warm_start, orders)
+        beside, known = surgery.weights_beside_positions(target, architecture), {} if undo is None else undo.weights
+        state_of(target).undo = Undo(
+            snapshot=original,
+            fingerprint=surgery.fingerprint(target, architecture),
+            # What was trained between two swaps is no original: its record stays that of the first. Attention is as it was.
+            weights={name: (not inside and known.get(name)) or surgery.Weight(one) for name, (one, inside) in beside.items()},
+            config_fields=copy.deepcopy(vars(target.config)),
+            name_or_path=target.name_or_path if undo is None else undo.name_or_path,
+            limit=limit(model) if undo is None or undo.limit is None else undo.limit,
+            card=card(model) if undo is None or undo.card is None else undo.card,
+        )
     except BaseException:
         surgery.revert(target, architecture, before)
         raise
-    beside, known = surgery.weights_beside_positions(target, architecture), {} if undo is None else undo.weights
-    state_of(target).undo = Undo(
-        snapshot=original,
-        fingerprint=surgery.fingerprint(target, architecture),
-        # What was trained between two swaps is no original: its record stays that of the first. Attention is as it was.
-        weights={name: (not inside and known.get(name)) or surgery.Weight(one) for name, (one, inside) in beside.items()},
-        config_fields=copy.deepcopy(vars(target.config)),
-        name_or_path=target.name_or_path if undo is None else undo.name_or_path,
-        limit=limit(model) if undo is None or undo.limit is None else undo.limit,
-        card=card(model) if undo is None or undo.card is None else undo.card,
-    )
     if start.state is None:  # the card, with its figures, is about the original's weights
         set_card(model, None)
     if asked is not None:
@@ -158,6 +158,8 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
     elif warm_start or embedding.keeps_table:
         with torch.no_grad():
             embedding.fit_table(table)
+            if type(embedding) is type(kept[0]) is Constant:  # whose mean is known, not that of its rows
+                embedding.mean.copy_(kept[0].mean)
     scheme_entry.sign(embedding, scheme_entry.digest(scheme, geometry.trained_positions, span).to(table.device))
     for attention, (query, key), order in zip(attentions, moments, orders or (), strict=orders is not None):
         if order is not None:
@@ -185,8 +187,10 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
             raise PosswapError(f"the original positions are not here: {why}. {way}")
         raise PosswapError(f"this {type(target).__name__} is not swapped: there is nothing to restore")
     attentions = architecture.self_attentions(target.base_model)
-    if not surgery.can_write_attention_weights(attentions, undo.snapshot.attention_weights):
-        what = "the projections of attention have been pruned, parametrized or replaced since the fit"
+    kept = undo.snapshot
+    own = kept.query_keys is None or surgery.can_write_query_keys(attentions, architecture)
+    if not (own and surgery.can_write_attention_weights(attentions, kept.attention_weights)):
+        what = "the projections of attention have been pruned, parametrized or replaced since the swap or fit"
         raise PosswapError(f"{what}, and their old weights do not fit: undo that first")
     if not keep_training:
         _check_mixture(target, architecture, undo)
@@ -211,11 +215,7 @@ def _revert(target: PreTrainedModel, architecture: Architecture, undo: Undo) -> 
 
 def _check_mixture(target: PreTrainedModel, architecture: Architecture, undo: Undo) -> None:
     put_back = undo.snapshot.attention_weights is not None  # a fit keeps a copy of all of attention
-    changed = []
-    for name, (weight, of_attention) in surgery.weights_beside_positions(target, architecture).items():
-        before = undo.weights.get(name)  # None: a new one, added on purpose
-        if before is not None and not before.is_of(weight) and not (of_attention and put_back):
-            changed.append(name)
+    changed = [name for name, of_attention in _changed(target, architecture, undo) if not (of_attention and put_back)]
     if changed:
         which = "positions and self-attention" if put_back else "positions, and queries and keys that the swap rewrote,"
         raise PosswapError(
@@ -223,6 +223,14 @@ def _check_mixture(target: PreTrainedModel, architecture: Architecture, undo: Un
             f"only {which} can be put back: it would be a mixture. Load the original checkpoint, "
             "which fit takes as original_model=; restore takes keep_training=True"
         )
+
+
+def _changed(target: PreTrainedModel, architecture: Architecture, undo: Undo) -> Iterator[tuple[str, bool]]:
+    """Yield each weight that is no longer what it was after the swap, by name, and whether it is of self-attention."""
+    for name, (weight, of_attention) in surgery.weights_beside_positions(target, architecture).items():
+        before = undo.weights.get(name)  # None: a new one, added on purpose
+        if before is not None and not before.is_of(weight):
+            yield name, of_attention
 
 
 def original(model: PreTrainedModel, *, share_weights: bool = False, keep_training: bool = False) -> PreTrainedModel:
@@ -257,15 +265,15 @@ def rewriting_attention(model: PreTrainedModel) -> Iterator[None]:
     """
     target, architecture = find_target(model, dispatched=True)
     attentions = architecture.self_attentions(target.base_model)
-    fresh, before = is_unchanged(target), surgery.copy_attention_weights(attentions)
+    fresh, before, undo = is_unchanged(target), surgery.copy_attention_weights(attentions), undo_of(target)
+    trained = undo is not None and any(of_attention for _, of_attention in _changed(target, architecture, undo))
     try:
         yield
     except BaseException:
         surgery.write_attention_weights(attentions, before)
         raise
-    undo = undo_of(target)
     if undo is not None:
-        if undo.snapshot.attention_weights is None:  # only the first fit starts from the original's weights
+        if undo.snapshot.attention_weights is None and not trained:  # only a first fit starts from the original's weights
             undo.snapshot.attention_weights = [
                 {name: value for name, value in weights.items() if not name.startswith("positions.")} for weights in before
             ]

@@ -9,7 +9,7 @@ from hf_posswap.architectures import Architecture
 from hf_posswap.evaluating import evaluating, watching
 from hf_posswap.functional.closed_form import second_moment
 from hf_posswap.schemes import Geometry, Scheme
-from hf_posswap.surgery import Snapshot
+from hf_posswap.surgery import Snapshot, can_write_query_keys
 
 
 def balances(architecture: Architecture, config) -> bool:
@@ -59,8 +59,8 @@ def balanced_order(
         return None
     if not plain_projections(target, architecture):
         warnings.warn(
-            "query and key projections are wrapped by adapters, parametrized or shared, so the balanced basis is left out of "
-            "the warm start; swap before adding adapters to have it",
+            "query and key projections are wrapped by adapters, parametrized, pruned or shared, so the balanced basis is left out "
+            "of the warm start; swap before adding adapters to have it",
             stacklevel=4,
         )
         return None
@@ -68,7 +68,8 @@ def balanced_order(
 
 
 def plain_projections(target: PreTrainedModel, architecture: Architecture) -> bool:
-    """Whether query and key weights are plain: no adapters, parametrizations or shared weights."""
+    """Whether query and key weights are plain: no adapters, parametrizations, pruning or shared weights."""
     attentions = list(dict.fromkeys(architecture.self_attentions(target.base_model)))  # ALBERT's are one module
     weights = [weight for attention in attentions for weight in attention.parameters()]
-    return all(architecture.query_key(one).plain for one in attentions) and len(set(weights)) == len(weights)
+    plain = all(architecture.query_key(one).plain for one in attentions) and can_write_query_keys(attentions, architecture)
+    return plain and len(set(weights)) == len(weights)

@@ -4,7 +4,7 @@
     python recipes/long_documents.py --config recipes/configs/movie_reviews.yaml --scheme rotary --max-length 1024
     python recipes/long_documents.py --dataset stanfordnlp/imdb --validation-split test --scheme relative --max-length 2048
 
-For the original, documents are cut at its own longest input, whatever --max-length says: it cannot read more without a swap. A
+For the original, documents are cut at its own longest input, if --max-length is more: it cannot read more without a swap. A
 swapped model reads --max-length tokens. Both see the same documents in the same order.
 
 Figures are measured on all validation documents and, with `_long` in their name, on only those that the original cannot read as
@@ -42,7 +42,8 @@ class Config(ClassificationConfig):
 def run(config: Config, folder: Path, resume: bool) -> dict:
     trained = longest_input(load_family(config.model)[0])
     reads = min(trained, config.max_length) if config.scheme == ORIGINAL else config.max_length
-    config = replace(config, max_length=reads, max_positions=reads)
+    holds = trained if config.scheme == ORIGINAL else config.max_positions or max(reads, trained)
+    config = replace(config, max_length=reads, max_positions=holds)
     return classify(config, folder, resume, split_at=trained)
 
 

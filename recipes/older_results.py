@@ -39,7 +39,7 @@ def later_commits(root: Path = ROOT) -> Counter[str]:
         runs = [run for run in content.get("runs", [content]) if "commit" in run]
         made = {(run["commit"], run.get("recipe"), bool(run.get("config", {}).get("span"))) for run in runs}
         held = [note for note in again.get(name, {}).values() if all(map(_held, note["figures"].values()))]
-        repeated = [count(note["commit"], *of_run) for note in held for _, *of_run in made]
+        repeated = [max(count(note["commit"], *of_run) for _, *of_run in made) for note in held]
         behind[name] = min([max((count(*one) for one in made), default=0), *repeated])
     return +behind
 

@@ -7,6 +7,7 @@ or the first that is most like it; --row and --seed choose another. It is given 
 runs in --output, next to those on file, go into its run_again.json: in recipes/results, recipes/older_results.py reads it.
 """
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -81,6 +82,7 @@ def run_again(
         folder = place(output, result, name(before, content))
         if not (folder / "result.json").exists():
             print(f"{result}: {folder}", flush=True)
+            shutil.rmtree(folder, ignore_errors=True)  # what a stopped run has left
             if subprocess.run([sys.executable, *again(before, folder)]).returncode:
                 failed.append(result)
     write_json(output / "run_again.json", notes(output))

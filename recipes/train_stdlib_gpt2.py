@@ -17,6 +17,7 @@ from typing import Annotated
 
 import torch
 import typer
+from accelerate import PartialState
 from huggingface_hub import ModelCard, ModelCardData
 from safetensors.torch import load_file, save_file
 from tokenizers import ByteLevelBPETokenizer
@@ -74,7 +75,8 @@ def main(
     config = TrainingConfig(**budget, warmup_ratio=0.03, weight_decay=0.1, checkpoint_every=250)
     dataset = [{"input_ids": row, "labels": row} for row in blocks]
     model, run = train(model, dataset, config, output=output, resume=resume, description="stdlib-gpt2")
-
+    if not PartialState().is_main_process:
+        return
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     # float16 on disk halves the download; config.json keeps dtype float32, so the model loads as float32.

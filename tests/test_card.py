@@ -77,7 +77,7 @@ def test_a_card(fitted, results):
     assert "| rotary:theta=500, fit | 0.605 ± 0.007 | 0.250 |" in text and "*rotary:theta=500, fit*" in text
     for words in (
         "reads 64 tokens", "the base model reads 32", "revision `f00`", "`theta=500`", 'from_pretrained("me/tiny-rotary")',
-        "trust_remote_code=True", "no class of transformers computes the same", "a cpu", "seeds [0, 1]", "commit abc",
+        "trust_remote_code=True", "a cpu", "seeds [0, 1]", "commit abc",
         "python recipes/passkey.py --seed 1", "whether one of them is this folder's is not recorded",
         "*accuracy*: share of keys said in full",
     ):  # fmt: skip
@@ -227,7 +227,7 @@ def test_other_kinds(make_model, tmp_path, kind):
 @pytest.mark.parametrize(
     ("family", "scheme", "span", "exportable"),
     [
-        ("roberta", "rotary", None, True), ("gpt2", "rotary", None, False), ("gpt2", "rotary:mark_first=false", None, True),
+        ("roberta", "rotary", None, True), ("gpt2", "rotary", None, None), ("gpt2", "rotary:mark_first=false", None, True),
         ("bert", "rotary", 8, False), ("bert", "learned", 8, False), ("bert", "self-extend", None, False),
     ],
 )  # fmt: skip
@@ -236,10 +236,13 @@ def test_span_and_export(make_model, tmp_path, family, scheme, span, exportable)
     model = posswap.swap(make_model(family), scheme, span=span)
     model.save_pretrained(tmp_path)
     text = posswap.write_card(tmp_path, base_model=BASE).read_text()
-    assert ("As a stock class" in text, "There is no third way" in text) == (exportable, not exportable)
+    assert ("As a stock class" in text, "There is no third way" in text) == (exportable is True, exportable is False)
+    assert "It reads 32 tokens; the base model reads 32." in text  # without the row of a RoBERTa's padding
     assert ("| attention | to distances below 8 and the first 4 tokens |" in text) == (span is not None)
     if not exportable:
         refused("no class of transformers|no native counterpart|mark_first", posswap.export_native, model)
+    if exportable is None:
+        posswap.export_native(posswap.swap(make_model(family), scheme, warm_start=False))
 
 
 @pytest.mark.parametrize(
@@ -358,10 +361,12 @@ def test_markup_in_reports(make_model, tmp_path):
 
 
 def test_another_model_in_the_folder(swapped, results, make_model):
-    """A card that is written again for another model keeps nothing of the first: no base, no tag, no results."""
+    """A card that is written again for another model keeps nothing of the first: no base, no tag, no task, no results."""
     posswap.write_card(swapped, results=[results], base_model="org/one")
-    posswap.swap(make_model("bert", seed=5), "sinusoidal").save_pretrained(swapped)
+    posswap.swap(make_model("gpt2"), "sinusoidal").save_pretrained(swapped)
+    refused("does not say what it was swapped from", posswap.write_card, swapped)
     card = ModelCard.load(posswap.write_card(swapped, base_model=BASE))
+    assert card.data.pipeline_tag == "text-generation"
     assert card.data.base_model is None and "position-rotary" not in card.data.tags and "position-sinusoidal" in card.data.tags
     assert "passkey" not in card.text and not list((swapped / "posswap_results").iterdir())
 

@@ -128,6 +128,17 @@ def test_long_documents(recipe, folder):
     refused("documents with labels", module.Config)
 
 
+def test_how_much_of_a_document_is_read(recipe, folder, monkeypatch):
+    """What a swapped model reads and what it holds are two lengths, and it holds no less than the original."""
+    module, asked = recipe("long_documents"), []
+    monkeypatch.setattr(
+        module, "classify", lambda config, *given, **more: asked.append((config.max_length, config.max_positions))
+    )
+    for scheme, reads, holds in (("rotary", 48, 128), ("rotary", 64, None), ("rotary", 16, None), ("original", 64, None)):
+        module.run(module.Config(**_files(folder, scheme=scheme, max_length=reads, max_positions=holds)), folder, False)
+    assert asked == [(48, 128), (64, 64), (16, 32), (32, 32)]
+
+
 def test_pairs_and_cuts(bert_tokenizer, gpt2_tokenizer):
     """BERT gets two kinds of tokens, GPT-2 an end of text between; both keep the second text when the first is cut."""
     rows = Rows(["the cat sat on the mat"], ["a dog"], [0.5])

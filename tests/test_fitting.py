@@ -128,6 +128,8 @@ def test_training_before_a_fit_is_not_forgotten(make_model):
     refused("has changed since it was swapped", quick, model)
     quick(model, original_model=make_model("gpt2"))
     refused("changed since it was swapped", posswap.swap, model, "rotary")
+    refused("would be a mixture", posswap.restore, model)
+    refused("would be a mixture", posswap.original, model)
 
 
 def test_copies_of_fitted_models(make_model):
@@ -142,12 +144,14 @@ def test_copies_of_fitted_models(make_model):
     assert torch.equal(model(text()).logits, fitted)
 
 
-def test_restore_of_pruned_projections(make_model):
-    """Where old weights have no place any more, restore says so and changes nothing."""
-    model = posswap.swap(make_model("bert"), "relative:clip=4")
-    quick(model)
-    projection = model.bert.encoder.layer[1].attention.self.value
-    prune.l1_unstructured(projection, "weight", 0.1)
+@pytest.mark.parametrize(("scheme", "fits"), [("relative:clip=4", True), ("rotary", False)])
+def test_restore_of_pruned_projections(make_model, scheme, fits):
+    """Where old weights have no place any more, those before a fit or a balanced basis, restore says so and changes nothing."""
+    model = posswap.swap(make_model("bert"), scheme)
+    if fits:
+        quick(model)
+    projection = getattr(model.bert.encoder.layer[1].attention.self, "value" if fits else "query")
+    prune.l1_unstructured(projection, "weight", 0.1 if fits else 0)
     before = snapshot(model)
     refused("undo that first", posswap.restore, model)
     assert changed(model, before) == set()

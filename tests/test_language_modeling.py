@@ -315,7 +315,7 @@ def test_length_extrapolation_without_a_fine_tune(gpt2, text, result):
         ("language_modeling", {"lengths": 9000, "scheme": "rotary"}, "fewer than one block"),
         ("language_modeling", {"mlm_probability": 1}, "between 0 and 1"),
         ("language_modeling", {"lengths": 1}, "lengths=1 must be at least 4"),
-        ("read_on", {"factor": 4, "tune_steps": 2, "tune_tokens": 192}, "tune_tokens=192 must be a multiple of 128, the tokens of a"),
+        ("read_on", {"factor": 4, "tune_steps": 2, "tune_tokens": 192}, "tune_tokens=192 must be a multiple of 128"),
         ("read_on", {"generate": -1}, "generate=-1 must be at least 0"),
         ("length_extrapolation", {"scheme": "learned", "factors": (1, 2)}, "cannot hold max_positions"),
         ("length_extrapolation", {"start": "scratch"}, "language_modeling.py"),

@@ -55,6 +55,12 @@ def contrast(one, other) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+@pytest.mark.parametrize(("label", "says"), [("overhead", "best: a 0.1"), ("mrr", "highest: b 0.2"), ("recall", "best: b 0.2")])
+def test_which_is_best(label, says):
+    """By the figure's name; where that does not tell, the highest is not called the best."""
+    assert plots.plot_bars({"a": [0.1], "b": [0.2]}, label=label).get_suptitle() == says
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("name", DRAW)
 def test_readable_on_both_pages(name, dark):

@@ -60,6 +60,12 @@ def test_table(tmp_path):
     assert "seeds [0, 1] (means ± standard deviations over them)" in background(runs) and "commit abc" in background(runs)
 
 
+def test_a_result_by_itself(tmp_path):
+    """A run's result.json is a result, as its folder is."""
+    _matrix(tmp_path)
+    assert load_runs([tmp_path / "z0" / "result.json"]) == load_runs([tmp_path / "z0"])
+
+
 def test_differences_are_taken_seed_by_seed(tmp_path):
     """Differences are means over seeds of paired runs, bold where a paired t-test is sure; one seed has no spread."""
     values = VALUES | {"learned": [0.25, 0.45, 0.65]}

@@ -161,7 +161,7 @@ def test_suggested_fractions_work():
 )
 def test_scheme_strings(text, scheme):
     """A string gives the scheme it names, and a scheme's own string and dict give it back."""
-    assert parse_scheme(text) == scheme
+    assert parse_scheme(text) == scheme and str(parse_scheme(text)) == str(scheme)  # 5e5 is 500000, in a saved config too
     assert scheme_from_dict(scheme.to_dict()) == scheme
     assert parse_scheme(str(scheme)) == scheme
 

@@ -131,6 +131,15 @@ def test_sharpness_counts_what_a_query_sees(make_model, family):
         assert_close(model(packed, position_ids=ids, use_cache=False).logits[:, 4:], expected, rtol=1e-3, atol=1e-3)
 
 
+def test_a_mask_with_one_row(make_model):
+    """A mask of four dimensions may have one row for all queries, of which there are several blocks."""
+    tokens = torch.randint(2, 98, (2, 300), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones(2, 300, dtype=torch.bool)
+    mask[1, 280:] = False
+    model = posswap.swap(make_model("bert", "sdpa"), "self-extend:near=4,group=3", max_positions=300).eval()
+    assert_close(model(tokens, attention_mask=mask[:, None, None]).logits, model(tokens, attention_mask=mask).logits)
+
+
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_a_mask_that_looks_ahead(make_model, family):
     """A mask of the user's own may show a causal model keys on the right: all near is rotary, far ones are the mirror image."""

@@ -8,6 +8,8 @@ import pytest
 import torch
 from conftest import refused
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
@@ -202,14 +204,32 @@ def test_shared_query_and_key_weights(make_model, tokens):
     for layer in model.bert.encoder.layer:
         layer.attention.self.key.weight = layer.attention.self.query.weight
     before = model.bert.encoder.layer[0].attention.self.query.weight.clone()
-    with pytest.warns(UserWarning, match="parametrized or shared"):
+    with pytest.warns(UserWarning, match="parametrized, pruned or shared"):
         posswap.swap(model, "rotary")
     assert torch.equal(model.bert.encoder.layer[0].attention.self.query.weight, before)
     model = make_model("bert")
     first, second = (layer.attention.self for layer in model.bert.encoder.layer[:2])
     second.key.weight = first.key.weight  # of two layers, it would be turned twice
-    with pytest.warns(UserWarning, match="parametrized or shared"):
+    with pytest.warns(UserWarning, match="parametrized, pruned or shared"):
         posswap.swap(model, "rotary")
+
+
+@pytest.mark.parametrize("wrap", [weight_norm, lambda layer: prune.random_unstructured(layer, "weight", amount=0.0)])
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_computed_projections(make_model, tokens, family, wrap):
+    """What is written to weights that are computed from others is lost: they are left as they are, with a warning."""
+    model = make_model(family)
+    attention = model.bert.encoder.layer[0].attention.self if family == "bert" else model.transformer.h[0].attn
+    wrap(attention.query if family == "bert" else attention.c_attn)
+    assert not posswap.describe(model).swapped
+    expected = model(tokens).logits
+    if family == "bert":
+        with pytest.warns(UserWarning, match="parametrized, pruned or shared"):
+            posswap.swap(model, "rotary")
+    else:
+        posswap.swap(model, "rotary")
+    refused("adapters or parametrizations", posswap.fit, model)
+    assert_close(posswap.restore(model)(tokens).logits, expected)
 
 
 def test_a_part_of_another_model(make_model):

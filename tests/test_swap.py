@@ -4,8 +4,10 @@ import pytest
 import torch
 from conftest import KINDS, changes, refused, snapshot
 from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
 
 import hf_posswap as posswap
+from hf_posswap import surgery
 from hf_posswap.contract.subject import FAMILIES
 
 CHAINS = [
@@ -58,6 +60,37 @@ def test_training_between_two_swaps(make_model, schemes):
         posswap.restore(model)
     untrained = posswap.swap(posswap.swap(make_model("bert"), schemes[0]), schemes[1])
     assert not posswap.describe(posswap.restore(untrained)).swapped
+
+
+@pytest.mark.parametrize("scheme", [None, "rotary"])
+def test_an_interrupt_at_the_end_loses_nothing(make_model, monkeypatch, tokens, scheme):
+    """Stopped while it notes what `restore` needs, which takes time on large models, a swap is undone."""
+    model = make_model("bert")
+    expected = model(tokens).logits
+    if scheme:
+        posswap.swap(model, scheme)
+    before = model(tokens).logits
+
+    def stop(values):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(surgery, "Weight", stop)
+        posswap.swap(model, "relative:clip=4")
+    assert torch.equal(model(tokens).logits, before)
+    if scheme:
+        posswap.restore(model)
+    assert not posswap.describe(model).swapped and torch.equal(model(tokens).logits, expected)
+
+
+def test_the_mean_of_a_loaded_table_stays(make_swapped, tmp_path):
+    """What stands in a table's place has one vector for all positions: another swap takes it as it is."""
+    model = make_swapped("gpt2", "rotary")
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    posswap.swap(again, "none")
+    for name in ("first", "mean"):
+        assert torch.equal(getattr(again.transformer.wpe, name), getattr(model.transformer.wpe, name))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """`hf-posswap demo`: what a swap costs and what a fit wins back, on the two embedded models.
 
-Every number is computed while it runs. Encoders are judged by the cosine of their sentence vectors with the original's, causal
-models by their perplexity, both on held-out text of the Python standard library.
+Every number but those of a full fit is computed while it runs. Encoders are judged by the cosine of their sentence vectors with
+the original's, causal models by their perplexity, both on held-out text of the Python standard library.
 """
 
 import copy
@@ -83,7 +83,7 @@ def demo(
 ):
     """See what a swap costs and what a fit wins back: MiniLM and a small GPT-2, two minutes on two cores.
 
-    With --fit-tokens 65536 --reconstruct 100, the fits are those of the README's tables, and take minutes each.
+    With --fit-tokens 65536 --reconstruct 100, the fits have the budget of those in the README's tables, and take minutes each.
     """
     with new_folder(output) as folder:
         show = Demo(folder, fit_tokens, reconstruct)
@@ -122,7 +122,10 @@ def _encoder(show: Demo) -> None:
         before = (cosines[f"{scheme}, {start}"] for start in ("cold", "swap"))
         rows.append((scheme, *before, pooled_cosine(model, held_out, states), *FULL["minilm"][scheme]))
     show.table(["positions", "cold", "swap", "this fit", "full fit", "it takes"], rows, digits=3)
-    show.console.print("full fit: 65,536 tokens, 100 steps a layer, one thread (hf-posswap demo --help)")
+    show.console.print(
+        "full fit: 65,536 tokens of WikiText-2 and 100 steps a layer, on one thread, measured on other text of it "
+        "(recipes/results/fit/minilm)"
+    )
 
     show.step(f"Which sentence is nearest to: {QUERY}", "Number: cosine of the two; the same sentence should win everywhere.")
     ids = [tokenizer(sentence, return_tensors="pt")["input_ids"] for sentence in (QUERY, *SENTENCES)]

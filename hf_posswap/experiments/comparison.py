@@ -6,7 +6,8 @@ named by `vary`. Any other difference makes the comparison unfair, and is an err
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, mean, stdev
 
@@ -19,19 +20,20 @@ ORIGINAL = "original"  # the scheme of a model that is left as it is
 FREE = ("scheme", "start", "seed", "schemes_from", "save_model")
 _PARTS = {"recipe": str, "versions": dict, "hardware": dict, "config": dict, "figures": dict, "cost": dict}  # what is read here
 _ROW = {"scheme": str, "start": str, "seed": int}
-# Words in the names of figures that are better when smaller.
-LESS_IS_BETTER = {"loss", "perplexity", "kl", "damage", "ratio", "tokens", "ms", "mib", "kib", "seconds"}
+# Words in the names of figures; of a figure with none of them it is not said which is the best.
+_LESS_IS_BETTER = {"loss", "perplexity", "kl", "damage", "ratio", "tokens", "ms", "mib", "kib", "seconds", "overhead", "memory"}
+_MORE_IS_BETTER = {"accuracy", "candidates", "f1", "matthews", "spearman", "pearson", "cosine", "word", "recall", "sts"}
 COST = {"tokens_per_second": ("tokens/s", 1.0, "{:,.0f}"), "peak_memory_bytes": ("peak MiB", 2**20, "{:,.0f}")}
 
 
 def load_runs(places: Sequence[Path]) -> list[dict]:
     """Return all results below these folders, sorted by path, each with its `folder`.
 
-    A place may also be a comparison.json, or a folder with one and no runs, so that others' results can be included.
+    A place may also be a result.json, a comparison.json, or a folder with that and no runs: others' results can be included.
     """
     runs = []
     for place in map(Path, places):
-        found = sorted(place.rglob("result.json"))
+        found = [place] if place.name == "result.json" and place.is_file() else sorted(place.rglob("result.json"))
         runs += [{**_checked(read_json(path), path), "folder": str(path.parent)} for path in found]
         if not found:
             runs += _compared(place)
@@ -146,6 +148,17 @@ def figure_names(runs: list[dict], wanted: Sequence[str] = ()) -> list[str]:
     if unknown := [name for name in wanted if name not in known]:
         raise PosswapError(f"no run has the figure {unknown[0]!r}; there are {', '.join(sorted(known))}")
     return list(wanted) or known
+
+
+def top(name: str) -> tuple[Callable, str]:
+    """Return `min` or `max`, whichever finds the row to name, and what that is: the best, or the highest if no one can tell.
+
+    >>> top("loss_256")[1], top("recall")[1], top("kept")[1]
+    ('best', 'best', 'highest')
+    """
+    words = {*re.findall("[a-z0-9]+", name.lower())}
+    known = "best" if words & (_LESS_IS_BETTER | _MORE_IS_BETTER) else "highest"
+    return (min if words & _LESS_IS_BETTER else max), known
 
 
 def is_length(figure: str, name: str) -> bool:

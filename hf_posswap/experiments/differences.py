@@ -10,10 +10,8 @@ from statistics import fmean, mean, stdev
 
 import numpy as np
 
-from hf_posswap.experiments.comparison import LESS_IS_BETTER, ORIGINAL, figure_names, is_length, label_of, rows_of, table
+from hf_posswap.experiments.comparison import ORIGINAL, figure_names, is_length, label_of, rows_of, table, top
 from hf_posswap.experiments.items import half_width, holm, items_of, paired_p, parted
-
-_MORE_IS_BETTER = {"accuracy", "candidates", "f1", "matthews", "spearman", "pearson", "cosine", "word", "recall", "sts"}
 
 
 @dataclass
@@ -143,8 +141,7 @@ def verdict(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str
 
 
 def _judged(rows: dict[tuple, list[dict]], found: dict[str, dict[str, Difference]], name: str) -> str:
-    less, more = (words & {*name.split("_")} for words in (LESS_IS_BETTER, _MORE_IS_BETTER))
-    better = min if less else max
+    better, known = top(name)
 
     def means(name: str) -> dict[str, float]:
         values = {row: [run["figures"][name] for run in members if name in run["figures"]] for row, members in rows.items()}
@@ -157,8 +154,8 @@ def _judged(rows: dict[tuple, list[dict]], found: dict[str, dict[str, Difference
         of["the original before its tuning"] = before
         whom += f" tuned alike, which was better before ({before:.4g})"
     best = better(of, key=of.get)
-    word = f"{'lowest' if less else 'highest'} {name.replace('_', ' ')}"
-    said = f"**{'Best: the' if less or more else 'The'} {word} is {of[best]:.4g}, {best}.**"
+    word = f"{'lowest' if better is min else 'highest'} {name.replace('_', ' ')}"
+    said = f"**{'Best: the' if known == 'best' else 'The'} {word} is {of[best]:.4g}, {best}.**"
     if not found:
         return f"{said} No original was run to compare with."
     cells = {label: cells[name] for label, cells in found.items()}

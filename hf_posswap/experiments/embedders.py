@@ -54,7 +54,9 @@ def load_embedder(name: str) -> SentenceTransformer:
 def swap_embedder(
     embedder: SentenceTransformer, config: EmbedderOptions, texts: Sequence[str], *, tokens: int, longest: int = 0
 ) -> None:
-    """Give an embedder the positions of a run, in place; it reads at least `longest` and `tokens`; PosswapError: max_positions is less.
+    """Give an embedder the positions of a run, in place; it then reads at least `longest` and `tokens`.
+
+    PosswapError: max_positions is less.
 
     For the start `fit` it is fitted on texts of up to `tokens`, which the original reads in windows of --window.
     """

@@ -101,7 +101,8 @@ def scheme_from_dict(entry: dict[str, Any]) -> Scheme:
         settled_later = value == "auto" and option in SCHEMES[name].choices
         if isinstance(value, str) and not settled_later and default is not MISSING and type(default) in (int, float):
             try:
-                options[option] = float(value) if "." in value or "e" in value.lower() else int(value)
+                number = float(value) if "." in value or "e" in value.lower() else int(value)
+                options[option] = int(number) if number == number // 1 else number  # 5e2 is 500, in a saved config too
             except ValueError:
                 raise UnknownSchemeError(f"{name}: {option}={value!r} must be a number") from None
     return SCHEMES[name](**options)

@@ -110,7 +110,8 @@ class SelfExtendPositions(RotaryPositions):
             if right is not None:
                 near = torch.where(distances < self.near, near, right[..., rows, :] @ grouped.mT)
             scores = torch.cat([far[..., :start], near], dim=-1) if start else near
-            probabilities = weigh(scores, None if seen is None else seen[..., rows, keys], dropout).to(value.dtype)
+            asked = rows if seen is not None and seen.shape[-2] > 1 else slice(None)  # a mask may have one row for all queries
+            probabilities = weigh(scores, None if seen is None else seen[..., asked, keys], dropout).to(value.dtype)
             return probabilities @ value[..., keys, :], probabilities
 
         if return_probabilities or is_traced():

@@ -183,12 +183,13 @@ def _auto_class(name: str | None) -> str | None:
     return {"LMHeadModel": "AutoModelForCausalLM"}.get(found[0], f"AutoModel{found[0]}") if found else "AutoModel"
 
 
-def _exportable(model: dict, scheme) -> bool:
-    """Whether `export_native` will probably find a class; if it does not, its error says why."""
-    # A causal model has no place for the vector that marks the first token.
+def _exportable(model: dict, scheme) -> bool | None:
+    """Whether `export_native` will probably find a class; if it does not, its error says why. None: only trying tells."""
+    if model.get("span") or scheme.name not in ("learned", "sinusoidal", "none", "ladder", "rotary"):
+        return False
+    # A causal model has no place for the vector that marks the first token, which it has unless it was swapped cold.
     marked = getattr(scheme, "mark_first", False) and model["family"] in {kind.config_class.model_type for kind in GPT_NEOX}
-    there = scheme.name in ("learned", "sinusoidal", "none", "ladder") or (scheme.name == "rotary" and not marked)
-    return there and not model.get("span")
+    return None if marked else True
 
 
 def _measured(fit: dict) -> int:
@@ -318,10 +319,13 @@ def _merge(path: Path, text: str, ours: dict, index: list[EvalResult], name: str
         before, after, again = _split(path, old.text)
         theirs = {key: value for key, value in old.data.to_dict().items() if key not in ("model-index", "model_name")}
         index = [*(one for one in old.data.eval_results or [] if not (one.task_name or "").startswith(_OURS)), *index]
-        if again:  # we wrote these, perhaps for another model in this folder
-            theirs = {key: value for key, value in theirs.items() if key not in ("base_model", "base_model_relation")}
+        if again:  # we wrote these, perhaps for another model in this folder; other tasks are the user's, who may know better
+            tasks = [*_PIPELINES.values(), *(KINDS.values() if theirs.get("library_name") == "sentence-transformers" else ())]
+            written = ["base_model", "base_model_relation", "library_name"]
+            written += ["pipeline_tag"] if theirs.get("pipeline_tag") in tasks else []
+            theirs = {key: value for key, value in theirs.items() if key not in written}
             theirs["tags"] = [tag for tag in theirs.get("tags", []) if not tag.startswith("position-")]
-    users = {"pipeline_tag", "library_name"} & theirs.keys()  # the user may know better, such as sentence-similarity
+    users = {"pipeline_tag", "library_name"} & theirs.keys()
     ours = {key: value for key, value in ours.items() if value is not None and key not in users}
     ours["tags"] = list(dict.fromkeys([*theirs.get("tags", []), *ours["tags"]]))
     if index:

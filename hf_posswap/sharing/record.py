@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_posswap.architectures import family_of
+from hf_posswap.architectures import family_of, find_family, longest_input
 from hf_posswap.checkpoint import CONFIG_CLASSES, SWAPPED_CLASSES
 from hf_posswap.errors import CheckpointError, DataError, PosswapError
 from hf_posswap.experiments.comparison import check_budgets, load_runs
@@ -58,6 +58,8 @@ def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str 
     scheme = scheme_of(entry, folder)
     before = read_json(folder / RESULTS_FILE) if (folder / RESULTS_FILE).is_file() else {}
     old = before.get("model") if isinstance(before.get("model"), dict) else {}
+    if old.get("family") != about["family"]:  # the folder held another model
+        old = {}
     if results is None:
         comparisons = before.get("comparisons") if old.get("weights") == weights else []
     else:
@@ -100,7 +102,9 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)  # False: do not ask the user
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{folder / 'config.json'} cannot be read: {str(error).splitlines()[0]}") from None
-    about = {"class": _class_name(config, folder), "max_positions": getattr(config, "max_position_embeddings", None)}
+    ours = find_family(config.model_type) is not None  # some of these count padding in their config's number
+    longest = longest_input(config) if ours else getattr(config, "max_position_embeddings", None)
+    about = {"class": _class_name(config, folder), "max_positions": longest}
     if type(config) in CONFIG_CLASSES.values():
         read_config_entry(config)  # raises if it is invalid
         return "swapped", config.position_scheme, {"family": family_of(config).model_type, **about}
