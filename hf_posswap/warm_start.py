@@ -59,8 +59,8 @@ def balanced_order(
         return None
     if not plain_projections(target, architecture):
         warnings.warn(
-            "query and key projections are wrapped by adapters, parametrized, pruned or shared, so the balanced basis is left out "
-            "of the warm start; swap before adding adapters to have it",
+            "query and key projections are wrapped by adapters, parametrized, pruned or shared, so the balanced basis is left "
+            "out of the warm start; swap before adding adapters to have it",
             stacklevel=4,
         )
         return None
