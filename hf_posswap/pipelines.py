@@ -58,10 +58,17 @@ def limit(model) -> int | None:
     return getattr(tokenizer_of(model), "model_max_length", None)
 
 
-def set_limit(model, tokens: int | None) -> None:
-    """Set how many tokens a pipeline reads; leave a plain model alone, and one without a limit (None)."""
-    if is_pipeline(model) and tokens is not None:
-        tokenizer_of(model).model_max_length = tokens
+def limits(model) -> tuple[int | None, int | None]:
+    """Return how many tokens a pipeline reads of a text and, if that is set apart, of a document; None: no limit."""
+    return limit(model), getattr(model[0], "document_length", None) if is_pipeline(model) else None
+
+
+def set_limits(model, text: int | None, document: int | None) -> None:
+    """Set how many tokens a pipeline reads; leave a plain model alone, and what has no limit (None)."""
+    if is_pipeline(model) and text is not None:
+        tokenizer_of(model).model_max_length = text
+    if document is not None and limits(model)[1] is not None:
+        model[0].document_length = document
 
 
 def card(model) -> str | None:

@@ -44,7 +44,7 @@ class Undo:
     weights: dict[str, "Weight"]  # of all but positions: see `weights_beside_positions`
     config_fields: dict
     name_or_path: str
-    limit: int | None  # of the pipeline around it
+    limits: tuple[int | None, int | None]  # of the pipeline around it: see `pipelines.limits`
     card: str | None  # of that pipeline
 
 

@@ -14,7 +14,7 @@ from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
 from hf_posswap.functional.closed_form import balance
-from hf_posswap.pipelines import card, check_reads, is_pipeline, limit, set_card, set_limit
+from hf_posswap.pipelines import card, check_reads, is_pipeline, limits, set_card, set_limits
 from hf_posswap.scheme_entry import on_hub
 from hf_posswap.schemes import SCHEMES, Constant, Scheme, check_class, parse_scheme
 from hf_posswap.surgery import Snapshot, Undo, is_part, state_of, undo_of
@@ -110,7 +110,7 @@ def swap(
             weights={name: (not inside and known.get(name)) or surgery.Weight(one) for name, (one, inside) in beside.items()},
             config_fields=copy.deepcopy(vars(target.config)),
             name_or_path=target.name_or_path if undo is None else undo.name_or_path,
-            limit=limit(model) if undo is None or undo.limit is None else undo.limit,
+            limits=limits(model) if undo is None or undo.limits == (None, None) else undo.limits,
             card=card(model) if undo is None or undo.card is None else undo.card,
         )
     except BaseException:
@@ -119,7 +119,7 @@ def swap(
     if start.state is None:  # the card, with its figures, is about the original's weights
         set_card(model, None)
     if asked is not None:
-        set_limit(model, asked)
+        set_limits(model, asked, asked)
     # This path holds the original: an adapter saved with it as its base would load onto the original.
     target.name_or_path = ""
     return model
@@ -196,7 +196,7 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
         _check_mixture(target, architecture, undo)
     _revert(target, architecture, undo)
     target.name_or_path = undo.name_or_path
-    set_limit(model, undo.limit)
+    set_limits(model, *undo.limits)
     if undo.card is not None:
         set_card(model, undo.card)
     return model

@@ -94,7 +94,8 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     original = load_embedder(config.model)
     tokenizer, body = original.tokenizer, config.tokens - 2
     cut = [cut_documents(documents(config, split, causal=False), tokenizer, body) for split in ("train", "validation")]
-    training, select, test = cut[0][: -max(1, len(cut[0]) // 10)], cut[0][-max(1, len(cut[0]) // 10) :], cut[1]
+    test, others = cut[1], [text for text in cut[0] if text not in set(cut[1])]
+    training, select = others[: -max(1, len(others) // 10)], others[-max(1, len(others) // 10) :]
     if config.max_steps and len(training) < config.batch_size:
         raise DataError(f"{len(training)} different documents do not fill a batch of {config.batch_size}: give more text")
     asked = {
@@ -172,6 +173,7 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
         batch_sampler="no_duplicates",  # a document twice in a batch would be its own false negative
         seed=config.seed,
         bf16=config.bf16,
+        prompts=embedder.prompts.get(embedder.default_prompt_name),  # as `encode` reads texts, those of the brake too
         use_cpu=cpu,
         ddp_backend="gloo" if cpu and PartialState().num_processes > 1 else None,
         ddp_find_unused_parameters=False,

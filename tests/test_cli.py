@@ -146,6 +146,7 @@ def test_broken_files(folder, tmp_path, program):
         (lambda: config.write_text("[]"), "must hold an object"),
         (lambda: config.write_text(written[:50]), "is no JSON"),
         (lambda: config.unlink(), "there is no config.json in it"),
+        (lambda: (config.parent / "modules.json").write_text("[]"), "is a pipeline whose model lies in a folder of its own"),
     ):
         damage()
         code, out, err = program("swap", folder, "--scheme", "none", "--output", tmp_path / "out")

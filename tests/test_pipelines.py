@@ -83,6 +83,14 @@ def test_swap_save_load_restore_export(make_pipeline, kind, tmp_path):
     assert np.array_equal(says(pipeline), before)
 
 
+def test_a_limit_of_documents(make_pipeline):
+    """A pipeline may cut documents at a length of their own: it grows with the swap, and comes back."""
+    pipeline = make_pipeline("SentenceTransformer")
+    pipeline[0].document_length = 20  # from version 6 on
+    assert posswap.swap(pipeline, "rotary", max_positions=96)[0].document_length == 96
+    assert posswap.restore(pipeline)[0].document_length == 20
+
+
 def test_in_a_fresh_process(make_pipeline, tmp_path):
     """With the import, with trusted code and without it, and exported without the package: the same vectors, normalised."""
     pipeline = posswap.swap(make_pipeline(), posswap.Rotary(mark_first=False), max_positions=96)

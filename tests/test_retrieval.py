@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import WORDS, refused
+from torch.testing import assert_close
 
 import hf_posswap as posswap
 from hf_posswap.errors import DataError
@@ -122,7 +123,32 @@ def test_ways_of_reading(folder, way):
     assert np.allclose(pipeline.encode([short, long], output_value=None)[1]["pieces"], vectors, atol=1e-5)
     wanted = plain.encode([short])[0]
     assert np.allclose(found[1], wanted / np.linalg.norm(wanted), atol=1e-5)
+    if way == "chunks":  # a prompt stands before each, and pooling leaves it out of each
+        pipeline = library.SentenceTransformer(str(folder), device="cpu")
+        for one in (pipeline, plain):
+            one.set_pooling_include_prompt(False)
+        vectors = plain.encode([" ".join(part) for part in (words[:16], words[16:33], words[33:])], prompt="dog ")
+        read_as(pipeline, way, 21, 64)
+        found = pipeline.encode([long], prompt="dog ", output_value=None)[0]["pieces"]
+        assert np.allclose(found, vectors, atol=1e-5)
+        refused("the prompt takes 4", pieces_of, list(range(9)), pipeline.tokenizer, way, 4, 3, error=DataError)
     assert len(pieces_of([2, *range(5, 21), 3], pipeline.tokenizer, "chunks", 10)) == 2
+
+
+def test_what_a_model_cannot_read(folder):
+    """Pieces that are longer than what the model reads are refused."""
+    pipeline = library.SentenceTransformer(str(folder), device="cpu")
+    refused("reads 32 tokens at once, not 33", read_as, pipeline, "chunks", 33, 64)
+    refused("reads 32 tokens at once, not 64", read_as, pipeline, "whole", 16, 64)
+
+
+def test_white_space():
+    """A tokenizer may have tokens for white space: no document is made of it, and no passage."""
+    tokenizer, words = load_tokenizer("stdlib-gpt2"), "word and more. " * 60
+    documents = cut_documents([(words + "\r\n\t" * 400) * 3, (words[:90] + "\r\n\t" * 15) * 40], tokenizer, 64)
+    assert len(documents) > 8 and min(map(len, documents)) > 50
+    passages = draw_passages(documents, tokenizer, 4, 3, seed=0)
+    assert all(one.text and one.text in documents[one.document] for one in passages)
 
 
 def test_text_without_spaces():
@@ -240,6 +266,21 @@ def test_the_brake_and_the_select_text(long_embedder, watch, monkeypatch):
     select, report = (set(measured[-1].args[-1][name][0]) for name in ("select", "recall"))
     assert len(trained) > 20 and select and report
     assert not trained & select and not trained & report and not select & report
+
+
+def test_a_prompt_by_default(long_embedder, watch):
+    """Tuning reads texts as `encode` does: the brake of an untouched model is 0. What is measured is not trained on."""
+    run, folder = long_embedder
+    module = sys.modules["long_embedder"]
+    model = library.SentenceTransformer(str(folder / "tiny"), prompts={"query": "red green "}, default_prompt_name="query")
+    model.save_pretrained(str(folder / "prompted"))
+    (folder / "test.txt").write_text((folder / "text.txt").read_text()[:1500])
+    steps, tuned, measured = watch(module.PairsWithBrake, "forward"), watch(module, "tune"), watch(module, "measure")
+    run(scheme="original", read="truncated", model=str(folder / "prompted"), max_steps=1)
+    loss, features, labels = steps[0].args
+    with torch.no_grad():
+        assert_close(torch.cosine_similarity(model(features[0])["sentence_embedding"], labels), torch.ones(4))
+    assert not {document for _, document in tuned[0].args[2]} & set(measured[0].args[-1]["recall"][0])
 
 
 def test_no_document_twice_in_a_batch(long_embedder, watch, monkeypatch):

@@ -25,11 +25,15 @@ def test_prose_is_prose():
 
 
 def test_text_file_and_folder(tmp_path):
-    """A text file is held out from its end; a folder of several by name."""
+    """A text file is held out from its end; of a folder of several, some are, and with them their copies."""
     (tmp_path / "one.txt").write_text("\ufeff" + "a" * 90 + "b" * 10)  # a byte order mark is no text
     assert read_documents(tmp_path / "one.txt") == ["a" * 90]
     assert read_documents(tmp_path / "one.txt", split="validation") == ["b" * 10]
     assert read_documents(tmp_path, split="validation") == ["b" * 10]
+    for number in range(80):
+        (tmp_path / f"copy-{number}.txt").write_text(f"text {number // 2}")
+    train, held = (read_documents(tmp_path, split=split) for split in ("train", "validation"))
+    assert len(train) + len(held) == 81 and held and not set(train) & set(held)
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,9 @@ def _docstrings(source: str) -> list[str]:
 def read_documents(source: str | Path, *, split: Split | None = "train", text_column: str = "text") -> list[str]:
     """Read documents from a text, csv, tsv, json or parquet file, a folder of .txt files, or a Hub dataset id.
 
-    A plain text file is one document, and held-out text is its last tenth; a table has one document a row, and rows are
-    held out by a hash of their text; a Hub dataset ("name" or "name:config") uses its own splits. `split=None` reads all.
+    A plain text file is one document, and held-out text is its last tenth; a table has one document a row, and rows, as files
+    of a folder, are held out by a hash of their text; a Hub dataset ("name" or "name:config") uses its own splits.
+    `split=None` reads all.
     """
     if not str(source):  # Path("") is the working directory
         raise DataError("the name of the text is empty: give a file, a folder of .txt files or a Hub dataset id")
@@ -106,7 +107,7 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
             raise DataError(f"no .txt file in {path}; give a file, a folder of .txt files or a Hub dataset id")
         texts = {str(file.relative_to(path)): _read_text(file) for file in files}
         if len(texts) > 1:
-            documents = [text for name, text in texts.items() if split in (None, split_of(name))]
+            documents = [text for text in texts.values() if split in (None, split_of(text))]  # a copy is in the same part
         else:
             (text,) = texts.values()
             cut = len(text) * 9 // 10

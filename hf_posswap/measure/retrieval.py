@@ -20,8 +20,10 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
+from hf_posswap.architectures import find_family, longest_input
 from hf_posswap.data.text import wraps
-from hf_posswap.errors import DataError
+from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.pipelines import unwrap
 
 Way = Literal["whole", "truncated", "ends", "chunks"]
 _LONGEST_WORD = 32  # tokens
@@ -36,11 +38,15 @@ class Passage(NamedTuple):
 
 
 def cut_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[str]:
-    """Cut texts between words into documents of `tokens` tokens, without rests or duplicates; DataError: no text is so long."""
+    """Cut texts between words into documents of `tokens` tokens, without rests, duplicates, and what is mostly white space.
+
+    DataError: no text is so long.
+    """
     documents = []
     for text in texts:
         cuts = _cuts(text, tokenizer)
-        documents += [text[start:end].strip() for start, end in pairwise(cuts[::tokens])]
+        whole = [text[start:end] for start, end in pairwise(cuts[::tokens])]
+        documents += [one.strip() for one in whole if len(one.strip()) > len(one) // 2]
     if not documents:
         raise DataError(f"no text has {tokens:,} tokens, the length of a document: give longer texts, or ask for fewer tokens")
     return list(dict.fromkeys(documents))
@@ -59,7 +65,8 @@ def draw_passages(
             raise DataError(f"a document has {size} tokens, too few for {each} passages of {tokens}: give longer ones")
         for part in range(each):
             start = int(room * (part + float(torch.rand(1, generator=generator))))
-            text = document[cuts[start] : cuts[start + tokens]].strip()
+            while not (text := document[cuts[start] : cuts[start + tokens]].strip()):  # white space
+                start = (start + 1) % (size - tokens)
             passages.append(Passage(text, number, start / size))
     return passages
 
@@ -78,18 +85,23 @@ def _cuts(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [0, *ends]
 
 
-def pieces_of(ids: list[int], tokenizer: PreTrainedTokenizerBase, way: Way, size: int) -> list[list[int]]:
+def pieces_of(ids: list[int], tokenizer: PreTrainedTokenizerBase, way: Way, size: int, prompt: int = 0) -> list[list[int]]:
     """Return what is read of a text: lists of at most `size` token ids, each with the tokenizer's special tokens.
+
+    With `prompt`, the first tokens, so many, stand before each piece. DataError: they leave no room.
 
     >>> from transformers import GPT2Tokenizer
     >>> [pieces_of(list(range(7)), GPT2Tokenizer(), way, 4) for way in ("truncated", "ends", "chunks")]
     [[[0, 1, 2, 3]], [[0, 1, 5, 6]], [[0, 1, 2], [3, 4, 5, 6]]]
     """
     edge = 1 if wraps(tokenizer) else 0
-    first, body, last = ids[:edge], ids[edge : len(ids) - edge], ids[len(ids) - edge :]
-    room = size - 2 * edge
+    begin = max(edge, prompt)
+    first, body, last = ids[:begin], ids[begin : len(ids) - edge], ids[len(ids) - edge :]
+    room = size - begin - edge
     if way == "whole" or len(body) <= room:
         return [ids]
+    if room < 1:
+        raise DataError(f"of {size} tokens that are read at once the prompt takes {begin + edge}: read more, or shorten it")
     if way == "chunks":
         count = ceil(len(body) / room)
         cuts = [len(body) * number // count for number in range(count + 1)]
@@ -100,16 +112,22 @@ def pieces_of(ids: list[int], tokenizer: PreTrainedTokenizerBase, way: Way, size
 def read_as(pipeline, way: Way, size: int, longest: int) -> None:
     """Let a SentenceTransformer take texts of up to `longest` tokens, in place, with a model that reads `size`.
 
+    PosswapError: the model does not read so many.
+
     `encode(..., output_value=None)` then also gives the vectors of a text's `pieces`, (N, E), the last one as often as is
     needed for all texts of a batch to have as many.
     """
-    tokenizer, counts = pipeline.tokenizer, []
+    tokenizer, counts, config = pipeline.tokenizer, [], unwrap(pipeline).config
+    asked = longest if way == "whole" else size
+    if find_family(config.model_type) is not None and asked > (most := longest_input(config)):
+        raise PosswapError(f"the model reads {most} tokens at once, not {asked}: choose smaller chunks, or another way to read")
     pipeline.max_seq_length = longest
 
     def cut(module, arguments):
         features, *rest = arguments
         real = [row[mask.bool()].tolist() for row, mask in zip(features["input_ids"], features["attention_mask"], strict=True)]
-        pieces = [pieces_of(ids, tokenizer, way, size) for ids in real]
+        prompt = int(torch.as_tensor(features.get("prompt_length", 0)).flatten()[0])  # may be left out of the pooling of each
+        pieces = [pieces_of(ids, tokenizer, way, size, prompt) for ids in real]
         counts[:] = map(len, pieces)
         padded = tokenizer.pad({"input_ids": [ids for one in pieces for ids in one]}, return_tensors="pt")
         padded = {name: padded[name].to(features["input_ids"].device) for name in ("input_ids", "attention_mask")}

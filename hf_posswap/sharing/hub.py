@@ -33,7 +33,7 @@ NAMES = OF_ONE_MODEL | {
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
     *("vocab.txt", "vocab.json", "merges.txt"),
 }
-MODULE = r"\d+_\w+/(config\.json|model\.safetensors)"  # the further modules of a sentence-transformers pipeline
+MODULE = r"\d+_\w+/(\w*config\.json|model\.safetensors)"  # the further modules of a sentence-transformers pipeline
 PATTERNS = rf"[\w.-]+\.(safetensors|png)|{PICTURES}/[\w.-]+\.png|{re.escape(EVAL_RESULTS)}/[\w.-]+\.yaml|{MODULE}"
 IGNORED = {".git", ".cache", ".DS_Store", "__pycache__"}
 
