@@ -122,6 +122,11 @@ def environment() -> Environment:
         off = kept(folder, row, name) - kept(base or folder, other, name)
         return f"{off.mean():+.3f} ± {half_width(parted(off)):.3f}"
 
+    def worst(folder: str, *labels: str, kind: str = "loss_") -> str:
+        """Return the largest that these rows' losses are above the original's at the five ranges, with its interval."""
+        named = [(label, f"{kind}{n}") for label in labels for n in RANGES]
+        return gap(folder, *max(named, key=lambda one: of(folder)(*one) - of(folder)("original", one[1])))
+
     def apart(folder: str, row: str, kind: str = "loss_") -> str:
         """Return how much a row's losses are above the original's at the five ranges of reading on, rounded as in tables."""
 
@@ -138,7 +143,7 @@ def environment() -> Environment:
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["d"] = lambda value, digits: f"{value:.{digits}f}"
     environment.globals |= {"of": of, "m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": figures}
-    environment.globals |= {"sure": sure, "gap": gap, "apart": apart, "holds": holds, "exp": exp, "sqrt": sqrt, "abs": abs}
+    environment.globals |= {"sure": sure, "gap": gap, "worst": worst, "apart": apart, "holds": holds, "exp": exp, "sqrt": sqrt, "abs": abs}
     environment.globals |= {"table": comparison_table, "ladder": ladder_table, "index": index, "read": read}
     environment.globals |= {"again": again, "again_table": again_table}
     environment.globals["generated"] = {f.stem: read(f)["details"] for f in RESULTS.glob("read_on/generation/*.json")}

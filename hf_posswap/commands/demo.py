@@ -83,7 +83,8 @@ def demo(
 ):
     """See what a swap costs and what a fit wins back: MiniLM and a small GPT-2, two minutes on two cores.
 
-    With --fit-tokens 65536 --reconstruct 100, the fits have the budget of those in the README's tables, and take minutes each.
+    With --reconstruct 100 and --fit-tokens 65536 for MiniLM, 131072 for the GPT-2, the fits have the budget of those in the
+    README's tables, and take minutes each.
     """
     with new_folder(output) as folder:
         show = Demo(folder, fit_tokens, reconstruct)
@@ -121,7 +122,7 @@ def _encoder(show: Demo) -> None:
         show.fit(model, batches)
         before = (cosines[f"{scheme}, {start}"] for start in ("cold", "swap"))
         rows.append((scheme, *before, pooled_cosine(model, held_out, states), *FULL["minilm"][scheme]))
-    show.table(["positions", "cold", "swap", "this fit", "full fit", "it takes"], rows, digits=3)
+    show.table(["positions", "cold", "swap", "this fit", "full fit", "at least"], rows, digits=3)
     show.console.print(
         "full fit: 65,536 tokens of WikiText-2 and 100 steps a layer, on one thread, measured on other text of it "
         "(recipes/results/fit/minilm)"

@@ -145,7 +145,7 @@ class Group:
     def scores(self, block: Block, scratch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scores of the block's window, in scratch columns, and those of the far right (G, rows, 1).
 
-        They are in units of log 2, for exp2: torch.exp takes up to a hundred times as long where it underflows.
+        They are in units of log 2, for exp2: torch.exp takes many times as long where it underflows.
         """
         plan, (query, key, key_table) = self.plan, self.for_scores
         query = query[:, block.rows]
