@@ -46,6 +46,7 @@ class Undo:
     name_or_path: str
     limits: tuple[int | None, int | None]  # of the pipeline around it: see `pipelines.limits`
     card: str | None  # of that pipeline
+    trained: bool = False  # whether attention was trained before its first fit: what is put back then is no original
 
 
 class Weight:

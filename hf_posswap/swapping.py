@@ -214,7 +214,7 @@ def _revert(target: PreTrainedModel, architecture: Architecture, undo: Undo) -> 
 
 
 def _check_mixture(target: PreTrainedModel, architecture: Architecture, undo: Undo) -> None:
-    put_back = undo.snapshot.attention_weights is not None  # a fit keeps a copy of all of attention
+    put_back = undo.snapshot.attention_weights is not None and not undo.trained  # a fit keeps a copy of all of attention
     changed = [name for name, of_attention in _changed(target, architecture, undo) if not (of_attention and put_back)]
     if changed:
         which = "positions and self-attention" if put_back else "positions, and queries and keys that the swap rewrote,"
@@ -273,7 +273,8 @@ def rewriting_attention(model: PreTrainedModel) -> Iterator[None]:
         surgery.write_attention_weights(attentions, before)
         raise
     if undo is not None:
-        if undo.snapshot.attention_weights is None and not trained:  # only a first fit starts from the original's weights
+        if undo.snapshot.attention_weights is None:  # only a first fit starts from the original's weights
+            undo.trained = trained
             undo.snapshot.attention_weights = [
                 {name: value for name, value in weights.items() if not name.startswith("positions.")} for weights in before
             ]

@@ -143,7 +143,16 @@ def environment() -> Environment:
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["d"] = lambda value, digits: f"{value:.{digits}f}"
     environment.globals |= {"of": of, "m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": figures}
-    environment.globals |= {"sure": sure, "gap": gap, "worst": worst, "apart": apart, "holds": holds, "exp": exp, "sqrt": sqrt, "abs": abs}
+    environment.globals |= {
+        "sure": sure,
+        "gap": gap,
+        "worst": worst,
+        "apart": apart,
+        "holds": holds,
+        "exp": exp,
+        "sqrt": sqrt,
+        "abs": abs,
+    }
     environment.globals |= {"table": comparison_table, "ladder": ladder_table, "index": index, "read": read}
     environment.globals |= {"again": again, "again_table": again_table}
     environment.globals["generated"] = {f.stem: read(f)["details"] for f in RESULTS.glob("read_on/generation/*.json")}

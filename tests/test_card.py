@@ -367,6 +367,10 @@ def test_another_model_in_the_folder(swapped, results, make_model):
     refused("does not say what it was swapped from", posswap.write_card, swapped)
     card = ModelCard.load(posswap.write_card(swapped, base_model=BASE))
     assert card.data.pipeline_tag == "text-generation"
+    path = swapped / "README.md"
+    path.write_text(path.read_text().replace("text-generation", "text-classification").replace(": transformers\n", ": mine\n"))
+    data = ModelCard.load(posswap.write_card(swapped, base_model=BASE)).data
+    assert (data.pipeline_tag, data.library_name) == ("text-classification", "mine")  # the user's
     assert card.data.base_model is None and "position-rotary" not in card.data.tags and "position-sinusoidal" in card.data.tags
     assert "passkey" not in card.text and not list((swapped / "posswap_results").iterdir())
 

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import sys
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
@@ -140,13 +141,14 @@ def test_broken_files(folder, tmp_path, program):
     """Files that are cut off, that are no JSON, or that are not there are one line each."""
     weights, config = folder / "model.safetensors", folder / "config.json"
     whole, written = weights.read_bytes(), config.read_text()
+    opened = shutil.copytree(folder, tmp_path.with_name("opened"))
     for damage, says in (
         (lambda: weights.write_bytes(whole[: len(whole) // 2]), "weights of"),
         (lambda: weights.unlink(), "no file named model.safetensors"),
         (lambda: config.write_text("[]"), "must hold an object"),
         (lambda: config.write_text(written[:50]), "is no JSON"),
         (lambda: config.unlink(), "there is no config.json in it"),
-        (lambda: (config.parent / "modules.json").write_text("[]"), "is a pipeline whose model lies in a folder of its own"),
+        (lambda: shutil.copytree(opened, folder / "0_Transformer"), "is a pipeline whose model lies in a folder of its own"),
     ):
         damage()
         code, out, err = program("swap", folder, "--scheme", "none", "--output", tmp_path / "out")

@@ -125,11 +125,13 @@ def test_training_before_a_fit_is_not_forgotten(make_model):
     model = posswap.swap(make_model("gpt2"), "relative:clip=4")
     with torch.no_grad():
         model.transformer.h[0].attn.c_attn.weight.add_(0.01)
+    trained = model.transformer.h[0].attn.c_attn.weight.clone()
     refused("has changed since it was swapped", quick, model)
     quick(model, original_model=make_model("gpt2"))
     refused("changed since it was swapped", posswap.swap, model, "rotary")
     refused("would be a mixture", posswap.restore, model)
     refused("would be a mixture", posswap.original, model)
+    assert torch.equal(posswap.restore(model, keep_training=True).transformer.h[0].attn.c_attn.weight, trained)
 
 
 def test_copies_of_fitted_models(make_model):

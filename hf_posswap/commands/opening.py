@@ -104,7 +104,7 @@ def _check_place(source: str) -> None:
     """Raise CheckpointError if there is no such model; transformers would retry the Hub for half a minute first."""
     folder = Path(source)
     if folder.exists():
-        if not (folder / "config.json").is_file() and (folder / "modules.json").is_file():
+        if not (folder / "config.json").is_file() and (folder / "0_Transformer" / "config.json").is_file():
             what = f"{source} is a pipeline whose model lies in a folder of its own, as old ones do"
             raise CheckpointError(f"{what}: load it with sentence-transformers, and save it again")
         if not (folder / "config.json").is_file():

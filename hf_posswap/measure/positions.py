@@ -59,7 +59,7 @@ def position_table(source: Scheme | PreTrainedModel, positions: int | None = Non
         device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), None)
         table = module(torch.arange(count, device=device)[None] + first_id)[0]
     else:  # a family's own table counts in its own way
-        table = architecture.trained_rows(target.base_model)[:count]
+        table = architecture.trained_rows(target.base_model)[:count].detach().clone()
     if not table.any():
         raise PosswapError(f"{scheme} is all zeros until it is fitted to a checkpoint: swap a model, and look at that")
     return table

@@ -55,7 +55,10 @@ def cut_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, toke
 def draw_passages(
     documents: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: int, each: int, seed: int
 ) -> list[Passage]:
-    """Draw passages of `tokens` tokens, one from each of `each` equal parts of a document; DataError: one is too short."""
+    """Draw passages of `tokens` tokens, one from each of `each` equal parts of a document; DataError: one is too short.
+
+    A passage of white space moves on to the next text.
+    """
     generator, passages = torch.Generator().manual_seed(seed), []
     for number, document in enumerate(documents):
         cuts = _cuts(document, tokenizer)
@@ -65,8 +68,8 @@ def draw_passages(
             raise DataError(f"a document has {size} tokens, too few for {each} passages of {tokens}: give longer ones")
         for part in range(each):
             start = int(room * (part + float(torch.rand(1, generator=generator))))
-            while not (text := document[cuts[start] : cuts[start + tokens]].strip()):  # white space
-                start = (start + 1) % (size - tokens)
+            while not (text := document[cuts[start] : cuts[start + tokens]].strip()):  # the last token is not white space
+                start += 1
             passages.append(Passage(text, number, start / size))
     return passages
 

@@ -22,7 +22,7 @@ from hf_posswap.provenance import write_json
 from hf_posswap.scheme_entry import is_repo_id
 from hf_posswap.schemes import scheme_from_dict
 from hf_posswap.sharing.native_decoders import GPT_NEOX
-from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, data_of, gather, own_rows
+from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, data_of, gather, own_rows, read_results
 
 CARD_FILE = "README.md"
 PICTURES = "posswap_results"
@@ -288,6 +288,14 @@ def _metadata(content: dict, license: str | None) -> dict:
     return data
 
 
+def _written(folder: Path) -> dict:
+    """Return the metadata that we wrote into the card in a folder, by the results that lie beside it; {}: not known."""
+    try:
+        return _metadata(read_results(folder), None)
+    except PosswapError:
+        return {}
+
+
 def own_text(path: Path) -> str:
     """Return the user's text in a card: all but what hf_posswap has written."""
     before, after, _ = _split(path, _load(path).text)
@@ -319,11 +327,10 @@ def _merge(path: Path, text: str, ours: dict, index: list[EvalResult], name: str
         before, after, again = _split(path, old.text)
         theirs = {key: value for key, value in old.data.to_dict().items() if key not in ("model-index", "model_name")}
         index = [*(one for one in old.data.eval_results or [] if not (one.task_name or "").startswith(_OURS)), *index]
-        if again:  # we wrote these, perhaps for another model in this folder; other tasks are the user's, who may know better
-            tasks = [*_PIPELINES.values(), *(KINDS.values() if theirs.get("library_name") == "sentence-transformers" else ())]
-            written = ["base_model", "base_model_relation", "library_name"]
-            written += ["pipeline_tag"] if theirs.get("pipeline_tag") in tasks else []
-            theirs = {key: value for key, value in theirs.items() if key not in written}
+        if again:  # we wrote these, perhaps for another model in this folder; other values are the user's, who may know better
+            ours_alone = {key for key in ("library_name", "pipeline_tag") if theirs.get(key) == _written(path.parent).get(key)}
+            ours_alone |= {"base_model", "base_model_relation"}
+            theirs = {key: value for key, value in theirs.items() if key not in ours_alone}
             theirs["tags"] = [tag for tag in theirs.get("tags", []) if not tag.startswith("position-")]
     users = {"pipeline_tag", "library_name"} & theirs.keys()
     ours = {key: value for key, value in ours.items() if value is not None and key not in users}

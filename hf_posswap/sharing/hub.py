@@ -8,6 +8,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, errors
@@ -174,6 +175,10 @@ def _take_over(api: HfApi, repo_id: str, revision: str, folder: Path, fresh: boo
     theirs, ours = (own_text(path) for path in (there, folder / CARD_FILE))
     if fresh:
         (folder / CARD_FILE).write_bytes(there.read_bytes())
+        with suppress(errors.EntryNotFoundError):  # which tell what of that card is ours
+            (folder / RESULTS_FILE).write_bytes(
+                Path(api.hf_hub_download(repo_id, RESULTS_FILE, revision=revision)).read_bytes()
+            )
         return True
     if theirs.strip() and theirs.split() != ours.split():
         more = f"the card of {repo_id} has text that {folder / CARD_FILE} has not"
