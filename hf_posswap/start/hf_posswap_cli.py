@@ -84,8 +84,8 @@ for _name, (_, _summary) in COMMANDS.items():
 
 def main() -> None:
     """Run the command line; exit with 2 after an error of the user's or the machine's."""
-    # A thread that spins at a barrier for one that has lost its core can make a busy machine many times as slow. torch reads this
-    # when it is imported, and so do the processes that `compare` starts. See recipes/README.md.
+    # A thread that spins at a barrier for one that has lost its core can make a busy machine many times as slow. torch reads
+    # this when it is imported, and so do the processes that `compare` starts. See recipes/README.md.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "500")
     os.environ["MPLBACKEND"] = "agg"  # pictures go to files; another backend, or none of this name, may not be there
