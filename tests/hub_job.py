@@ -118,6 +118,11 @@ def another_model(hub, folder, model):
     model.save_pretrained(folder / "second", max_shard_size="10KB")
     push(folder / "second", "tester/changing")
     assert "model.safetensors" not in files(hub, "tester/changing")
+    headless = posswap.swap(BertModel(BertConfig(**SIZES)), "rotary")
+    headless.save_pretrained(folder / "third")
+    push(folder / "third", "tester/changing")
+    assert b"pipeline_tag: feature-extraction" in hub.repos["tester/changing"].read("README.md")
+    push(folder / "second", "tester/changing", overwrite=True)
     tokens = torch.arange(5, 25)[None]
     pulled = AutoModelForMaskedLM.from_pretrained("tester/changing")
     assert torch.equal(pulled(tokens).logits, model(tokens).logits)

@@ -72,7 +72,7 @@ def share(
             without sending twice what has arrived.
     """
     folder = Path(folder)
-    fresh = not (folder / CARD_FILE).exists()
+    new = [name for name in (CARD_FILE, RESULTS_FILE) if not (folder / name).exists()]
     check_files(folder)
     options = {"results": results, "base_model": base_model, "license": license, "eval_results": eval_results}
     write_card(folder, repo_id=repo_id, **options)
@@ -89,7 +89,7 @@ def share(
         if held and RESULTS_FILE not in there and not (overwrite or create_pr):
             other = f"{repo_id} holds a model that was not shared with hf_posswap"
             raise PosswapError(f"{other}: choose another name, or pass overwrite=True (--overwrite)")
-        if not overwrite and _take_over(api, repo_id, head.sha, folder, fresh):
+        if not overwrite and _take_over(api, repo_id, head.sha, folder, new):
             write_card(folder, repo_id=repo_id, **options)
         files = check_files(folder)
         operations = [CommitOperationAdd(path, folder / path) for path in files]
@@ -163,8 +163,10 @@ def _of_a_model(name: str) -> bool:
     return name in OF_ONE_MODEL or re.fullmatch(f"{weights}|{drawn}", name) is not None
 
 
-def _take_over(api: HfApi, repo_id: str, revision: str, folder: Path, fresh: bool) -> bool:
+def _take_over(api: HfApi, repo_id: str, revision: str, folder: Path, new: list[str]) -> bool:
     """Replace a card that was just created by the repository's, whose text is then kept; return whether this was done.
+
+    `new` are the files that were just created: results come with the card, since they tell what in it is ours.
 
     PosswapError: both cards have text of their users.
     """
@@ -173,12 +175,10 @@ def _take_over(api: HfApi, repo_id: str, revision: str, folder: Path, fresh: boo
     except errors.EntryNotFoundError:
         return False
     theirs, ours = (own_text(path) for path in (there, folder / CARD_FILE))
-    if fresh:
-        (folder / CARD_FILE).write_bytes(there.read_bytes())
-        with suppress(errors.EntryNotFoundError):  # which tell what of that card is ours
-            (folder / RESULTS_FILE).write_bytes(
-                Path(api.hf_hub_download(repo_id, RESULTS_FILE, revision=revision)).read_bytes()
-            )
+    if CARD_FILE in new:
+        for name in new:
+            with suppress(errors.EntryNotFoundError):
+                (folder / name).write_bytes(Path(api.hf_hub_download(repo_id, name, revision=revision)).read_bytes())
         return True
     if theirs.strip() and theirs.split() != ours.split():
         more = f"the card of {repo_id} has text that {folder / CARD_FILE} has not"
