@@ -183,8 +183,9 @@ def test_models_that_cannot_be_swapped(make_model, name):
     model = make_model("bert")
     change(model)
     before = snapshot(model) if name != "meta" else {}
+    kept = type(model), list(model.state_dict()), model.config.to_dict()
     refused(says, posswap.swap, model, "relative" if name == "flex" else "rotary")
-    assert not changes(model, before)
+    assert not changes(model, before) and (type(model), list(model.state_dict()), model.config.to_dict()) == kept
     if name == "query":  # a cold start looks at no query
         posswap.swap(model, "rotary", warm_start=False)
 

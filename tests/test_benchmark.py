@@ -127,10 +127,10 @@ def test_the_loop_and_a_bare_one_do_the_same(recipe, make_model, tmp_path, preci
 
 
 def test_the_verbs_are_measured(recipe):
-    """recipes/benchmark_swap.py does each verb, and memory is at least the model's own."""
+    """recipes/benchmark_swap.py does each verb, and says what it takes."""
     verbs = recipe("benchmark_swap")
     config = verbs.Config(layers=1, hidden=48, texts=20, length=32, steps=1, scheme="relative:clip=4")
     found = verbs.verbs(config, "gpt2")
     assert list(found) == ["model", "swap", "fit", "save", "restore", "load"]
-    assert all(found[verb]["seconds"] >= 0 and found[verb]["memory"] > 0 for verb in list(found)[1:])
+    assert all(found[verb]["seconds"] > 0 and found[verb]["memory"] > 0 for verb in list(found)[1:])
     refused("known are bert, gpt2", verbs.Config, family=("t5",))

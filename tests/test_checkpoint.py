@@ -208,6 +208,7 @@ def test_config_and_from_config(make_swapped, family, tmp_path, tokens):
         model = AUTO[family].from_config(config)
         model(tokens, labels=tokens).loss.backward()
         assert all(p.isfinite().all() and p.grad is not None for p in model.parameters())
+        assert model.get_input_embeddings().weight.std().item() == pytest.approx(config.initializer_range, rel=0.1)
 
 
 @pytest.mark.parametrize(

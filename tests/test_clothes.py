@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import hf_posswap as posswap
 
-BERTS = ("Roberta", "XLMRoberta", "Camembert", "Electra")  # with BERT's names
+BERTS = ("Roberta", "Electra")  # with BERT's names; XLM-RoBERTa and CamemBERT are RoBERTas
 NAMES = {  # of BERT's and GPT-2's weights in other families, the first pattern that is found
     "DistilBert": {
         r"encoder\.(layer\.\d+)\.attention\.self\.(.)\w+": r"transformer.\1.attention.\2_lin",
@@ -52,7 +52,7 @@ def dressed(model, kind: str):
     options |= {"embedding_size": size, "word_embed_proj_dim": size, "num_hidden_groups": config.num_hidden_layers}
     options |= {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "max_position_embeddings": config.max_position_embeddings}
     options |= dict.fromkeys(("intermediate_size", "hidden_dim", "ffn_dim"), 4 * size)
-    unused = 1 if kind in BERTS[:3] else 2 if kind in ("OPT", "BioGpt") else 0  # rows that the table begins with
+    unused = 1 if kind == "Roberta" else 2 if kind in ("OPT", "BioGpt") else 0  # rows that the table begins with
     (table,) = (name for name in weights if "wpe" in name or "position_embeddings" in name)
     weights[table] = torch.nn.functional.pad(weights[table], (0, 0, unused, 0))
     if config.model_type == "gpt2":  # one weight for q, k and v; all are transposed

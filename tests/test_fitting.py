@@ -330,6 +330,7 @@ def test_nothing_to_fit(make_model):
     before = snapshot(model)
     report = quick(model)
     assert report.before == report.after and report.before.total < 1e-7 and report.layers == ()
+    assert "the swap had lost nothing" in str(report)
     assert changed(model, before) == set()
 
 

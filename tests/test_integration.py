@@ -190,7 +190,10 @@ def test_trainer_and_text_generation(make_swapped, gpt2_tokenizer, scheme, tmp_p
     train(model, gpt2_tokenizer, tmp_path, masked=False)
     write = transformers.pipeline("text-generation", model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
     assert write.model.base_model.position_scheme == model.base_model.position_scheme
-    assert write("the cat", max_new_tokens=5, do_sample=False)[0]["generated_text"].startswith("the cat")
+    options = {"max_new_tokens": 5, "do_sample": False}
+    expected = model.eval().generate(**gpt2_tokenizer("the cat", return_tensors="pt"), **options)
+    written = write("the cat", return_full_text=False, **options)[0]["generated_text"]
+    assert written == gpt2_tokenizer.decode(expected[0, -5:], skip_special_tokens=True)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch|transformers", "ignore:flex_attention called without")

@@ -123,8 +123,8 @@ def test_saved_described_restored(make, make_model, tmp_path, tokens):
     told = str(posswap.describe(again))
     assert "-> mixed:layers=[none:{span=false}, rotary:{theta=100,layout=half}]" in " ".join(told.split())
     assert "below 6 and the first 2 tokens, in 1 of 2 layers" in told
-    with pytest.raises(posswap.UnsupportedModelError):
-        posswap.export_native(model)
+    mix = make("gpt2", "mixed:layers=[none, rotary]")
+    refused("has mixed positions", posswap.export_native, mix, error=posswap.UnsupportedModelError)
     assert torch.equal(posswap.restore(model)(tokens).logits, make_model("gpt2", "sdpa")(tokens).logits)
 
 

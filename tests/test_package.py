@@ -245,7 +245,6 @@ assert type(native.model).__name__ == "GPTNeoXForCausalLM"
 native.save_pretrained(folder + "/native")
 posswap.save_delta(posswap.swap(posswap.restore(model), "rotary"), folder + "/delta")
 posswap.write_card(folder + "/swapped", base_model="local:plain")
-assert "local" not in (posswap.describe(again).model_class)
 from hf_posswap_cli import main
 for arguments, status in (
     (["describe", folder + "/plain"], 0),

@@ -293,7 +293,7 @@ def test_models_by_start(checkpoint):
         return load_model(config, AutoModelForSequenceClassification, num_labels=3, **fit)
 
     plain = build()
-    assert not hasattr(plain.config, "posswap") and plain.config.num_labels == 3 and not plain.training
+    assert not hasattr(plain.config, "position_scheme") and plain.config.num_labels == 3 and not plain.training
     ids = torch.randint(2, 90, (2, 9), generator=torch.Generator().manual_seed(1))
     seen = {}
     for start in ("cold", "swap", "fit", "scratch"):

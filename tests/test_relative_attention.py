@@ -190,7 +190,7 @@ def test_real_blocks_in_every_dtype(dtype, shape, causal):
 
 
 def test_long_sequences_need_no_square():
-    """Forward and backward at 2,048 tokens allocate nothing of the size of L x L, with either way of cutting."""
+    """Forward and backward at 1,024 tokens allocate nothing of the size of L x L, with either way of cutting."""
     largest = []
 
     class Watch(TorchDispatchMode):
@@ -200,14 +200,14 @@ def test_long_sequences_need_no_square():
             largest.append(max(sizes, default=0))
             return result
 
-    tensors = inputs((1, 4, 2048, 2048, 64), dtype=torch.float32, head_dim=8)
-    mask = padding("right", 1, 2048)
+    tensors = inputs((1, 4, 1024, 1024, 64), dtype=torch.float32, head_dim=8)
+    mask = padding("right", 1, 1024)
     for implementation in ("fused", "window"):
         largest.clear()
         with Watch():
             output = relative_attention(*tensors, clip=64, key_mask=mask, implementation=implementation)
             torch.autograd.grad(output.sum(), tensors)
-        assert max(largest) < 4 * 2048 * 2048 * 4 / 4
+        assert max(largest) < 4 * 1024 * 1024 * 4 / 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -235,13 +235,6 @@ def test_gradients_by_torch_func():
         assert_close(ours, theirs)
 
 
-def test_second_derivatives_are_refused():
-    """Second derivatives are an error, not a wrong number."""
-    tensors = inputs((1, 1, 5, 5, 2))
-    (grad,) = torch.autograd.grad(relative_attention(*tensors, clip=2).square().sum(), tensors[:1], create_graph=True)
-    refused("first derivatives only", grad.sum().backward)
-
-
 SQUARE = (2, 2, 5, 5, 3)
 
 
@@ -265,9 +258,9 @@ SQUARE = (2, 2, 5, 5, 3)
         ({"dropout": 1.0}, "dropout=1.0 must lie in [0, 1)"),
         ({"dropout": 0.1, "implementation": "fused"}, "has no dropout"),
         ({"dropout": "0.1"}, "dropout='0.1' must"),
-        ({"scale": float("nan")}, "must"),
-        ({"scale": torch.tensor(0.5)}, "must"),
-        ({"key_mask": [[1]]}, "must"),
+        ({"scale": float("nan")}, "scale=nan must be a finite number"),
+        ({"scale": torch.tensor(0.5)}, "scale=tensor(0.5"),
+        ({"key_mask": [[1]]}, "key_mask must be a boolean tensor"),
         ({"implementation": "flash"}, "'auto', 'fused', 'window', 'triton'"),
     ],
     ids=str,

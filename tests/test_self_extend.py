@@ -34,36 +34,37 @@ def naive(query, key, value, near: int, group: int, *, causal: bool, temper: flo
     return scores.softmax(-1) @ value
 
 
-@pytest.mark.parametrize("blocks", [4, 5, 256])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("near", "group", "fraction", "temper"), [(5, 3, 1.0, 0.0), (8, 4, 0.5, 0.5), (1, 2, 1.0, 1.0), (30, 4, 1.0, 0.05)]
 )
-def test_the_formula(monkeypatch, near, group, fraction, temper, causal, blocks):
+def test_the_formula(monkeypatch, near, group, fraction, temper, causal):
     """Near and far, on both sides, whole or partial, in blocks of queries or at once, also where positions are not counted."""
-    monkeypatch.setattr(self_extend, "_QUERIES", blocks)
     scheme = posswap.SelfExtend(group=group, near=near, fraction=fraction, temper=temper)
     module = scheme.attention_module(
         Geometry(hidden_size=HEADS * DIM, num_heads=HEADS, head_dim=DIM, max_positions=64, trained_positions=8)
-    )
+    ).eval()
     query, key, value = torch.randn(3, 2, HEADS, LENGTH, DIM, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    expected = naive(query, key, value, near, group, causal=causal, temper=temper, turning=int(DIM * fraction))
-    options = {"scaling": 0.3, "dropout": 0.0, "causal": causal}
+    options, turning = {"near": near, "group": group, "temper": temper}, int(DIM * fraction)
+    expected, both = (naive(query, key, value, causal=one, turning=turning, **options) for one in (causal, False))
     ids = torch.arange(LENGTH)[None]
-    for keys in (ids, ids.clone()):  # the same tensor: nothing was given, positions are in order
-        shared = module.prepare(ids, ids, LENGTH, keys)
+    ahead = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)  # a mask of the user's own shows a causal model all keys
+
+    def attend(keys, mask=None, whole=False):
+        shared = module.prepare(ids, ids, LENGTH, keys, mask)
         assert shared.places.in_order == (keys is ids)
         turned = [module.rotate(states, shared).double() for states in (query, key)]  # rotation is in float32
-        for whole in (False, True):
-            output, probabilities = module.eval().attend(*turned, value, None, shared, return_probabilities=whole, **options)
-            assert_close(output, expected, rtol=1e-5, atol=1e-5)
-            assert probabilities is None or torch.allclose(probabilities.sum(-1), torch.ones(()).double())
-    ahead = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)  # a mask of the user's own shows a causal model all keys
-    output, _ = module.attend(
-        *turned, value, ahead, module.prepare(ids, ids, LENGTH, ids, ahead), return_probabilities=False, **options
-    )
-    expected = naive(query, key, value, near, group, causal=False, temper=temper, turning=int(DIM * fraction))
-    assert_close(output, expected, rtol=1e-5, atol=1e-5)
+        given = {"scaling": 0.3, "dropout": 0.0, "causal": causal, "return_probabilities": whole}
+        return module.attend(*turned, value, mask, shared, **given)
+
+    for blocks in (4, 5, 256):
+        monkeypatch.setattr(self_extend, "_QUERIES", blocks)
+        for keys in (ids, ids.clone()):  # the same tensor: nothing was given, positions are in order
+            for whole in (False, True):
+                output, probabilities = attend(keys, whole=whole)
+                assert_close(output, expected, rtol=1e-5, atol=1e-5)
+                assert probabilities is None or torch.allclose(probabilities.sum(-1), torch.ones(()).double())
+        assert_close(attend(ids, ahead)[0], both, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])

@@ -293,7 +293,7 @@ def test_a_trace_of_longrope_knows_both_lengths(make_model):
     assert (short.bert(tokens[70])[0] - model(tokens[70])[0]).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("scheme", ["learned", "none", "rotary", "relative:clip=4"])
+@pytest.mark.parametrize("scheme", ["learned", "rotary", "relative:clip=4"])
 @torch.no_grad()
 def test_boolean_masks_of_four_dimensions(make_swapped, family, backend, scheme, tokens):
     """True means attend, with eager attention as with sdpa."""

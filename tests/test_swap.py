@@ -11,7 +11,6 @@ from hf_posswap import surgery
 from hf_posswap.contract.subject import FAMILIES
 
 CHAINS = [
-    ["rotary"],
     ["learned"],
     ["rotary", "relative:clip=4", "rotary:fraction=0.5,layout=half"],
     ["sinusoidal", "none", "learned:extend=tile", "relative:values=false"],
@@ -19,7 +18,7 @@ CHAINS = [
 ]
 
 
-@pytest.mark.parametrize(("chain", "warm_start"), list(zip(CHAINS, (True, False, True, False, True), strict=True)))
+@pytest.mark.parametrize(("chain", "warm_start"), list(zip(CHAINS, (False, True, False, True), strict=True)))
 def test_restore_is_exact(make_model, family, chain, warm_start, tokens):
     """After any chain of swaps, at several lengths, every weight, class, buffer and config is the one from before."""
     model = make_model(family)

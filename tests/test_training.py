@@ -123,7 +123,7 @@ def test_rows_of_other_keys():
     """A key that only some rows have would be lost."""
     rows = [{"input_ids": [1, 2]}, {"input_ids": [3], "token_type_ids": [1]}]
     for given in (rows, rows[::-1]):
-        refused("token_type_ids.*same keys|same keys", pad, given)
+        refused("token_type_ids.*same keys", pad, given)
 
 
 def test_terms_of_a_loss():
