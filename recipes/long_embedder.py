@@ -94,7 +94,8 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     original = load_embedder(config.model)
     tokenizer, body = original.tokenizer, config.tokens - 2
     cut = [cut_documents(documents(config, split, causal=False), tokenizer, body) for split in ("train", "validation")]
-    test, others = cut[1], [text for text in cut[0] if text not in set(cut[1])]
+    test, held = cut[1], set(cut[1])
+    others = [text for text in cut[0] if text not in held]
     if not others:
         raise DataError("every document to train on is one to measure on, too: give --validation-file other text")
     training, select = others[: -max(1, len(others) // 10)], others[-max(1, len(others) // 10) :]
