@@ -328,7 +328,8 @@ def _merge(path: Path, text: str, ours: dict, index: list[EvalResult], name: str
         theirs = {key: value for key, value in old.data.to_dict().items() if key not in ("model-index", "model_name")}
         index = [*(one for one in old.data.eval_results or [] if not (one.task_name or "").startswith(_OURS)), *index]
         if again:  # we wrote these, perhaps for another model in this folder; other values are the user's, who may know better
-            ours_alone = {key for key in ("library_name", "pipeline_tag") if theirs.get(key) == _written(path.parent).get(key)}
+            written = _written(path.parent)
+            ours_alone = {key for key in ("library_name", "pipeline_tag") if theirs.get(key) == written.get(key)}
             ours_alone |= {"base_model", "base_model_relation"}
             theirs = {key: value for key, value in theirs.items() if key not in ours_alone}
             theirs["tags"] = [tag for tag in theirs.get("tags", []) if not tag.startswith("position-")]
