@@ -169,7 +169,9 @@ def test_folders_stay_whole(make_pipeline, kind, tmp_path, program):
     card = ModelCard.load(folder / "README.md")
     assert card.data.library_name == "sentence-transformers" and card.data.pipeline_tag == KINDS[kind][1]
     assert f'{kind}("swapped")' in card.text and "AutoTokenizer" not in card.text.partition("What the swap cost")[0]
-    assert "modules.json" in check_files(folder)
+    (folder / "1_CNN").mkdir()
+    (folder / "1_CNN" / "cnn_config.json").write_text("{}")  # a further module has a config of its own name
+    assert {"modules.json", "1_CNN/cnn_config.json"} <= set(check_files(folder))
     modules = json.loads((folder / "modules.json").read_text())
     (folder / "modules.json").write_text(json.dumps([*modules, {"type": "somebody.Else", "path": "", "name": "x", "idx": 9}]))
     refused("what is shared is run", check_files, folder, error=posswap.CheckpointError)

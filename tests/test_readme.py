@@ -237,6 +237,7 @@ def test_results_older_than_their_code(tmp_path):
 
     subprocess.run([*git, "init", "-q"], check=True)
     runs = [{"recipe": "passkey", "commit": commit("hf_posswap/forward.py", number)} for number in "12"]
+    runs[1]["config"] = {"span": 8}
     commit("recipes/results/passkey/comparison.json", json.dumps({"runs": runs}))
     for name in ("recipes/passkey.py", "recipes/heal.py", "hf_posswap/plots.py", "hf_posswap/schemes/rotary.py"):
         last = commit(name, "")
@@ -249,6 +250,8 @@ def test_results_older_than_their_code(tmp_path):
         assert older(tmp_path) == found
     commit("hf_posswap/forward.py", "3")
     assert older(tmp_path) == {"heal/comparison.json": 1, "passkey/comparison.json": 1}
+    commit("hf_posswap/span_mask.py", "")  # counts where one of the runs has a span
+    assert older(tmp_path) == {"heal/comparison.json": 1, "passkey/comparison.json": 2}
 
 
 def test_a_run_again(tmp_path, monkeypatch):
