@@ -65,23 +65,24 @@ def schemes() -> str:
     found = table(["in Python", "as a string", "options", "what it is", "attention"], rows, align="---")
     kinds = [kind.config_class.model_type for kind in SWAPPED_CLASSES]
     heads = ", ".join(f"{family} {kinds.count(family)}" for family in sorted(ARCHITECTURES))
-    but = "(`mixed` not in ALBERT, whose layers are one)"
-    return f"{found}\n\nEach works in every class that the Auto classes list {but}: {heads}."
+    all_of = "all that the Auto classes list (`mixed` not in ALBERT, whose layers are one)"
+    said = f"Families, and how many classes of each, {all_of}: {heads}."
+    return f"{found}\n\n{fill(said, 128, break_on_hyphens=False)}"
 
 
 def tree() -> str:
-    """Return the package's tree: a line for each folder and spine file, with the first line of its docstring."""
+    """Return the package's tree: a line for each folder, with the first line of its docstring, and the names of the files."""
 
-    def line(path: Path) -> str:
-        file = path / "__init__.py" if path.is_dir() else path
-        first = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0].rstrip(".")
-        return f"      {path.name + '/' * path.is_dir():<18}{shorten(first, 104, placeholder=' ...')}"
+    def line(folder: Path) -> str:
+        first = (ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or "").partition("\n")[0].rstrip(".")
+        return f"      {folder.name + '/':<18}{shorten(first, 104, placeholder=' ...')}"
 
     package = ROOT / "hf_posswap"
-    files = sorted(path for path in package.glob("*.py") if path.name not in (*BESIDE, "__init__.py"))
+    spine = sorted(path.name for path in package.glob("*.py") if path.name not in (*BESIDE, "__init__.py"))
+    said = f"The swap itself: {' '.join(spine)}. What the others print, raise, draw and write with: {' '.join(BESIDE)}."
+    files = fill(said, 128, initial_indent=" " * 6, subsequent_indent=" " * 6)
     folders = sorted(path.parent for path in package.glob("*/__init__.py"))
-    beside = f"      {' '.join(BESIDE)}: what the others print, raise, draw and write with"
-    return "\n".join(["    hf_posswap/", *map(line, files), *map(line, folders), beside])
+    return "\n".join(["    hf_posswap/", *map(line, folders), files])
 
 
 def rows(file: Path) -> dict[str, dict[str, list[float]]]:
