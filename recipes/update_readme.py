@@ -24,7 +24,7 @@ from hf_posswap import ARCHITECTURES, SCHEMES
 from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.commands.claims import check_claims
 from hf_posswap.commands.claims import markdown as claims_table
-from hf_posswap.experiments.comparison import background, label_of, markdown, row_label, rows_of, starts_table, table
+from hf_posswap.experiments.comparison import label_of, markdown, row_label, rows_of, starts_table, table
 from hf_posswap.experiments.differences import differences, interval_table
 from hf_posswap.experiments.items import half_width, items_of, parted
 
@@ -166,20 +166,34 @@ def tidy(text: str) -> str:
 
 
 def comparison_table(place: str, *figures: str) -> str:
-    """Return the table of one comparison, and the line with its provenance."""
+    """Return the table of one comparison, that of its intervals if it has items, and the line with its provenance."""
     content = read(f"{place}/comparison.json")
-    runs, vary = content["runs"], content["vary"]
-    files = f"[All figures, and differences seed by seed]({place}/comparison.md), [runs]({place}/comparison.json)"
-    asked = {"vary": vary, "figures": figures}
+    asked = {"vary": content["vary"], "figures": figures}
     # Without tokens/s: the machines also did other work. The paired benchmark compares times.
-    tables = filter(None, (markdown(runs, **asked, costs=("peak_memory_bytes",)), interval_table(runs, **asked, brief=True)))
-    return "\n\n".join([*map(tidy, tables), f"{background(runs)} {files}."])
+    means = tidy(markdown(content["runs"], **asked, costs=("peak_memory_bytes",)))
+    intervals, _, note = tidy(interval_table(content["runs"], **asked, brief=True)).partition("\n\n")
+    items = re.search("over the (.*?) blocks", note)  # what ± means is said once, at the head of the page
+    # Cold and plain swaps are far off; those differences are in the file.
+    intervals = re.sub(r"\n\| [^|]*, (cold|swap)\b[^|]* less the original \|.*", "", intervals)
+    return "\n\n".join(filter(None, [means, intervals, source(place, content["runs"], items[1] if items else "")]))
+
+
+def source(place: str, runs: list[dict], items: str = "") -> str:
+    """Return the line below a table: recipe, seeds, how many items its intervals are over, commits, processors, files."""
+    seeds, commits, processors = (
+        ", ".join(sorted({str(value) for value in values}))
+        for values in zip(*((run["config"]["seed"], run["commit"], run["hardware"]["cpu"]) for run in runs), strict=True)
+    )
+    processors = re.sub(r"AMD |Intel\(R\) |\(R\)| Processor", "", processors)
+    said = [runs[0]["recipe"], f"seeds {seeds}", *([f"{items} items"] if items else []), f"commit {commits}", processors]
+    page = f"[all figures]({place}/comparison.md), " if (RESULTS / place / "comparison.md").exists() else ""
+    return f"{'; '.join(said)}; {page}[runs]({place}/comparison.json)."
 
 
 def ladder_table(place: str, figure: str) -> str:
     """Return one figure of a comparison of starts, and the line with its provenance."""
     runs = read(f"{place}/comparison.json")["runs"]
-    return f"{tidy(starts_table(runs, figure))}\n\n{background(runs)} [All figures, runs]({place}/comparison.json)."
+    return f"{tidy(starts_table(runs, figure))}\n\n{source(place, runs)}"
 
 
 def again() -> dict[tuple[str, str], tuple[dict, str, float]]:
