@@ -190,6 +190,7 @@ def test_swap_again_from_a_folder(make_swapped, family, case, tokens, tmp_path):
     posswap.swap(model, case.scheme, max_positions=80)
     told = posswap.describe(model)
     assert (told.trained_positions, told.max_positions) == (32, 80) and told.old == first.base_model.position_scheme
+    assert model.num_parameters() == first.num_parameters() + told.parameters_added - told.parameters_dropped
     model.save_pretrained(tmp_path / "second")
     again = load(family, tmp_path / "second", attn_implementation="eager")
     assert torch.equal(again(tokens.repeat(1, 4)).logits, model(tokens.repeat(1, 4)).logits)
