@@ -204,8 +204,9 @@ def test_shared_query_and_key_weights(make_model, tokens):
     for layer in model.bert.encoder.layer:
         layer.attention.self.key.weight = layer.attention.self.query.weight
     before = model.bert.encoder.layer[0].attention.self.query.weight.clone()
-    with pytest.warns(UserWarning, match="parametrized, pruned or shared"):
+    with pytest.warns(UserWarning, match="parametrized, pruned or shared") as seen:
         posswap.swap(model, "rotary")
+    assert seen[0].filename == __file__  # where the user called
     assert torch.equal(model.bert.encoder.layer[0].attention.self.query.weight, before)
     model = make_model("bert")
     first, second = (layer.attention.self for layer in model.bert.encoder.layer[:2])
@@ -275,7 +276,9 @@ def test_blocks_that_are_offloaded(make_swapped, family, scheme, tokens):
     model = make_swapped(family, scheme, "sdpa")
     expected = model(tokens).logits
     model.tie_weights()
-    assert torch.equal(accelerate.cpu_offload(model, execution_device=torch.device("cpu"))(tokens).logits, expected)
+    told = posswap.describe(model)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert torch.equal(model(tokens).logits, expected) and posswap.describe(model) == told
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore::FutureWarning")
@@ -309,10 +312,13 @@ def test_boolean_masks_of_four_dimensions(make_swapped, family, backend, scheme,
 @pytest.mark.parametrize("fitted", [False, True])
 def test_restore_after_a_merged_adapter(make_model, tokens, fitted):
     """A mixture of old positions and merged weights is refused, and given to who asks for it."""
-    model = posswap.swap(make_model("bert", "sdpa"), "rotary")
+    plain, model = make_model("bert", "sdpa"), posswap.swap(make_model("bert", "sdpa"), "rotary")
     if fitted:
         posswap.fit(model, [tokens.repeat(4, 1)], reconstruct=1, progress=False)
     tuned = get_peft_model(model, LoraConfig(target_modules=["query", "dense"], init_lora_weights=False))
+    for share in (True, False):  # the original has no adapters
+        twin = posswap.original(tuned, share_weights=share)
+        assert type(twin) is type(plain) and torch.equal(twin(tokens).logits, plain(tokens).logits)
     merged = tuned.merge_and_unload()
     refused("would be a mixture", posswap.restore, merged)
     assert posswap.describe(merged).swapped
