@@ -135,11 +135,6 @@ def _share(base, arguments: dict, tokens: Tokens) -> dict:
         if kind.span or (module.needs_key_positions and layer == kind.first)
     ]
     let_carry(cache, carriers, state.geometry.head_dim)
-    attends = state.span is not None or any(first.attend is not None for first in firsts)
-    if attends and not (mask is None or isinstance(mask, torch.Tensor)):
-        raise PosswapError(
-            f"{state.scheme.name} positions take attention masks as tensors of 2 or 4 dimensions, not {type(mask).__name__}"
-        )
     if state.span is not None and causal:
         use_cache = arguments.get("use_cache")
         use_cache = base.config.use_cache if use_cache is None else use_cache

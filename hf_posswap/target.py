@@ -88,8 +88,6 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
         raise UnsupportedModelError("this model's weights are on the meta device: load them first, then swap")
     if any(p.is_inference() for p in base.parameters()):
         raise UnsupportedModelError("this model was made inside torch.inference_mode() and cannot be changed: load it outside")
-    if torch.get_default_device().type == "meta":
-        raise PosswapError("a swap under torch.device('meta') would make empty parameters: swap outside")
     weights = [getattr(layer, "weight", None) for one in architecture.self_attentions(base) for layer in one.modules()]
     if any(callable(one) and not isinstance(one, nn.Module) for one in weights):  # a module is torch's parametrization
         raise UnsupportedModelError("this model's projections are quantized: swap, describe or restore it before that")

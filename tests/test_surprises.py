@@ -17,9 +17,7 @@ from transformers import (
     Blip2Config,
     Blip2ForConditionalGeneration,
     ContinuousBatchingConfig,
-    DynamicCache,
     GenerationConfig,
-    StaticCache,
 )
 
 import hf_posswap as posswap
@@ -35,21 +33,6 @@ def test_part_of_a_swapped_model(make_model, tmp_path):
     model = posswap.swap(make_model("bert"), "none")
     model.save_pretrained(tmp_path)
     refused("swap the whole model", posswap.swap, AutoModelForMaskedLM.from_pretrained(tmp_path).bert, "rotary")
-
-
-def test_relative_positions_with_gaps_in_a_cache(make_swapped, tokens):
-    """Custom positions count for cached keys too, in parts and in a static cache."""
-    model = make_swapped("gpt2", "relative:clip=4", "sdpa", max_positions=64)
-    positions = torch.cat([torch.arange(10), torch.arange(30, 40)])[None].expand(2, -1)
-    mask = torch.ones(2, 20)  # without one, transformers takes a gap for the end of a document
-    expected = model(tokens, position_ids=positions, attention_mask=mask, use_cache=False).logits
-    assert (expected - model(tokens, use_cache=False).logits).abs().max() > 0.01
-    for cache in (StaticCache(config=model.config, max_cache_len=32), DynamicCache(config=model.config)):
-        parts = []
-        for new in (slice(0, 12), slice(12, 13), slice(13, 20)):
-            given = {"position_ids": positions[:, new], "attention_mask": mask[:, : new.stop], "past_key_values": cache}
-            parts.append(model(tokens[:, new], **given).logits)
-        torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_longer_range_of_a_loaded_model_keeps_what_it_learned(make_swapped, tokens, tmp_path):
@@ -143,11 +126,10 @@ def test_scaling_is_copied(make_model, tokens):
         ("position_ids", torch.arange(20)[None].float(), "do not fit an input of 20 tokens"),
         ("position_ids", torch.ones(1, 20).bool(), "do not fit an input of 20 tokens"),
         ("attention_mask", torch.ones(20, 20).tril().long()[None, None], "boolean or floating point"),  # it would be added
-        ("attention_mask", {"full_attention": torch.ones(2, 20)}, "masks as tensors of 2 or 4 dimensions, not dict"),
     ],
 )
 def test_inputs_that_do_not_fit(make_swapped, name, value, says, tokens):
-    """Position ids of a wrong length or type, 4D masks of integers, and masks that are no tensors are an error."""
+    """Position ids of a wrong length or type, and 4D masks of integers, are an error."""
     refused(says, make_swapped("gpt2", "relative:clip=4", "sdpa", max_positions=64), tokens[:1], **{name: value})
 
 
@@ -259,14 +241,12 @@ def test_padding_is_no_text(make_model, tokens):
     assert "fitted_length" not in model.config.position_scheme or model.config.position_scheme["fitted_length"] == 12
 
 
-def test_inference_tensors_and_meta_are_refused(make_model):
-    """Models that cannot be changed, and a context that makes empty parameters, are refused before anything happens."""
+def test_inference_tensors_are_refused(make_model):
+    """Models that cannot be changed are refused before anything happens."""
     with torch.inference_mode():
         frozen = make_model("bert")
-    model = make_model("bert")
-    refused("inference_mode", posswap.swap, frozen, "rotary")
-    with torch.device("meta"), pytest.raises(posswap.PosswapError, match="meta"):
-        posswap.swap(model, "rotary")
+        refused("swap outside", posswap.swap, frozen, "rotary")
+    refused("load it outside", posswap.swap, frozen, "rotary")
 
 
 @pytest.mark.parametrize("scheme", ["relative:clip=4", "rotary", "sinusoidal"])
