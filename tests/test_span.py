@@ -211,8 +211,8 @@ def test_gradients(make, family, text):
     """Block by block, gradients are those of the mask."""
     gradients = []
     for options, mask in (({"span": 6, "first": 3}, None), ({}, dense(6, 3, 40, family != "bert"))):
-        model = make(family, "relative:clip=3", "sdpa", **options)
-        model(text, attention_mask=mask, use_cache=False).logits.pow(2).mean().backward()
+        model = make(family, "relative:clip=3", "sdpa", **options).train()
+        model(text, attention_mask=mask).logits.pow(2).mean().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
     assert gradients[0].keys() == gradients[1].keys() and len(gradients[0]) > 20
     for name, value in gradients[0].items():
