@@ -116,8 +116,7 @@ def swap(
     except BaseException:
         surgery.revert(target, architecture, before)
         raise
-    if start.state is None:  # the card, with its figures, is about the original's weights
-        set_card(model, None)
+    set_card(model, None)  # the old one, with its figures, is about other weights
     if asked is not None:
         set_limits(model, asked, asked)
     # This path holds the original: an adapter saved with it as its base would load onto the original.

@@ -88,11 +88,12 @@ def test_swap_save_load_restore_export(make_pipeline, kind, tmp_path):
 
 
 def test_a_limit_of_documents(make_pipeline):
-    """A pipeline may cut documents at a length of their own: it grows with the swap, and comes back."""
+    """A pipeline may cut documents at a length of their own: it grows with each swap, and comes back."""
     pipeline = make_pipeline("SentenceTransformer")
     pipeline[0].document_length = 20  # from version 6 on
-    assert posswap.swap(pipeline, "rotary", max_positions=96)[0].document_length == 96
-    assert posswap.restore(pipeline)[0].document_length == 20
+    for length in (96, 128):
+        assert posswap.swap(pipeline, "rotary", max_positions=length)[0].document_length == limit(pipeline) == length
+    assert posswap.restore(pipeline)[0].document_length == 20 and limit(pipeline) == 24
 
 
 def test_in_a_fresh_process(make_pipeline, tmp_path):
@@ -182,7 +183,7 @@ def test_folders_stay_whole(make_pipeline, kind, tmp_path, program):
 
 
 def test_the_card_of_the_original(make_pipeline, tmp_path):
-    """What a card says of the original, such as its scores on benchmarks, is not saved with other weights."""
+    """What a card says, such as scores on benchmarks, is not saved with other weights, nor where a loaded model is swapped."""
     make_pipeline().save_pretrained(str(tmp_path))
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n\nIt scores 99 on MTEB.\n")
     pipeline = library.SentenceTransformer(str(tmp_path), device="cpu")
@@ -194,6 +195,10 @@ def test_the_card_of_the_original(make_pipeline, tmp_path):
     for scheme in ("rotary", "alibi"):
         posswap.swap(pipeline, scheme)
         assert "MTEB" not in saved() and "SentenceTransformer" in saved()
+    (tmp_path / "README.md").write_text("It scores 98 on MTEB.\n")
+    again = library.SentenceTransformer(str(tmp_path), device="cpu")
+    posswap.swap(again, "rotary").save_pretrained(str(tmp_path))
+    assert "MTEB" not in (tmp_path / "README.md").read_text()
     posswap.restore(pipeline)
     assert "99 on MTEB" in saved()
 
