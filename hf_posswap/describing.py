@@ -76,7 +76,7 @@ def describe(model: PreTrainedModel) -> Description:
     if state is None:
         return plain
     dropped = (state.geometry.trained_positions + architecture.first_row(target.config)) * state.geometry.hidden_size
-    if undo is not None:  # what was replaced; of a loaded model that was swapped again, another scheme
+    if undo is not None:  # what the swap replaced: the table, or the scheme of a loaded model
         before = [undo.snapshot.table, *(module for _, module in undo.snapshot.attentions if module is not None)]
         dropped = sum(p.numel() for module in before for p in module.parameters())
     patched = [attention.positions for attention in layers if hasattr(attention, "positions")]

@@ -169,7 +169,7 @@ def _share_kind(base, first, kind, tokens: Tokens, mask, cache, blocks: bool = T
         seen = key_positions(cache, written, slots, past, head_dim, kind.first)  # as `keys`, but for padding
         if causal:
             check_keys(seen, mask, tokens)
-        # A text no longer than the span needs no mask for it, if its positions have no gaps. A program is for longer ones, too.
+        # A text no longer than the span needs no mask for it, if its positions have no gaps. A program may read longer ones.
         program = torch.compiler.is_exporting() or torch.jit.is_tracing()
         if program or not (tokens.counted and tokens.fresh) or keys.shape[-1] > kind.span.span:
             if blocks and in_blocks(base, tokens, mask):

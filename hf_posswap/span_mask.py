@@ -22,7 +22,7 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def fitted_mask(mask, inputs: Inputs, tokens: Tokens, cache):
-    """Return a 2D mask with a column for each token so far; of a static cache, as it is. PosswapError: it has too few."""
+    """Cut a 2D mask to the tokens so far; leave that of a static cache as it is. PosswapError: it has too few columns."""
     if mask is None or mask.dim() != 2 or not isinstance(tokens.past, int):
         return mask
     total = tokens.past + tokens.slots.shape[-1]
@@ -43,7 +43,7 @@ def with_padding(tokens: Tokens, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def check_keys(keys: torch.Tensor, mask: torch.Tensor | None, tokens: Tokens) -> None:
-    """Raise PosswapError if what a mask or positions say of keys, (B or 1, K) with `PADDING`, is nothing that a span can do."""
+    """Raise PosswapError if a span cannot serve these keys (B or 1, K), with `PADDING`: texts in a row, or a changed mask."""
     if is_traced() or not isinstance(tokens.past, int):
         return
     if not tokens.counted and (tokens.past or mask is not None) and (mask is None or mask.dim() != 4):

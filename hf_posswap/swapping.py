@@ -250,8 +250,8 @@ def original(model: PreTrainedModel, *, share_weights: bool = False, keep_traini
     target, architecture = find_target(model)
     own = {id(p) for attention in architecture.self_attentions(target.base_model) for p in attention.parameters()}
     shared = {id(p): p for p in target.parameters() if share_weights and id(p) not in own}
-    tuned = hasattr(model, "unload")  # a PEFT model, whose adapters are no part of the original
-    twin = copy.deepcopy(model if tuned or is_pipeline(model) else target, shared)  # what is in its memo is not copied
+    tuned = hasattr(model, "unload")  # a PEFT model: its adapters are no part of the original
+    twin = copy.deepcopy(model if tuned or is_pipeline(model) else target, shared)  # deepcopy does not copy what is in its memo
     twin = twin.unload() if tuned else twin
     restore(twin, keep_training=keep_training)
     return twin.eval() if share_weights else twin.eval().requires_grad_(False)

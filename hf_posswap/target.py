@@ -41,7 +41,7 @@ def unsupported(kind: str, what: str) -> UnsupportedModelError:
 def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Architecture]:
     """Return the transformers model to work on and its family, or raise saying why it cannot be swapped.
 
-    `dispatched`: take one that accelerate has spread over devices or offloaded, too; that is to be read only.
+    `dispatched`: accept a model that accelerate has spread over devices or offloaded: callers that write look at its weights.
     """
     model = unwrap(model)
     peft = sys.modules.get("peft")

@@ -348,7 +348,7 @@ def test_continuous_batching_generates(make_model, scheme):
 
 def test_a_length_that_is_written_into_the_config(make_model, tokens, tmp_path):
     """A model whose config has got another length neither runs nor is saved, can be swapped anew, and is restored."""
-    says = "config was changed: by its length and padding .* Set it back; for another length call posswap.swap"
+    says = "config was changed: its length and padding id .* Set it back; for another length call posswap.swap"
     for family in ("bert", "gpt2", "distilbert", "roberta"):
         plain, model = make_model(family), make_model(family)
         plain.config.sinusoidal_pos_embds = model.config.sinusoidal_pos_embds = True  # a field of DistilBERT's that a swap sets
