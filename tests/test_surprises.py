@@ -180,38 +180,36 @@ def test_head_with_a_config_of_its_own(make_model):
     assert model.transformer.config is inner and model.config is not inner
 
 
-def test_shared_query_and_key_weights(make_model, tokens):
-    """A balanced basis needs two weights to write to; where they are one it is left out, with a warning."""
+SPECIAL = {  # what is done to the query and key projections of a BERT's first two layers
+    "parametrized": lambda first, second: weight_norm(first.query),
+    "pruned": lambda first, second: prune.random_unstructured(first.query, "weight", amount=0.0),
+    "shared in a layer": lambda first, second: setattr(first.key, "weight", first.query.weight),
+    "shared by layers": lambda first, second: setattr(second.key, "weight", first.key.weight),  # it would be turned twice
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_projections_that_are_not_plain(make_model, tokens, name):
+    """A balanced basis needs weights of its own to write to: others are left alone, and the caller is warned."""
     model = make_model("bert")
-    for layer in model.bert.encoder.layer:
-        layer.attention.self.key.weight = layer.attention.self.query.weight
-    before = model.bert.encoder.layer[0].attention.self.query.weight.clone()
+    SPECIAL[name](*(layer.attention.self for layer in model.bert.encoder.layer))
+    assert not posswap.describe(model).swapped
+    expected, before = model(tokens).logits, model.bert.encoder.layer[0].attention.self.query.weight.clone()
     with pytest.warns(UserWarning, match="parametrized, pruned or shared") as seen:
         posswap.swap(model, "rotary")
-    assert seen[0].filename == __file__  # where the user called
+    assert seen[0].filename == __file__
     assert torch.equal(model.bert.encoder.layer[0].attention.self.query.weight, before)
-    model = make_model("bert")
-    first, second = (layer.attention.self for layer in model.bert.encoder.layer[:2])
-    second.key.weight = first.key.weight  # of two layers, it would be turned twice
-    with pytest.warns(UserWarning, match="parametrized, pruned or shared"):
-        posswap.swap(model, "rotary")
+    refused("adapters or parametrizations", posswap.fit, model)
+    assert_close(posswap.restore(model)(tokens).logits, expected)
 
 
 @pytest.mark.parametrize("wrap", [weight_norm, lambda layer: prune.random_unstructured(layer, "weight", amount=0.0)])
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_computed_projections(make_model, tokens, family, wrap):
-    """What is written to weights that are computed from others is lost: they are left as they are, with a warning."""
-    model = make_model(family)
-    attention = model.bert.encoder.layer[0].attention.self if family == "bert" else model.transformer.h[0].attn
-    wrap(attention.query if family == "bert" else attention.c_attn)
-    assert not posswap.describe(model).swapped
+def test_computed_projections_of_gpt2(make_model, tokens, wrap):
+    """Where no basis is balanced there is no warning; a fit is refused, too."""
+    model = make_model("gpt2")
+    wrap(model.transformer.h[0].attn.c_attn)
     expected = model(tokens).logits
-    if family == "bert":
-        with pytest.warns(UserWarning, match="parametrized, pruned or shared"):
-            posswap.swap(model, "rotary")
-    else:
-        posswap.swap(model, "rotary")
-    refused("adapters or parametrizations", posswap.fit, model)
+    refused("adapters or parametrizations", posswap.fit, posswap.swap(model, "rotary"))
     assert_close(posswap.restore(model)(tokens).logits, expected)
 
 
