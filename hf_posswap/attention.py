@@ -202,7 +202,7 @@ def _shifts(like: torch.Tensor) -> torch.Tensor:
 
 
 def let_carry(cache: Cache | None, layers: list[int], head_dim: int) -> None:
-    """Count from 0 the keys of these layers that something else has put there: a learned prefix, or the room for later ones."""
+    """Let keys of these layers carry 0, 1, 2, ... where something else made them: a learned prefix, or room for later ones."""
     cache = self_cache(cache)
     for layer in () if cache is None else (cache.layers[index] for index in layers if index < len(cache.layers)):
         if layer.is_initialized and layer.keys.shape[-1] == head_dim:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers import initialization as init
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
@@ -109,12 +109,6 @@ class SwappedModel(InitialisesPositions):
         _check_loaded(model, info, str(pretrained_model_name_or_path))
         return (model, info) if output_loading_info else model
 
-    @staticmethod
-    def _load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs):
-        """As in transformers, after a check of the file's dtypes: later they have been cast."""
-        _check_dtypes(model, state_dict, checkpoint_files or ())
-        return PreTrainedModel._load_pretrained_model(model, state_dict, checkpoint_files, *args, **kwargs)
-
 
 def register_architecture(architecture: Architecture) -> Architecture:
     """Register a family with `swap`, and its swapped classes with transformers' Auto classes.
@@ -161,31 +155,10 @@ def register_architecture(architecture: Architecture) -> Architecture:
     return architecture
 
 
-def _position_modules(model: "SwappedModel") -> dict[str, torch.nn.Module]:
-    ours = set(position_modules(model, model.architecture))
-    return {place: one for place, one in model.named_modules() if one in ours}
-
-
-def _check_dtypes(model: "SwappedModel", state_dict: dict | None, files) -> None:
-    """Raise if position weights are stored as integers: fractions are lost, and the cast would hide it."""
-    ours = {f"{place}.{name}" for place, one in _position_modules(model).items() for name, _ in one.named_parameters()}
-    dtypes = {name: str(value.dtype) for name, value in (state_dict or {}).items()}
-    for path in files:
-        if not str(path).endswith(".safetensors"):
-            raise CheckpointError(
-                f"{path} is not of safetensors, the only format that swapped models are read from: convert it"
-            )
-        with safe_open(path, framework="pt") as file:
-            dtypes |= {name: file.get_slice(name).get_dtype() for name in file.keys()}
-    for name, dtype in dtypes.items():
-        mine = any(f".{one}".endswith(f".{name}") or name.endswith(f".{one}") for one in ours)  # with or without a head
-        if mine and not dtype.removeprefix("torch.").lower().startswith(("f", "bf")):
-            raise CheckpointError(f"{name} is {dtype}, not floating point: the checkpoint is broken, get it again")
-
-
 def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
     """Raise unless position weights are complete, all read, finite, and of the scheme that the config names."""
-    ours = _position_modules(model)
+    found = set(position_modules(model, model.architecture))
+    ours = {place: one for place, one in model.named_modules() if one in found}
 
     def among_ours(keys) -> list[str]:
         return sorted(one for one in keys if one.rpartition(".")[0] in ours and not one.endswith(DIGEST))

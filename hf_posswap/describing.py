@@ -62,7 +62,7 @@ def describe(model: PreTrainedModel) -> Description:
     attention layers patched  0 of 1
     original                  this is it
     """
-    target, architecture = find_target(model)
+    target, architecture = find_target(model, dispatched=True)
     layers = architecture.attention_of_layers(target.base_model)
     longest = architecture.longest_input(target.config)
     plain = Description(
@@ -75,6 +75,10 @@ def describe(model: PreTrainedModel) -> Description:
     state, undo = state_of(target), undo_of(target)
     if state is None:
         return plain
+    dropped = (state.geometry.trained_positions + architecture.first_row(target.config)) * state.geometry.hidden_size
+    if undo is not None:  # what the swap replaced: the table, or the scheme of a loaded model
+        before = [undo.snapshot.table, *(module for _, module in undo.snapshot.attentions if module is not None)]
+        dropped = sum(p.numel() for module in before for p in module.parameters())
     patched = [attention.positions for attention in layers if hasattr(attention, "positions")]
     return replace(
         plain,
@@ -83,8 +87,7 @@ def describe(model: PreTrainedModel) -> Description:
         old=undo.snapshot.state.scheme if undo is not None and undo.snapshot.state is not None else Learned(),
         new=state.scheme,
         parameters_added=sum(p.numel() for one in position_modules(target, architecture) for p in one.parameters()),
-        parameters_dropped=(state.geometry.trained_positions + architecture.first_row(target.config))
-        * state.geometry.hidden_size,
+        parameters_dropped=dropped,
         layers_patched=len(patched),
         swapped=True,
         can_restore=undo is not None,

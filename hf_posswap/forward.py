@@ -55,7 +55,7 @@ def positioned_forward(base_class: type):
         tokens = Tokens(positions, slots, past)
         _check_length(self, scheme, tokens)
         if hasattr(self.architecture.self_attentions(self)[0], "positions"):
-            arguments |= _share(self, arguments, tokens)
+            arguments |= _share(self, arguments, inputs, tokens)
         return base_class.forward(self, **arguments)
 
     return forward
@@ -121,7 +121,7 @@ def _check_length(base, scheme, tokens: Tokens) -> None:
         )
 
 
-def _share(base, arguments: dict, tokens: Tokens) -> dict:
+def _share(base, arguments: dict, inputs: Inputs, tokens: Tokens) -> dict:
     """Return the arguments to replace: what layers share of positions, by kind, the mask and the cache."""
     state, causal = state_of(base), base.architecture.is_causal(base.config)
     mask, cache, past = arguments.get("attention_mask"), arguments.get(CACHE), tokens.past
@@ -135,20 +135,13 @@ def _share(base, arguments: dict, tokens: Tokens) -> dict:
         if kind.span or (module.needs_key_positions and layer == kind.first)
     ]
     let_carry(cache, carriers, state.geometry.head_dim)
-    attends = state.span is not None or any(first.attend is not None for first in firsts)
-    if attends and not (mask is None or isinstance(mask, torch.Tensor)):
-        raise PosswapError(
-            f"{state.scheme.name} positions take attention masks as tensors of 2 or 4 dimensions, not {type(mask).__name__}"
-        )
-    if state.span is not None and causal:
+    if state.span is not None:
         use_cache = arguments.get("use_cache")
-        use_cache = base.config.use_cache if use_cache is None else use_cache
-        wanted = use_cache and not (base.training and base.is_gradient_checkpointing)
-        if cache is None and wanted:
+        use_cache = base.config.use_cache if causal and use_cache is None else use_cache
+        if cache is None and causal and use_cache and not base.training:  # the model itself would make one that keeps all keys
             crossing = arguments.get("encoder_hidden_states") is not None
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()
-    if state.span is not None:
-        mask = arguments["attention_mask"] = fitted_mask(mask, arguments, tokens, cache)
+        mask = arguments["attention_mask"] = fitted_mask(mask, inputs, tokens, cache)
     if causal and cache is not None:
         # Values are read here, once for all layers, and only where a cache asks for them.
         look = state.span is not None and not is_traced()
@@ -176,7 +169,7 @@ def _share_kind(base, first, kind, tokens: Tokens, mask, cache, blocks: bool = T
         seen = key_positions(cache, written, slots, past, head_dim, kind.first)  # as `keys`, but for padding
         if causal:
             check_keys(seen, mask, tokens)
-        # A text no longer than the span needs no mask for it, if its positions have no gaps. A program is for longer ones, too.
+        # A text no longer than the span needs no mask for it, if its positions have no gaps. A program may read longer ones.
         program = torch.compiler.is_exporting() or torch.jit.is_tracing()
         if program or not (tokens.counted and tokens.fresh) or keys.shape[-1] > kind.span.span:
             if blocks and in_blocks(base, tokens, mask):

@@ -88,8 +88,7 @@ def reads(model, longest: int) -> int:
 
 
 def check_reads(model, longest: int | None) -> None:
-    """Raise where a pipeline cannot batch texts, or would hand its model more than `longest` tokens (None: the limit will be
-    set)."""
+    """Raise if a pipeline cannot batch texts, or reads more than `longest` tokens (None: a swap is about to set that)."""
     if not is_pipeline(model):
         return
     if tokenizer_of(model) is None or tokenizer_of(model).pad_token is None:

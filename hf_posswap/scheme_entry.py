@@ -37,7 +37,7 @@ def config_entry(
     """
     entry = {"format": FORMAT, "trained_positions": trained_positions, **scheme.to_dict()}
     if span is not None:
-        entry |= {"span": span._asdict(), "guarded": True}  # see PositionEmbedding.guard: folders of before are not
+        entry |= {"span": span._asdict(), "guarded": True}  # see PositionEmbedding.guard; older folders have none
     if not scheme.resizable:
         entry["made_for_positions"] = max_positions
     return entry if base_model is None else entry | {"base_model": base_model}

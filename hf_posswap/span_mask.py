@@ -6,6 +6,7 @@ B batch, Q query length, K key length. Keys that nobody may see have the positio
 import torch
 from transformers.cache_utils import StaticCache
 
+from hf_posswap.architectures import Inputs
 from hf_posswap.attention import Tokens, self_cache
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
@@ -20,13 +21,12 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def fitted_mask(mask, arguments: dict, tokens: Tokens, cache):
-    """Return a 2D mask with a column for each token so far; of a static cache, as it is. PosswapError: it has too few."""
+def fitted_mask(mask, inputs: Inputs, tokens: Tokens, cache):
+    """Cut a 2D mask to the tokens so far; leave that of a static cache as it is. PosswapError: it has too few columns."""
     if mask is None or mask.dim() != 2 or not isinstance(tokens.past, int):
         return mask
-    inputs = next(one for one in map(arguments.get, ("input_ids", "inputs_embeds")) if one is not None)
     total = tokens.past + tokens.slots.shape[-1]
-    if mask.shape[0] not in (1, inputs.shape[0]) or mask.shape[-1] < total:  # len() would fix the batch of an exported program
+    if mask.shape[0] not in (1, inputs.shape[0]) or mask.shape[-1] < total:
         raise PosswapError(
             f"attention_mask of shape {tuple(mask.shape)} does not fit {inputs.shape[0]} row(s) of {total} tokens, of which "
             f"{tokens.past} are cached: give it a column for each"
@@ -43,7 +43,7 @@ def with_padding(tokens: Tokens, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def check_keys(keys: torch.Tensor, mask: torch.Tensor | None, tokens: Tokens) -> None:
-    """Raise PosswapError if what a mask or positions say of keys, (B or 1, K) with `PADDING`, is nothing that a span can do."""
+    """Raise PosswapError if a span cannot serve these keys (B or 1, K), with `PADDING`: texts in a row, or a changed mask."""
     if is_traced() or not isinstance(tokens.past, int):
         return
     if not tokens.counted and (tokens.past or mask is not None) and (mask is None or mask.dim() != 4):

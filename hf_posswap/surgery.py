@@ -88,11 +88,13 @@ def state_of(model: PreTrainedModel) -> SwapState | None:
 
 
 def check_longest(model: PreTrainedModel) -> None:
-    """Raise if a swapped model's config says another longest input than its modules are for: loaded, it would be another."""
+    """Raise if the longest input in a swapped model's config was edited: saved and loaded, it would be another model."""
     own = state_of(model).geometry.max_positions
     for config in (model.config, model.base_model.config):
         if (said := model.architecture.longest_input(config)) != own:
-            what = f"the config was changed: by its length and padding {said} positions are the longest input, not {own}"
+            what = (
+                f"the config was changed: its length and padding id now make {said} positions, the model was set up for {own}"
+            )
             raise PosswapError(f"{what}. Set it back; for another length call posswap.swap(model, scheme, max_positions=...)")
 
 

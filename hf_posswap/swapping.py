@@ -116,8 +116,7 @@ def swap(
     except BaseException:
         surgery.revert(target, architecture, before)
         raise
-    if start.state is None:  # the card, with its figures, is about the original's weights
-        set_card(model, None)
+    set_card(model, None)  # the old one, with its figures, is about other weights
     if asked is not None:
         set_limits(model, asked, asked)
     # This path holds the original: an adapter saved with it as its base would load onto the original.
@@ -236,9 +235,9 @@ def _changed(target: PreTrainedModel, architecture: Architecture, undo: Undo) ->
 def original(model: PreTrainedModel, *, share_weights: bool = False, keep_training: bool = False) -> PreTrainedModel:
     """Return the original of a swapped model as a second model: a teacher without a download.
 
-    It is a copy in evaluation mode, without gradients; of a pipeline, the whole. With `share_weights` it shares all weights but
-    those of self-attention with the swapped model: this saves memory, and is right as long as only attention changes.
-    `keep_training`: see `restore`.
+    It is a copy in evaluation mode, without gradients: of a pipeline the whole, of a PEFT model without its adapters. With
+    `share_weights` it shares all weights but those of self-attention with the swapped model: this saves memory, and is right as
+    long as only attention changes. `keep_training`: see `restore`.
 
     Raises:
         PosswapError: The original is not kept: the model is not swapped, or was loaded from a swapped checkpoint.
@@ -251,8 +250,9 @@ def original(model: PreTrainedModel, *, share_weights: bool = False, keep_traini
     target, architecture = find_target(model)
     own = {id(p) for attention in architecture.self_attentions(target.base_model) for p in attention.parameters()}
     shared = {id(p): p for p in target.parameters() if share_weights and id(p) not in own}
-    whole = model if is_pipeline(model) else target
-    twin = copy.deepcopy(whole, shared)  # what deepcopy finds in its memo, it does not copy
+    tuned = hasattr(model, "unload")  # a PEFT model: its adapters are no part of the original
+    twin = copy.deepcopy(model if tuned or is_pipeline(model) else target, shared)  # deepcopy does not copy what is in its memo
+    twin = twin.unload() if tuned else twin
     restore(twin, keep_training=keep_training)
     return twin.eval() if share_weights else twin.eval().requires_grad_(False)
 

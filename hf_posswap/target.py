@@ -39,7 +39,10 @@ def unsupported(kind: str, what: str) -> UnsupportedModelError:
 
 
 def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Architecture]:
-    """Return the transformers model to work on and its family, or raise saying why it cannot be swapped."""
+    """Return the transformers model to work on and its family, or raise saying why it cannot be swapped.
+
+    `dispatched`: accept a model that accelerate has spread over devices or offloaded: callers that write look at its weights.
+    """
     model = unwrap(model)
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
@@ -81,12 +84,10 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
             f"{type(owner).__name__}.{name} is {type(table).__name__}, not a learned table ("
             f"{architecture.table_class.__name__}): something else has changed this model's positions: load it again"
         )
-    if any(p.is_meta for p in table.parameters()):
+    if not dispatched and any(p.is_meta for p in table.parameters()):
         raise UnsupportedModelError("this model's weights are on the meta device: load them first, then swap")
     if any(p.is_inference() for p in base.parameters()):
         raise UnsupportedModelError("this model was made inside torch.inference_mode() and cannot be changed: load it outside")
-    if torch.get_default_device().type == "meta":
-        raise PosswapError("a swap under torch.device('meta') would make empty parameters: swap outside")
     weights = [getattr(layer, "weight", None) for one in architecture.self_attentions(base) for layer in one.modules()]
     if any(callable(one) and not isinstance(one, nn.Module) for one in weights):  # a module is torch's parametrization
         raise UnsupportedModelError("this model's projections are quantized: swap, describe or restore it before that")

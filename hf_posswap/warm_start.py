@@ -61,7 +61,7 @@ def balanced_order(
         warnings.warn(
             "query and key projections are wrapped by adapters, parametrized, pruned or shared, so the balanced basis is left "
             "out of the warm start; swap before adding adapters to have it",
-            stacklevel=4,
+            stacklevel=3,
         )
         return None
     return orders

@@ -190,6 +190,7 @@ def test_swap_again_from_a_folder(make_swapped, family, case, tokens, tmp_path):
     posswap.swap(model, case.scheme, max_positions=80)
     told = posswap.describe(model)
     assert (told.trained_positions, told.max_positions) == (32, 80) and told.old == first.base_model.position_scheme
+    assert model.num_parameters() == first.num_parameters() + told.parameters_added - told.parameters_dropped
     model.save_pretrained(tmp_path / "second")
     again = load(family, tmp_path / "second", attn_implementation="eager")
     assert torch.equal(again(tokens.repeat(1, 4)).logits, model(tokens.repeat(1, 4)).logits)
@@ -238,14 +239,11 @@ def test_broken_config(make_swapped, entry, message, tmp_path):
 
 @pytest.mark.parametrize(("family", "size"), [("bert", 0), ("bert-decoder", 4), ("gpt2", 100), ("bert", 20_000)])
 def test_truncated_weights(make_swapped, family, size, tmp_path):
-    """A weight file that was cut short is refused in our words, wherever it was cut; so is one of another format."""
+    """A weight file that was cut short is refused in our words, wherever it was cut."""
     make_swapped(family, "rotary").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
     refused("truncated or corrupted", AUTO[family].from_pretrained, tmp_path)
-    path.unlink()
-    torch.save({"weight": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
-    refused("not of safetensors, the only format", AUTO[family].from_pretrained, tmp_path)
 
 
 LOST = [
@@ -346,19 +344,12 @@ def test_an_edited_config_that_is_meant(make_swapped, tmp_path):
 
 
 @pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM])
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda table: table.index_fill(-1, torch.tensor(0), float("nan")), "key_table holds NaN or infinite numbers"),
-        (lambda table: table.to(torch.int32), "key_table is I32, not floating point"),  # transformers would cast it
-    ],
-)
-def test_broken_position_weights(make_swapped, auto_class, change, says, tmp_path):
-    """NaN in a table, and integers, are refused."""
+def test_broken_position_weights(make_swapped, auto_class, tmp_path):
+    """NaN in a table is refused."""
     make_swapped("gpt2", "relative:clip=4").save_pretrained(tmp_path)
     table = "transformer.h.0.attn.positions.key_table"
-    rewrite(tmp_path / "model.safetensors", lambda weights: weights.update({table: change(weights[table])}))
-    refused(says, auto_class.from_pretrained, tmp_path, error=posswap.CheckpointError)
+    rewrite(tmp_path / "model.safetensors", lambda weights: weights[table].fill_(float("nan")))
+    refused("key_table holds NaN or infinite numbers", auto_class.from_pretrained, tmp_path, error=posswap.CheckpointError)
 
 
 def test_a_base_on_the_hub_is_known(make_model, tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ def test_vectors_are_those_of_a_forward(make_model, make_swapped, family, scheme
     """Position 0 is that of the first token, also where a family's ids begin at 2."""
     model = make_swapped(family, scheme) if scheme else make_model(family)
     added = []
-    table = model.config and posswap.ARCHITECTURES[family].table(model.base_model)
+    table = posswap.ARCHITECTURES[family].table(model.base_model)
     table.register_forward_hook(lambda module, given, vectors: added.append(vectors.detach()))
     tokens = torch.arange(5, 25)[None]
     with torch.no_grad():
