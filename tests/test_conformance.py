@@ -360,7 +360,8 @@ def test_every_check_can_fail():
 def test_a_broken_family(monkeypatch):
     """A family that counts positions otherwise than its own forward fails with the table as it is."""
     learned = {"scheme": "learned", "models": [("roberta", "sdpa")]}
-    assert check_scheme(**learned).passed
+    found = check_scheme(**learned)
+    assert found.passed and str(found).splitlines()[1].split() == ["check", "roberta", "what", "it", "means"]
     monkeypatch.setattr(Roberta, "position_ids", Architecture.position_ids)  # padding would be counted
     found = check_scheme(**learned)
     assert [result.check for result in found.results if result.passed is False] == ["table kept"]
@@ -375,7 +376,7 @@ def assert_complete(found, families=FAMILIES):
     assert all(bool(result.detail) == (result.passed is None) for result in found.results)
 
 
-@pytest.mark.parametrize(("scheme", "family"), [(Waves(label="other"), "bert"), (Sinking, "bert-decoder"), (Sinking, "gpt2")])
+@pytest.mark.parametrize(("scheme", "family"), [(Waves(label=None), "bert"), (Sinking, "bert-decoder"), (Sinking, "gpt2")])
 def test_own_schemes_pass(scheme, family):
     """A scheme that is not registered passes, as a class and as an instance; randomness and registry are left alone."""
     known, generator, bars = list(posswap.SCHEMES), torch.get_rng_state(), is_progress_bar_enabled()
@@ -432,6 +433,7 @@ def test_not_a_scheme():
     """Objects that are no schemes are refused, the base class too."""
     for other in (5, int, Scheme):
         refused("is no scheme: pass a subclass of posswap.Scheme", check_scheme, other)
+    refused("no family 'xlm_roberta'; there are albert, bert", check_scheme, "learned", models=[("xlm_roberta", "sdpa")])
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, lambda: torch.device("meta")])

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, Cache, PreTrainedConfig, PreTrainedModel
 
-from hf_posswap.architectures import ARCHITECTURES, Architecture
+from hf_posswap.architectures import ARCHITECTURES, Architecture, find_family
 from hf_posswap.attention import CACHE
 from hf_posswap.errors import PosswapError
 from hf_posswap.schemes import SCHEMES, Scheme, register_scheme
@@ -94,7 +94,10 @@ def backends_of(scheme: Scheme) -> tuple[str, ...]:
 
 def architecture_of(family: str) -> Architecture:
     """Return the architecture of a family; "-decoder" at the end of its name is ignored."""
-    return ARCHITECTURES[family.removesuffix("-decoder")]
+    found = find_family(family.removesuffix("-decoder"))
+    if found is None:
+        raise PosswapError(f"there is no family {family!r}; there are {', '.join(ARCHITECTURES)}")
+    return found
 
 
 def auto_class(family: str) -> type:

@@ -240,7 +240,8 @@ class Scheme(ABC):
         return {"name": self.name, **asdict(self)}
 
     def __str__(self) -> str:
-        options = ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default)
+        changed = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+        options = ",".join(f"{name}={'null' if value is None else value}" for name, value in changed.items())
         return f"{self.name}:{options}" if options else self.name
 
 
