@@ -5,9 +5,12 @@ scheme strings; relative positions are in test_relative_attention.
 import cmath
 import math
 import re
+from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 import torch
+from conftest import refused
 from torch.testing import assert_close
 from transformers import T5Config
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
@@ -164,6 +167,20 @@ def test_scheme_strings(text, scheme):
     assert parse_scheme(text) == scheme and str(parse_scheme(text)) == str(scheme)  # 5e5 is 500000, in a saved config too
     assert scheme_from_dict(scheme.to_dict()) == scheme
     assert parse_scheme(str(scheme)) == scheme
+
+
+@pytest.mark.parametrize(("text", "name"), [("ALiBi", "alibi"), ("ROTARY", "rotary"), ("RoPE", "rotary")])
+def test_hints_do_not_see_case(text, name):
+    """A known scheme is recognised in another spelling."""
+    refused(f"unknown scheme '{text}' .*'{name}'.*; known are", parse_scheme, text)
+
+
+def test_a_class_that_is_defined_again_takes_its_own_place():
+    """As when a notebook's cell is run twice."""
+    with patch.dict(posswap.SCHEMES):
+        for _ in range(2):
+            kind = dataclass(frozen=True, kw_only=True)(type("Mine", (posswap.Scheme,), {"name": "mine", "summary": "mine"}))
+            assert posswap.register_scheme(kind) is kind and type(parse_scheme("mine")) is kind
 
 
 GEOMETRY = Geometry(hidden_size=48, num_heads=6, head_dim=8, max_positions=300, trained_positions=64)
