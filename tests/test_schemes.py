@@ -131,6 +131,13 @@ def test_rotary_orders_dimensions_by_speed():
         assert order == [4, 5, 6, 7, *slowest, *fastest]
 
 
+def test_dynamic_scaling_is_by_the_farthest_position():
+    """Where the length is not known from the shapes."""
+    module, positions = posswap.Rotary(scaling={"rope_type": "dynamic", "factor": 2.0}).attention_module(geometry()), places(60)
+    read, known, trained = (module.angles(positions.queries, length)[0] for length in (None, 60, 32))
+    assert torch.equal(read, known) and (read - trained).abs().max() > 0.1
+
+
 def test_suggested_fractions_work():
     """Every fraction that an error message suggests for a head size gives the dimensions it promises."""
     followed = 0

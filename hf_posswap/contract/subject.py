@@ -203,6 +203,15 @@ def same(actual: torch.Tensor, expected: torch.Tensor, what: str, tolerance: flo
         raise Failure(f"{what}: the largest difference is {difference.max():.2g}, tolerance {allowed:.2g}, at {where}")
 
 
+def same_gradients(found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None], what: str) -> None:
+    """Fail unless two results of `gradients_of` are equal up to rounding, and the same parameters have none."""
+    for name, gradient in found.items():
+        if (gradient is None) != (expected[name] is None):
+            raise Failure(f"{name} has a gradient in one case only, {what}")
+        if gradient is not None:
+            same(gradient, expected[name], f"the gradient of {name}, {what}")
+
+
 @torch.no_grad()
 def different(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     """Fail unless two tensors differ by clearly more than rounding, relative to the largest value."""
