@@ -1,7 +1,5 @@
 """Which way relative positions take inside a model, and that positions are worked out once for all layers."""
 
-import inspect
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -19,18 +17,17 @@ LEFT, RIGHT = (padded(**{side: 7})["attention_mask"] for side in ("before", "aft
 def taken(monkeypatch) -> list[tuple[str, tuple | None]]:
     """The way that each layer took, with the shape of the key mask."""
     ways = []
-    fast, slow = relative.attend_in_order, relative.attend_by_index
+    fast, slow = relative.relative_attention, relative.attend_by_index
 
-    def by_window(*arguments, **options):
-        key_mask = inspect.signature(fast).bind(*arguments, **options).arguments["key_mask"]
+    def by_window(*arguments, key_mask, **options):
         ways.append(("window", None if key_mask is None else tuple(key_mask.shape)))
-        return fast(*arguments, **options)
+        return fast(*arguments, key_mask=key_mask, **options)
 
     def by_index(*arguments, **options):
         ways.append(("index", None))
         return slow(*arguments, **options)
 
-    monkeypatch.setattr(relative, "attend_in_order", by_window)
+    monkeypatch.setattr(relative, "relative_attention", by_window)
     monkeypatch.setattr(relative, "attend_by_index", by_index)
     return ways
 

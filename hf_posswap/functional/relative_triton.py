@@ -57,7 +57,7 @@ def fused_relative_attention(
 ) -> torch.Tensor:  # fmt: skip
     """Return z as (B, H, Q, D), differentiable once in all five tensors.
 
-    Arguments are those of `relative_attention`, which has checked them, and asked `why_not`.
+    Arguments are those of `relative_attention`, which has asked `why_not`.
     """
     # No distance reaches key_length: a longer table would only make the bands wider.
     reach = min(clip, key.shape[-2])

@@ -32,7 +32,7 @@ from hf_posswap.functional.closed_form import (
     missing_scores,
     sum_keys_by_distance,
 )
-from hf_posswap.functional.relative_attention import IMPLEMENTATIONS, attend_in_order
+from hf_posswap.functional.relative_attention import IMPLEMENTATIONS, relative_attention
 from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number, is_traced, weigh
 from hf_posswap.schemes.sinusoidal import sinusoids
 
@@ -149,8 +149,8 @@ class RelativePositions(AttentionPositions):
                 key_mask = key_mask[:, -key.shape[-2] :]
             if not return_probabilities and not is_traced() and not self.key_query:
                 mask = None if key_mask is None else key_mask.expand(len(query), -1)
-                options = self.clip, causal, mask, dropout, scaling, self.implementation
-                return attend_in_order(query, key, value, *tables, *options), None
+                options = {"clip": self.clip, "causal": causal, "key_mask": mask, "dropout": dropout, "scale": scaling}
+                return relative_attention(query, key, value, *tables, implementation=self.implementation, **options), None
             mask = None if key_mask is None else key_mask[:, None, None]
         if causal and (mask is None or shared.in_order):
             seen = shared.causal(key.shape[-2])[None, None]
