@@ -91,8 +91,8 @@ def _check(query, key, key_table, value_table, clip: int, dropout: float, implem
     if any(table.shape[-2] != 2 * clip + 1 for table in tables) or query.shape[2] > key.shape[2]:
         rows, shapes = 2 * clip + 1, ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, *tables))
         raise PosswapError(
-            f"with clip={clip} tables must be (heads, {rows}, head_dim) or ({rows}, head_dim), and queries, the last places of the "
-            f"sequence, no more than keys: query, key and tables are {shapes}"
+            f"with clip={clip} tables must be (heads, {rows}, head_dim) or ({rows}, head_dim), and queries, the last places of "
+            f"the sequence, no more than keys: query, key and tables are {shapes}"
         )
     if not 0 <= dropout < 1:
         raise PosswapError(f"dropout={dropout!r} must lie in [0, 1)")

@@ -28,8 +28,8 @@ from hf_posswap.errors import PosswapError
 from hf_posswap.functional.closed_form import (
     distance_index,
     fit_relative_keys,
-    fit_relative_values,
     missing_scores,
+    solve_with_ridge,
     sum_keys_by_distance,
 )
 from hf_posswap.functional.relative_attention import IMPLEMENTATIONS, relative_attention
@@ -90,18 +90,18 @@ class RelativePositions(AttentionPositions):
         """
         if self.key_query:
             return
-        shared = self.key_vectors().dim() == 2
-        self._solve_keys(observe, scaling, shared)
+        self._solve_keys(observe, scaling)
         if self.value_table is not None:
-            self._solve_values(observe, scaling, shared)
+            self._solve_values(observe, scaling)
 
-    def _solve_keys(self, observe, scaling: float, shared: bool) -> None:
+    def _solve_keys(self, observe, scaling: float) -> None:
         queries, masses, targets = [], [], []
         for evidence in observe():
             weights, missing = missing_scores(evidence, evidence.query @ evidence.key.transpose(-1, -2), scaling)
             queries.append(evidence.tokens(evidence.query))
             masses.append(evidence.tokens(sum_keys_by_distance(weights, self.clip)))
             targets.append(evidence.tokens(sum_keys_by_distance(weights * missing, self.clip)))
+        shared = self.key_vectors().dim() == 2
         table = fit_relative_keys(*(torch.cat(parts, dim=1) for parts in (queries, masses, targets)), shared=shared)
         if self.key_table is not None:
             self.key_table.copy_(table.view_as(self.key_table))
@@ -109,8 +109,8 @@ class RelativePositions(AttentionPositions):
             seen = sum(part.sum(1) for part in masses)  # (H, R)
             self.key_projection.copy_(_project(self._signal().double(), table, seen).view_as(self.key_projection))
 
-    def _solve_values(self, observe, scaling: float, shared: bool) -> None:
-        moment, product = 0.0, 0.0
+    def _solve_values(self, observe, scaling: float) -> None:
+        moment, product = 0.0, 0.0  # of M^T M a = M^T Y, from the masses M by distance and the missing outputs Y
         for evidence in observe():
             scores = evidence.query @ evidence.key.transpose(-1, -2)
             by_distance = evidence.query @ self.key_vectors().to(scores.dtype).transpose(-1, -2)
@@ -119,7 +119,9 @@ class RelativePositions(AttentionPositions):
             mass = evidence.tokens(sum_keys_by_distance(probabilities, self.clip))
             moment = moment + mass.transpose(1, 2) @ mass
             product = product + mass.transpose(1, 2) @ evidence.tokens(evidence.output - probabilities @ evidence.value)
-        self.value_table.copy_(fit_relative_values(moment, product, shared=shared).view_as(self.value_table))
+        if self.value_table.dim() == 2:
+            moment, product = moment.sum(0, keepdim=True), product.sum(0, keepdim=True)
+        self.value_table.copy_(solve_with_ridge(moment, product, 1e-3).view_as(self.value_table))
 
     def attend(
         self,
