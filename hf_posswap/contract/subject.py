@@ -68,7 +68,7 @@ class Subject:
         return model
 
     def twin(self, model: PreTrainedModel, **options) -> PreTrainedModel:
-        """Make `swapped(**options)` with the other backend and a model's weights: a balanced basis has signs of rounding."""
+        """Make `swapped(**options)` with the other backend and this model's weights: in a new swap rounding decides signs."""
         other = replace(self, backend="eager" if self.backend == "sdpa" else "sdpa").swapped(**options)
         other.load_state_dict(model.state_dict())
         return other
@@ -88,7 +88,7 @@ class Subject:
 
 
 def backends_of(scheme: Scheme) -> tuple[str, ...]:
-    """Return the backends that a scheme runs with; if it is none of these, return all, and the swap will raise."""
+    """Return which of our backends a scheme runs with; all if it is none of them, so that the swap raises."""
     return tuple(backend for backend in BACKENDS if backend in (scheme.implementations or BACKENDS)) or BACKENDS
 
 

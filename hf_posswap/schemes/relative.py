@@ -13,9 +13,10 @@ Sines change sign with the direction, so left and right differ.
 j is the key's position, i the query's: r < clip looks to the left. Tables are (H, R, D), or (R, D) when all heads share
 them as in the paper. With zero tables this is plain attention without positions.
 
-There are two ways to the same numbers. Where positions go up by one from key to key, with padding and caches, too,
-`relative_attention` costs little more than plain attention. Other positions (packed documents, gaps), masks for each pair of
-query and key, eager attention (which returns probabilities), compiled models, and `key_query` take `attend_by_index`.
+Two functions compute the same numbers. Where positions go up by one from key to key, also with padding or a cache,
+`relative_attention` costs little more than plain attention. `attend_by_index` is for all else: other positions (packed
+documents, gaps), masks for each pair of query and key, eager attention (which returns probabilities), compiled models, and
+`key_query`.
 """
 
 from dataclasses import dataclass
