@@ -1,5 +1,7 @@
 """Closed forms of the warm start against planted problems, dense least squares and naive loops, in float64."""
 
+import cmath
+
 import pytest
 import torch
 
@@ -141,6 +143,12 @@ def test_write_kernel(random, layout, fraction):
         assert torch.equal(now[:, still], then[:, still])
         lengths = now[:, planes].norm(dim=-1)
         torch.testing.assert_close(lengths, (before + change).abs().sqrt(), rtol=0, atol=1e-12)
+    ends, begins = ([torch.complex(*side[:, planes].unbind(-1)) for side in sides] for sides in (means(), start))
+    moved, more, less = (
+        sum((end * cmath.exp(1j * angle) - begin).abs().square() for end, begin in zip(ends, begins, strict=True))
+        for angle in (0, 0.1, -0.1)
+    )
+    assert bool((moved < more).all() and (moved < less).all())  # of all with this product, the nearest
     biases = query_key.query_bias.clone(), query_key.key_bias.clone()
     write_kernel(query_key, *means(), torch.zeros_like(change), planes)  # of one length and at their product: nothing moves
     torch.testing.assert_close((query_key.query_bias, query_key.key_bias), biases, rtol=0, atol=1e-12)

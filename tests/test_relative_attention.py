@@ -114,7 +114,7 @@ def assert_equals_the_loop(tensors, *, kept=None, dropout=0.0, implementation="a
     expected = written_out(*given, kept=kept, **options)
     if kept is None:
         assert_close(by_index(*given, **options), expected, rtol=0, atol=1e-12)
-    grad = torch.randn_like(output)
+    grad = torch.randn(output.mT.shape, dtype=output.dtype).mT  # not contiguous either
     ours, theirs = ([one, *torch.autograd.grad(one, tensors, grad)] for one in (output, expected))
     for one, other in zip(ours, theirs, strict=True):
         assert_close(one, other, rtol=0, atol=1e-12)
@@ -272,29 +272,23 @@ def test_implementation_of_a_model(make_model, make_swapped, tokens):
     refused("'auto', 'fused'", posswap.set_relative_implementation, model, "flash")
 
 
+STRIDES = {
+    "columns": lambda states: states.mT.contiguous().mT,
+    "every second number": lambda states: states.repeat_interleave(2, dim=-1)[..., ::2],
+    "heads inside": lambda states: states.transpose(1, 2).contiguous().transpose(1, 2),
+    "one number": lambda states: states[..., :1].expand(-1, -1, -1, HEAD_DIM),
+}
+
+
 @pytest.mark.parametrize("implementation", ["fused", "window"])
-def test_strides_of_all_kinds(implementation):
-    """Transposed, sliced and expanded tensors give what dense ones give."""
+@pytest.mark.parametrize("kind", STRIDES)
+def test_strides_of_all_kinds(cut, kind, implementation):
+    """Queries, keys and values may lie in memory in any way."""
     torch.manual_seed(0)
-    dense = [torch.randn(1, 2, 30, 4, dtype=torch.float64) for _ in range(3)]
-    tables = [torch.randn(11, 4, dtype=torch.float64) for _ in range(2)]
-    strided = [
-        [states.mT.contiguous().mT for states in dense],
-        [states.repeat_interleave(2, dim=-1)[..., ::2] for states in dense],
-        [states.transpose(1, 2).contiguous().transpose(1, 2) for states in dense],
-    ]
-    expanded = [states[..., :1].expand(-1, -1, -1, 4) for states in dense]
-    for group, like in [(group, dense) for group in strided] + [(expanded, [states.contiguous() for states in expanded])]:
-        given = [states.detach().requires_grad_() for states in group]
-        wanted = [states.detach().clone().requires_grad_() for states in like]
-        options = {"clip": 5, "implementation": implementation}
-        ours, theirs = relative_attention(*given, *tables, **options), relative_attention(*wanted, *tables, **options)
-        assert_close(ours, theirs, rtol=0, atol=1e-12)
-        grad = torch.randn(1, 2, 4, 30, dtype=torch.float64).mT
-        for one, other in zip(
-            torch.autograd.grad(ours, given, grad), torch.autograd.grad(theirs, wanted, grad.contiguous()), strict=True
-        ):
-            assert_close(one, other, rtol=0, atol=1e-12)
+    cut(implementation, 4, 2)
+    tensors = inputs((1, 2, 12, 12, 2))
+    tensors[:3] = [STRIDES[kind](states.detach()).requires_grad_() for states in tensors[:3]]
+    assert_equals_the_loop(tensors, implementation=implementation, clip=2, causal=False, key_mask=None, scale=0.5)
 
 
 def test_dropout_does_not_depend_on_threads():

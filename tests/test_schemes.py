@@ -248,11 +248,26 @@ def test_closed_form(scheme, causal):
     assert_close(attention(module), attention(truth), atol=2e-4, rtol=0)
 
 
+@torch.no_grad()
+def test_heads_that_prefer_far_keys_look_everywhere():
+    """Their slope would be negative, which has no logarithm."""
+    module = Alibi().attention_module(GEOMETRY)
+    module.settle(torch.full((6, 1), -1.0, dtype=torch.float64))
+    assert module.bias(places(9), 9).abs().max() < 1e-2
+
+
+def test_slopes_hold_large_distances_in_half_precision():
+    """A step more is a step more, however far."""
+    steps = Alibi().attention_module(GEOMETRY).bfloat16().bias(places(300), 300)[0, :, 299].diff(dim=-1)
+    assert_close(steps, steps[:, :1].expand_as(steps), rtol=1e-3, atol=0)
+
+
 def test_fixed_slopes_stay():
-    """Fixed slopes are no parameters, and a fit leaves them alone."""
+    """Fixed slopes are no parameters, and a fit leaves them alone, as it does vectors that are multiplied with keys, too."""
     module = Alibi(slopes="fixed").attention_module(GEOMETRY)
     assert not list(module.parameters()) and not module.state_dict()
-    module.solve(None, None, 1.0)
+    for one in (module, posswap.Relative(key_query=True).attention_module(GEOMETRY)):
+        one.solve(None, None, 1.0)
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "alibi:slopes=fixed", "self-extend:near=4,group=2", "sinusoidal"])
