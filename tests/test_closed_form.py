@@ -1,5 +1,7 @@
 """Closed forms of the warm start against planted problems, dense least squares and naive loops, in float64."""
 
+import cmath
+
 import pytest
 import torch
 
@@ -11,13 +13,13 @@ from hf_posswap.functional.closed_form import (
     balance,
     fit_kernel,
     fit_relative_keys,
-    fit_relative_values,
     kernel_moments,
     missing_scores,
     second_moment,
+    solve_with_ridge,
     write_kernel,
 )
-from hf_posswap.schemes import Geometry, Relative, Rotary
+from hf_posswap.schemes import Geometry, Relative, Rotary, relative
 
 HEADS, DIM, LENGTH = 2, 8, 12
 GEOMETRY = Geometry(hidden_size=HEADS * DIM, num_heads=HEADS, head_dim=DIM, max_positions=64, trained_positions=64)
@@ -141,6 +143,12 @@ def test_write_kernel(random, layout, fraction):
         assert torch.equal(now[:, still], then[:, still])
         lengths = now[:, planes].norm(dim=-1)
         torch.testing.assert_close(lengths, (before + change).abs().sqrt(), rtol=0, atol=1e-12)
+    ends, begins = ([torch.complex(*side[:, planes].unbind(-1)) for side in sides] for sides in (means(), start))
+    moved, more, less = (
+        sum((end * cmath.exp(1j * angle) - begin).abs().square() for end, begin in zip(ends, begins, strict=True))
+        for angle in (0, 0.1, -0.1)
+    )
+    assert bool((moved < more).all() and (moved < less).all())  # of all with this product, the nearest
     biases = query_key.query_bias.clone(), query_key.key_bias.clone()
     write_kernel(query_key, *means(), torch.zeros_like(change), planes)  # of one length and at their product: nothing moves
     torch.testing.assert_close((query_key.query_bias, query_key.key_bias), biases, rtol=0, atol=1e-12)
@@ -226,26 +234,13 @@ def test_fit_relative_keys_is_least_squares(random, shared, unseen):
     assert felt[0].abs().max() > 0.1 and not found[:, rows - unseen :].any()
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_fit_relative_values_is_least_squares(random, shared):
-    """Value tables are the least-squares solution for masses and missing outputs; a ridge makes them smaller."""
-    masses, outputs = random(2, 30, 5).abs(), random(2, 30, 4)
-    found = fit_relative_values(masses.mT @ masses, masses.mT @ outputs, shared=shared, ridge=1e-13)
-    if shared:
-        masses, outputs = masses.flatten(0, 1)[None], outputs.flatten(0, 1)[None]
-    torch.testing.assert_close(found, torch.linalg.lstsq(masses, outputs).solution, rtol=0, atol=1e-9)
-    small = fit_relative_values(masses.mT @ masses, masses.mT @ outputs, shared=False, ridge=10.0)
-    assert small.norm() < 0.5 * found.norm()
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("options", [{}, {"share_heads": True}, {"values": False}], ids=str)
 def test_relative_solves_planted_tables(random, causal, options, monkeypatch):
     """At no ridge a layer's attention is found to numerical precision, padding and all."""
     exact = {"ridge": 1e-12, "tolerance": 1e-12}
-    for name, change in (("fit_relative_keys", exact), ("fit_relative_values", {"ridge": 1e-12})):
-        solver = globals()[name]
-        monkeypatch.setattr(f"hf_posswap.schemes.relative.{name}", lambda *a, _s=solver, _c=change, **k: _s(*a, **k, **_c))
+    monkeypatch.setattr(relative, "fit_relative_keys", lambda *a, **k: fit_relative_keys(*a, **k, **exact))
+    monkeypatch.setattr(relative, "solve_with_ridge", lambda moment, product, _: solve_with_ridge(moment, product, 1e-12))
     positions = Relative(clip=3, **options).attention_module(GEOMETRY).double()
     planted = Relative(clip=3, **options).attention_module(GEOMETRY).double()
     with torch.no_grad():

@@ -29,11 +29,16 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(("family", "scheme"), PAIRS[:5])
+SCALED = [("gpt2", f"rotary:layout=half,scaling={{rope_type={kind},factor=2.0}}") for kind in ("yarn", "dynamic")]
+
+
+@pytest.mark.parametrize(("family", "scheme"), PAIRS[:5] + SCALED)
 def test_compile_without_graph_breaks(make_swapped, family, scheme, tokens, fresh_compiler):
-    """Every scheme traces as one graph, with padding, and gives the same logits."""
-    model = make_swapped(family, scheme)
+    """Every scheme traces as one graph, with padding, and gives the same logits; beyond the trained length, if scaled."""
+    model = make_swapped(family, scheme, max_positions=64 if "scaling" in scheme else None)
     mask = padded(after=7)["attention_mask"]
+    if "scaling" in scheme:
+        tokens, mask = tokens.repeat(1, 2), mask.repeat_interleave(2, dim=1)
     inputs = {"attention_mask": mask} | ({} if family == "bert" else {"use_cache": False})
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -53,16 +58,6 @@ def test_compile_with_positions_and_cache(make_swapped, scheme, tokens, fresh_co
         model(tokens[:, :19], past_key_values=cache)
         last = compiled(tokens[:, 19:], past_key_values=cache, position_ids=torch.tensor([[19]])).logits
         assert_close(last[:, 0], model(tokens, use_cache=False).logits[:, -1], **CLOSE)
-
-
-@pytest.mark.parametrize("kind", ["yarn", "dynamic"])
-def test_compile_scaled_rotary(make_swapped, kind, tokens, fresh_compiler):
-    """Scaled rotary positions in halves trace as one graph too, also where frequencies depend on the length."""
-    model = make_swapped("gpt2", f"rotary:layout=half,scaling={{rope_type={kind},factor=2.0}}", max_positions=64)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    tokens = tokens.repeat(1, 2)
-    with torch.no_grad():
-        assert_close(compiled(tokens, use_cache=False).logits, model(tokens, use_cache=False).logits, **CLOSE)
 
 
 def test_compiled_gradients(make_swapped, tokens, fresh_compiler):

@@ -150,6 +150,11 @@ def test_claims_and_shared_layers(make_model):
     one, other = parse_scheme("mixed:layers=[alibi, relative, none]"), posswap.Mixed()
     assert (one.implementations, one.shift_invariant, one.resizable) == (("eager", "sdpa"), True, True)
     assert other.implementations is None
+    factors = [1.0] * 8
+    longrope = posswap.Rotary(scaling={"rope_type": "longrope", "short_factor": factors, "long_factor": factors})
+    assert not posswap.Mixed(layers=["none", longrope]).resizable
+    model = posswap.swap(make_model("gpt2"), "mixed:layers=[none, rotary:mark_first=false]")
+    assert model.transformer.wpe.first is None  # one entry drops row 0
     refused("2 entries are too many for a model of 1 layers", posswap.swap, make_model("albert"), other)
     posswap.swap(make_model("albert", num_hidden_groups=2), other)
     model = make_model("gpt2", n_layer=5)  # an odd number: the last repeat ends early

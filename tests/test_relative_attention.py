@@ -114,7 +114,7 @@ def assert_equals_the_loop(tensors, *, kept=None, dropout=0.0, implementation="a
     expected = written_out(*given, kept=kept, **options)
     if kept is None:
         assert_close(by_index(*given, **options), expected, rtol=0, atol=1e-12)
-    grad = torch.randn_like(output)
+    grad = torch.randn(output.mT.shape, dtype=output.dtype).mT  # not contiguous either
     ours, theirs = ([one, *torch.autograd.grad(one, tensors, grad)] for one in (output, expected))
     for one, other in zip(ours, theirs, strict=True):
         assert_close(one, other, rtol=0, atol=1e-12)
@@ -235,43 +235,23 @@ def test_gradients_by_torch_func():
         assert_close(ours, theirs)
 
 
-SQUARE = (2, 2, 5, 5, 3)
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"query": torch.zeros(2, 2, 5, 8)}, "the same batch, heads and head_dim; given were query (2, 2, 5, 8)"),
-        ({"query": torch.zeros(2, 5, 4)}, "must be (batch, heads, length, head_dim)"),
+        ({"clip": 4}, r"with clip=4 tables must be \(heads, 9, head_dim\) or .* are \(2, 2, 5, 4\), .* \(2, 7, 4\)"),
+        ({"value_table": torch.zeros(9, 4)}, r"tables must be .* \(9, 4\)"),
         ({"query": torch.zeros(2, 2, 7, 4)}, "no more than keys"),
-        ({"value": torch.zeros(2, 2, 4, 4)}, "value (2, 2, 4, 4)"),
-        ({"clip": 0}, "clip=0 must be an integer of at least 1"),
-        ({"clip": 2.0}, "clip=2.0 must be an integer"),
-        ({"clip": 4}, "(heads, 2 * clip + 1, head_dim) = (2, 9, 4)"),
-        ({"key_table": torch.zeros(3, 7, 4)}, "key_table (3, 7, 4)"),
-        ({"value_table": torch.zeros(7, 3)}, "value_table must be"),
-        ({"key_mask": torch.ones(2, 5)}, "key_mask must be boolean"),
-        ({"key_mask": torch.ones(2, 4, dtype=torch.bool)}, "of shape (batch, keys) = (2, 5)"),
-        ({"key_mask": torch.ones(2, 1, 5, 5, dtype=torch.bool)}, "A mask for each pair of query and key needs eager attention"),
-        ({"key_table": torch.zeros(2, 7, 4, dtype=torch.bfloat16)}, "key_table torch.bfloat16 on cpu"),
-        ({"value": torch.zeros(2, 2, 5, 4, device="meta")}, "value torch.float32 on meta"),
-        ({"dropout": 1.0}, "dropout=1.0 must lie in [0, 1)"),
+        ({"dropout": 1.0}, r"dropout=1.0 must lie in \[0, 1\)"),
         ({"dropout": 0.1, "implementation": "fused"}, "has no dropout"),
-        ({"dropout": "0.1"}, "dropout='0.1' must"),
-        ({"scale": float("nan")}, "scale=nan must be a finite number"),
-        ({"scale": torch.tensor(0.5)}, "scale=tensor(0.5"),
-        ({"key_mask": [[1]]}, "key_mask must be a boolean tensor"),
         ({"implementation": "flash"}, "'auto', 'fused', 'window', 'triton'"),
     ],
     ids=str,
 )
 def test_bad_input(change, says):
-    """Bad input is refused with what was given and what is accepted."""
+    """What would be a wrong number is refused; torch itself refuses other shapes, dtypes and devices."""
     names = ("query", "key", "value", "key_table", "value_table")
-    arguments = dict(zip(names, inputs(SQUARE, dtype=torch.float32), strict=True), clip=3) | change
-    with pytest.raises(posswap.PosswapError) as error:
-        relative_attention(**arguments)
-    assert says in str(error.value)
+    arguments = dict(zip(names, inputs((2, 2, 5, 5, 3), dtype=torch.float32), strict=True), clip=3) | change
+    refused(says, relative_attention, **arguments)
 
 
 def test_implementation_of_a_model(make_model, make_swapped, tokens):
@@ -292,29 +272,23 @@ def test_implementation_of_a_model(make_model, make_swapped, tokens):
     refused("'auto', 'fused'", posswap.set_relative_implementation, model, "flash")
 
 
+STRIDES = {
+    "columns": lambda states: states.mT.contiguous().mT,
+    "every second number": lambda states: states.repeat_interleave(2, dim=-1)[..., ::2],
+    "heads inside": lambda states: states.transpose(1, 2).contiguous().transpose(1, 2),
+    "one number": lambda states: states[..., :1].expand(-1, -1, -1, HEAD_DIM),
+}
+
+
 @pytest.mark.parametrize("implementation", ["fused", "window"])
-def test_strides_of_all_kinds(implementation):
-    """Transposed, sliced and expanded tensors give what dense ones give."""
+@pytest.mark.parametrize("kind", STRIDES)
+def test_strides_of_all_kinds(cut, kind, implementation):
+    """Queries, keys and values may lie in memory in any way."""
     torch.manual_seed(0)
-    dense = [torch.randn(1, 2, 30, 4, dtype=torch.float64) for _ in range(3)]
-    tables = [torch.randn(11, 4, dtype=torch.float64) for _ in range(2)]
-    strided = [
-        [states.mT.contiguous().mT for states in dense],
-        [states.repeat_interleave(2, dim=-1)[..., ::2] for states in dense],
-        [states.transpose(1, 2).contiguous().transpose(1, 2) for states in dense],
-    ]
-    expanded = [states[..., :1].expand(-1, -1, -1, 4) for states in dense]
-    for group, like in [(group, dense) for group in strided] + [(expanded, [states.contiguous() for states in expanded])]:
-        given = [states.detach().requires_grad_() for states in group]
-        wanted = [states.detach().clone().requires_grad_() for states in like]
-        options = {"clip": 5, "implementation": implementation}
-        ours, theirs = relative_attention(*given, *tables, **options), relative_attention(*wanted, *tables, **options)
-        assert_close(ours, theirs, rtol=0, atol=1e-12)
-        grad = torch.randn(1, 2, 4, 30, dtype=torch.float64).mT
-        for one, other in zip(
-            torch.autograd.grad(ours, given, grad), torch.autograd.grad(theirs, wanted, grad.contiguous()), strict=True
-        ):
-            assert_close(one, other, rtol=0, atol=1e-12)
+    cut(implementation, 4, 2)
+    tensors = inputs((1, 2, 12, 12, 2))
+    tensors[:3] = [STRIDES[kind](states.detach()).requires_grad_() for states in tensors[:3]]
+    assert_equals_the_loop(tensors, implementation=implementation, clip=2, causal=False, key_mask=None, scale=0.5)
 
 
 def test_dropout_does_not_depend_on_threads():

@@ -1,7 +1,5 @@
 """Which way relative positions take inside a model, and that positions are worked out once for all layers."""
 
-import inspect
-
 import pytest
 import torch
 from torch.testing import assert_close
@@ -19,18 +17,17 @@ LEFT, RIGHT = (padded(**{side: 7})["attention_mask"] for side in ("before", "aft
 def taken(monkeypatch) -> list[tuple[str, tuple | None]]:
     """The way that each layer took, with the shape of the key mask."""
     ways = []
-    fast, slow = relative.attend_in_order, relative.attend_by_index
+    fast, slow = relative.relative_attention, relative.attend_by_index
 
-    def by_window(*arguments, **options):
-        key_mask = inspect.signature(fast).bind(*arguments, **options).arguments["key_mask"]
+    def by_window(*arguments, key_mask, **options):
         ways.append(("window", None if key_mask is None else tuple(key_mask.shape)))
-        return fast(*arguments, **options)
+        return fast(*arguments, key_mask=key_mask, **options)
 
     def by_index(*arguments, **options):
         ways.append(("index", None))
         return slow(*arguments, **options)
 
-    monkeypatch.setattr(relative, "attend_in_order", by_window)
+    monkeypatch.setattr(relative, "relative_attention", by_window)
     monkeypatch.setattr(relative, "attend_by_index", by_index)
     return ways
 
@@ -162,14 +159,24 @@ def test_a_gpt2_that_looks_both_ways(make_swapped, tokens):
         assert_close(sdpa, eager, rtol=1e-4, atol=1e-4)
 
 
+def test_a_mask_may_change_before_the_backward(make_swapped, tokens):
+    """As that of a loop which fills one tensor again and again."""
+    model, mask = make_swapped("bert", SCHEME, "sdpa"), LEFT.bool()
+    loss = model(tokens, attention_mask=mask).logits.sum()
+    mask.fill_(True)
+    loss.backward()
+
+
 @torch.no_grad()
-def test_sliding_cache(make_swapped, tokens):
+@pytest.mark.parametrize("mask", [None, LEFT], ids=["whole", "padded"])
+def test_sliding_cache(make_swapped, tokens, mask):
     """Past the window of a sliding cache, sdpa and eager agree token by token."""
     logits = []
     for backend in ("sdpa", "eager"):
         model = make_swapped("gpt2", SCHEME, backend)
         model.config.sliding_window = 8
         cache = DynamicCache(config=model.config)
-        steps = [model(tokens[:, i : i + 1], past_key_values=cache).logits for i in range(20)]
-        logits.append(torch.cat(steps, dim=1))
+        masks = ({} if mask is None else {"attention_mask": mask[:, : i + 1]} for i in range(20))
+        steps = [model(tokens[:, i : i + 1], past_key_values=cache, **given).logits for i, given in enumerate(masks)]
+        logits.append(torch.cat(steps, dim=1)[torch.ones(2, 20).bool() if mask is None else mask.bool()])
     assert_close(*logits, rtol=1e-4, atol=1e-4)

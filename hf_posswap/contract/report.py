@@ -53,13 +53,14 @@ class Conformance:
         return all(result.passed is not False for result in self.results)
 
     def __str__(self) -> str:
-        table = Table("check", *FAMILIES, "what it means", box=None, pad_edge=False)
+        families = dict.fromkeys(result.family for result in self.results)
+        table = Table("check", *families, "what it means", box=None, pad_edge=False)
         reasons, notes = [], {}
         for check in CHECKS:
             meaning, advice = inspect.getdoc(check).split("\n\n")
             row = {result.family: result for result in self.results if result.check == name_of(check)}
             said = {True: "ok", False: "FAILS", None: "-"}
-            table.add_row(name_of(check), *(said[row[f].passed] if f in row else "" for f in FAMILIES), meaning)
+            table.add_row(name_of(check), *(said[row[family].passed] for family in families), meaning)
             failed = [f"{result.check}, {result.family}: {result.detail}" for result in row.values() if result.passed is False]
             reasons += [*failed, "    " + " ".join(advice.split())] if failed else []
             for result in row.values():

@@ -12,7 +12,7 @@ from functools import cached_property, partial
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, Cache, PreTrainedConfig, PreTrainedModel
 
-from hf_posswap.architectures import ARCHITECTURES, Architecture
+from hf_posswap.architectures import ARCHITECTURES, Architecture, find_family
 from hf_posswap.attention import CACHE
 from hf_posswap.errors import PosswapError
 from hf_posswap.schemes import SCHEMES, Scheme, register_scheme
@@ -68,7 +68,7 @@ class Subject:
         return model
 
     def twin(self, model: PreTrainedModel, **options) -> PreTrainedModel:
-        """Make `swapped(**options)` with the other backend and a model's weights: a balanced basis has signs of rounding."""
+        """Make `swapped(**options)` with the other backend and this model's weights: in a new swap rounding decides signs."""
         other = replace(self, backend="eager" if self.backend == "sdpa" else "sdpa").swapped(**options)
         other.load_state_dict(model.state_dict())
         return other
@@ -88,13 +88,16 @@ class Subject:
 
 
 def backends_of(scheme: Scheme) -> tuple[str, ...]:
-    """Return the backends that a scheme runs with; if it is none of these, return all, and the swap will raise."""
+    """Return which of our backends a scheme runs with; all if it is none of them, so that the swap raises."""
     return tuple(backend for backend in BACKENDS if backend in (scheme.implementations or BACKENDS)) or BACKENDS
 
 
 def architecture_of(family: str) -> Architecture:
     """Return the architecture of a family; "-decoder" at the end of its name is ignored."""
-    return ARCHITECTURES[family.removesuffix("-decoder")]
+    found = find_family(family.removesuffix("-decoder"))
+    if found is None:
+        raise PosswapError(f"there is no family {family!r}; there are {', '.join(ARCHITECTURES)}")
+    return found
 
 
 def auto_class(family: str) -> type:
@@ -198,6 +201,15 @@ def same(actual: torch.Tensor, expected: torch.Tensor, what: str, tolerance: flo
         place = [int(i) for i in torch.unravel_index(difference.argmax(), difference.shape)]
         where = f"token {place[1]}" if len(place) == 3 else place  # logits are (B, L, words)
         raise Failure(f"{what}: the largest difference is {difference.max():.2g}, tolerance {allowed:.2g}, at {where}")
+
+
+def same_gradients(found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor | None], what: str) -> None:
+    """Fail unless two results of `gradients_of` are equal up to rounding, and the same parameters have none."""
+    for name, gradient in found.items():
+        if (gradient is None) != (expected[name] is None):
+            raise Failure(f"{name} has a gradient in one case only, {what}")
+        if gradient is not None:
+            same(gradient, expected[name], f"the gradient of {name}, {what}")
 
 
 @torch.no_grad()

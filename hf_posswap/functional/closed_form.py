@@ -210,13 +210,6 @@ def fit_relative_keys(
     return _conjugate_gradients(apply, precondition, collect(targets), tolerance)
 
 
-def fit_relative_values(moment: torch.Tensor, product: torch.Tensor, *, shared: bool, ridge: float = 1e-3) -> torch.Tensor:
-    """Solve M^T M a = M^T Y with a ridge: value vectors (H, R, D) from masses M by distance and missing outputs Y; float64."""
-    if shared:
-        moment, product = moment.sum(0, keepdim=True), product.sum(0, keepdim=True)
-    return solve_with_ridge(moment, product, ridge)
-
-
 def _conjugate_gradients(apply: Callable, precondition: Callable, target: torch.Tensor, tolerance: float) -> torch.Tensor:
     """Solve apply(x) = target for each head, until the preconditioned residual has shrunk by `tolerance`."""
     solution, residual = torch.zeros_like(target), target

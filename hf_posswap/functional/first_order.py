@@ -25,8 +25,8 @@ class FirstOrder(torch.autograd.Function):
 def first_order(backward: Callable) -> Callable:
     """Let a Function's `backward` raise PosswapError where its gradients are differentiated, instead of giving wrong ones.
 
-    torch's `once_differentiable` raises in `.backward()` only: its error hangs on new leaves, which `autograd.grad` passes by.
-    And it has none where the gradient of the output needs none itself, though those of q, k and v depend on q, k and v.
+    torch's `once_differentiable` raises in `.backward()`, but not in `autograd.grad`, and not at all where the gradient of the
+    output is a constant: then, too, the gradients of q, k and v depend on q, k and v.
     """
 
     @wraps(backward)
@@ -42,7 +42,7 @@ def first_order(backward: Callable) -> Callable:
 
 
 class _Once(torch.autograd.Function):
-    """A gradient as it is, (...), and an error where it is differentiated by what it depends on."""
+    """Pass a gradient (...) on as it is, and raise where it is differentiated with respect to `inputs`."""
 
     generate_vmap_rule = True
 

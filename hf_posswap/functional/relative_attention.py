@@ -2,11 +2,9 @@
 
     s_ij = scale * q_i . (k_j + a^K_r),   z_i = sum_j softmax(s_i)_j (v_j + a^V_r),   r = clip(j - i, -clip, clip) + clip
 
-`relative_attention` is a function of tensors and knows no models. It checks its input and chooses by shape: plain slices for
-one query at the end of a cache, `relative_window` for all else, or `relative_triton` (CUDA) on request.
+`relative_attention` is a function of tensors and knows no models. It chooses by shape: plain slices for one query at the end of
+a cache, `relative_window` for all else, or `relative_triton` (CUDA) on request.
 """
-
-import math
 
 import torch
 
@@ -16,7 +14,6 @@ from hf_posswap.functional.relative_window import Plan, WindowedAttention
 IMPLEMENTATIONS = ("auto", "fused", "window", "triton")
 
 
-@torch.compiler.disable  # with dynamic shapes, compiled writes to strided views are wrong
 def relative_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -33,8 +30,9 @@ def relative_attention(
 ) -> torch.Tensor:
     """Return attention with Shaw's clipped relative positions, (B, H, Q, D); see the formula at the top of this module.
 
-    Differentiable once, in all five tensors. A row whose keys are all masked gives zeros. A masked key or value must be
-    finite: NaN times zero is NaN, as in torch's own attention.
+    Differentiable once, in all five tensors, which share a dtype and a device. A row whose keys are all masked gives zeros. A
+    masked key or value must be finite: NaN times zero is NaN, as in torch's own attention. Not for `torch.compile`, whose
+    writes to strided views are wrong with dynamic shapes.
 
     Args:
         query: (B, H, Q, D), the last Q places of the sequence: query i sits at place i + K - Q. Q <= K.
@@ -50,22 +48,14 @@ def relative_attention(
         implementation: "window" (all devices), "fused" (CPU, no dropout), "triton" (CUDA, no dropout), or "auto".
 
     Raises:
-        PosswapError: Shapes, dtypes or devices that do not fit together, or an implementation that cannot run here.
+        PosswapError: Tables that do not fit `clip`, more queries than keys, or an implementation that cannot run here.
 
     >>> query, key, value = torch.randn(3, 1, 2, 5, 8).unbind()
     >>> relative_attention(query, key, value, torch.zeros(2, 7, 8), clip=3).shape
     torch.Size([1, 2, 5, 8])
     """
-    _check(query, key, value, key_table, value_table, clip, key_mask)
-    if scale is not None and not _is_number(scale):
-        raise PosswapError(f"scale={scale!r} must be a finite number, or None for 1 / sqrt(head_dim)")
+    _check(query, key, key_table, value_table, clip, dropout, implementation)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return attend_in_order(query, key, value, key_table, value_table, clip, causal, key_mask, dropout, scale, implementation)
-
-
-def attend_in_order(query, key, value, key_table, value_table, clip, causal, key_mask, dropout, scale, implementation):
-    """Do the same without checking the tensors, for models, which call it for every token they write."""
-    _check_implementation(query, dropout, implementation)
     if implementation == "triton":
         from hf_posswap.functional.relative_triton import fused_relative_attention
 
@@ -96,49 +86,15 @@ def _relative_to_far_left(table: torch.Tensor, clip: int, causal: bool, dtype: t
     return (precise[:, 1 : clip + 1 if causal else None] - precise[:, :1]).to(dtype)
 
 
-def _check(query, key, value, key_table, value_table, clip, key_mask) -> None:
-    tensors = {"query": query, "key": key, "value": value, "key_table": key_table}
-    if value_table is not None:
-        tensors["value_table"] = value_table
-
-    def shapes() -> str:
-        return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-
-    if any(tensor.dim() != 4 for tensor in (query, key, value)):
-        raise PosswapError(f"query, key and value must be (batch, heads, length, head_dim); given were {shapes()}")
-    batch, heads, queries, head_dim = query.shape
-    if key.shape != value.shape or key.shape[:2] != (batch, heads) or key.shape[3] != head_dim:
-        raise PosswapError(f"query, key and value must have the same batch, heads and head_dim; given were {shapes()}")
-    if queries > key.shape[2] or queries < 1:
-        raise PosswapError(f"queries are the last places of the sequence, so 1 or more and no more than keys: {shapes()}")
-    if isinstance(clip, bool) or not isinstance(clip, int) or clip < 1:
-        raise PosswapError(f"clip={clip!r} must be an integer of at least 1")
-    rows = 2 * clip + 1
-    for name in ("key_table", "value_table"):
-        if name in tensors and tensors[name].shape not in ((heads, rows, head_dim), (rows, head_dim)):
-            what = f"{name} must be (heads, 2 * clip + 1, head_dim) = ({heads}, {rows}, {head_dim})"
-            raise PosswapError(f"{what}, or ({rows}, {head_dim}) for all heads; with clip={clip} given were {shapes()}")
-    if not query.is_floating_point() or len({(tensor.dtype, tensor.device) for tensor in tensors.values()}) > 1:
-        kinds = ", ".join(f"{name} {tensor.dtype} on {tensor.device}" for name, tensor in tensors.items())
-        raise PosswapError(f"all tensors must share one floating-point dtype and one device; given were {kinds}")
-    if key_mask is not None:
-        wanted = (batch, key.shape[2])
-        if not isinstance(key_mask, torch.Tensor):
-            raise PosswapError(f"key_mask must be a boolean tensor of shape (batch, keys) = {wanted}, not {type(key_mask)}")
-        if key_mask.shape != wanted or key_mask.dtype != torch.bool or key_mask.device != query.device:
-            raise PosswapError(
-                f"key_mask must be boolean, of shape (batch, keys) = {wanted}, on {query.device}; given was "
-                f"{key_mask.dtype} of shape {tuple(key_mask.shape)} on {key_mask.device}. A mask for each pair of query and "
-                "key needs eager attention"
-            )
-
-
-def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _check_implementation(query: torch.Tensor, dropout: float, implementation: str) -> None:
-    if not (_is_number(dropout) and 0 <= dropout < 1):
+def _check(query, key, key_table, value_table, clip: int, dropout: float, implementation: str) -> None:
+    tables = [table for table in (key_table, value_table) if table is not None]
+    if any(table.shape[-2] != 2 * clip + 1 for table in tables) or query.shape[2] > key.shape[2]:
+        rows, shapes = 2 * clip + 1, ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, *tables))
+        raise PosswapError(
+            f"with clip={clip} tables must be (heads, {rows}, head_dim) or ({rows}, head_dim), and queries, the last places of "
+            f"the sequence, no more than keys: query, key and tables are {shapes}"
+        )
+    if not 0 <= dropout < 1:
         raise PosswapError(f"dropout={dropout!r} must lie in [0, 1)")
     if implementation not in IMPLEMENTATIONS:
         raise PosswapError(f"implementation={implementation!r} is not one of {', '.join(map(repr, IMPLEMENTATIONS))}")

@@ -19,8 +19,6 @@ Triton is optional. Without it this module can be imported, and `why_not` says s
 
 from __future__ import annotations  # without triton there is no tl.constexpr
 
-from typing import Any
-
 import torch
 
 from hf_posswap.errors import PosswapError
@@ -59,7 +57,7 @@ def fused_relative_attention(
 ) -> torch.Tensor:  # fmt: skip
     """Return z as (B, H, Q, D), differentiable once in all five tensors.
 
-    Arguments are those of `relative_attention`, which has checked them, and asked `why_not`.
+    Arguments are those of `relative_attention`, which has asked `why_not`.
     """
     # No distance reaches key_length: a longer table would only make the bands wider.
     reach = min(clip, key.shape[-2])
@@ -99,8 +97,8 @@ class _BandAttention(FirstOrder):
         output = torch.empty_like(query)
         masses = torch.zeros_like(biases) if values else None  # no key has the columns beyond either end of the sequence
         log_sums = query.new_empty(biases.shape[:-1], dtype=torch.float32)
-        numbers = (length, key.shape[1], clip, biases.shape[-1], float(scale))
-        constants = _constants(query, CAUSAL=causal, MASKED=key_mask is not None, VALUES=values)
+        numbers = (length, key.shape[1], clip, float(scale), causal)
+        constants = _constants(query)
         with torch.cuda.device_of(query):  # triton launches on the current device
             grid = (triton.cdiv(length, constants["BLOCK_Q"]), heads, batch)
             _forward[grid](query, key, value, biases, key_mask, output, masses, log_sums, *numbers, **constants)
@@ -126,11 +124,11 @@ class _BandAttention(FirstOrder):
         return d_query, d_key, d_value, d_biases, None, None, None, None, None
 
 
-def _constants(query: torch.Tensor, **flags: bool) -> dict[str, Any]:
+def _constants(query: torch.Tensor) -> dict[str, int]:
     head_dim = query.shape[-1]
     block_d = max(16, triton.next_power_of_2(head_dim))  # tl.dot takes powers of two from 16
     block_q, block_k, warps = _tiles(block_d, query.dtype)
-    return dict(flags, D=head_dim, BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_D=block_d, num_warps=warps)
+    return dict(D=head_dim, BLOCK_Q=block_q, BLOCK_K=block_k, BLOCK_D=block_d, num_warps=warps)
 
 
 def _tiles(block_d: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -151,12 +149,6 @@ def _jit(function):
 
 
 @_jit
-def _this_head(pointer, length, D: tl.constexpr):
-    """The first vector of this batch row and head in (B, length, H, D)."""
-    return pointer + (tl.program_id(2).to(tl.int64) * length * tl.num_programs(1) + tl.program_id(1)) * D
-
-
-@_jit
 def _this_band(pointer, query_length, width):
     """The first number of this batch row and head in (H, B, Q, width)."""
     return pointer + (tl.program_id(1).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)) * query_length * width
@@ -164,10 +156,10 @@ def _this_band(pointer, query_length, width):
 
 @_jit
 def _vectors(pointer, rows, length, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Addresses of this head's vectors `rows`, and which of them exist."""
+    """Addresses of the vectors `rows` of this batch row and head in (B, length, H, D), and which of them exist."""
     dims = tl.arange(0, BLOCK_D)[None, :]
-    addresses = pointer + rows.to(tl.int64)[:, None] * (tl.num_programs(1) * D) + dims
-    return addresses, (rows < length)[:, None] & (dims < D)
+    first = (tl.program_id(2).to(tl.int64) * length * tl.num_programs(1) + tl.program_id(1)) * D
+    return pointer + first + rows.to(tl.int64)[:, None] * (tl.num_programs(1) * D) + dims, (rows < length)[:, None] & (dims < D)
 
 
 @_jit
@@ -183,119 +175,83 @@ def _store_vectors(pointer, rows, length, vectors, D: tl.constexpr, BLOCK_D: tl.
 
 
 @_jit
-def _columns(queries, keys, query_length, key_length, clip):
-    """The column of each pair: below 0 far left, from 2 * clip - 1 on far right."""
-    return keys - queries - (key_length - query_length) + clip - 1
-
-
-@_jit
-def _look_up(band, queries, keys, query_length, key_length, clip, width, PART: tl.constexpr):
+def _look_up(band, queries, columns, query_length, width, PART: tl.constexpr):
     """The band's number for each query and key, 0 far to the left."""
-    if PART == 0:
-        found = 0.0
-    elif PART == 1:
-        columns = tl.minimum(_columns(queries, keys, query_length, key_length, clip), width - 1)
-        found = tl.load(band + (queries * width + columns), mask=(columns >= 0) & (queries < query_length), other=0.0)
-    else:
-        found = tl.load(band + (queries * width + width - 1), mask=queries < query_length, other=0.0)
+    found = 0.0
+    if PART > 0:
+        column = tl.minimum(columns, width - 1) if PART == 1 else width - 1
+        found = tl.load(band + (queries * width + column), mask=(queries < query_length) & (column >= 0), other=0.0)
     return found
 
 
 @_jit
-def _store_band(band, tile, queries, keys, query_length, key_length, clip, width, CAUSAL: tl.constexpr):
+def _store_band(band, tile, queries, columns, query_length, width, CAUSAL: tl.constexpr):
     """Write the tile's numbers to their columns, but for those that share the last one far to the right."""
-    columns = _columns(queries, keys, query_length, key_length, clip)
     own = (columns >= 0) & (columns < (width if CAUSAL else width - 1)) & (queries < query_length)
     tl.store(band + (queries * width + columns), tile.to(band.dtype.element_ty), mask=own)
 
 
 @_jit
-def _sum_far_right(tile, queries, keys, query_length, key_length, clip, PART: tl.constexpr):
+def _sum_far_right(tile, columns, width, PART: tl.constexpr):
     """The sum over the keys far to the right, one for each row of the tile."""
-    if PART == 0:
-        total = 0.0
-    elif PART == 1:
-        columns = _columns(queries, keys, query_length, key_length, clip)
-        total = tl.sum(tl.where(columns >= 2 * clip - 1, tile, 0.0), 1)
-    else:
-        total = tl.sum(tile, 1)
+    total = 0.0
+    if PART > 0:
+        total = tl.sum(tl.where(columns >= width - 1, tile, 0.0) if PART == 1 else tile, 1)
     return total
 
 
 @_jit
 def _scores(
-    left, right, queries, keys, biases, key_mask,
-    query_length, key_length, clip, width, scale,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, PART: tl.constexpr,
+    left, right, queries, keys, biases, key_mask, query_length, key_length, clip, scale,
+    CAUSAL: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The scores left @ right^T + biases in units of log 2, -inf where a key is not attended."""
+    """The scores left @ right^T + biases in units of log 2, -inf where a key is not attended, and the column of each.
+
+    A column is below 0 far to the left, and from the last one on, far to the right; in causal models none is attended there.
+    """
+    columns = keys - queries - (key_length - query_length) + clip - 1
     scores = tl.dot(left, tl.trans(right), input_precision="ieee")
-    scores += _look_up(biases, queries, keys, query_length, key_length, clip, width, PART)
+    scores += _look_up(biases, queries, columns, query_length, clip if CAUSAL else 2 * clip, PART)
     scores *= scale * 1.4426950408889634
-    if MASKED or PART > 0:  # a tile far to the left has all its keys
+    if key_mask is not None or PART > 0:  # a tile far to the left has all its keys
         attended = keys < key_length
-        if MASKED:
-            attended = tl.load(key_mask + keys, mask=attended, other=0) != 0
+        if key_mask is not None:
+            attended = tl.load(key_mask + tl.program_id(2).to(tl.int64) * key_length + keys, mask=attended, other=0) != 0
         if CAUSAL and PART > 0:
-            attended = attended & (keys <= queries + (key_length - query_length))
+            attended = attended & (columns < clip)
         scores = tl.where(attended, scores, float("-inf"))
-    return scores
+    return scores, columns
 
 
 @_jit
-def _key_range(
-    first_query, query_length, key_length, clip,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """The keys that a tile of queries visits in one part, from and to."""
-    first = first_query + key_length - query_length  # places of the tile's first and last query
-    last = first + BLOCK_Q - 1
-    band_start = tl.maximum(first - clip + 1, 0) // BLOCK_K * BLOCK_K
-    band_end = tl.minimum(last + 1 if CAUSAL else tl.cdiv(last + clip, BLOCK_K) * BLOCK_K, key_length)
-    if PART == 0:
-        start, end = 0, band_start
-    elif PART == 1:
-        start, end = band_start, band_end
-    else:
-        start, end = band_end, key_length
-    return start, end
+def _range(first, before, after, length, SIZE: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr):
+    """From where to where a tile of SIZE, which begins at `first`, visits blocks: before its band (0), on it (1), after it (2).
 
-
-@_jit
-def _query_range(
-    first_key, query_length, key_length, clip,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """The queries that a tile of keys visits in one part, from and to."""
-    first = first_key - (key_length - query_length)  # the keys' places, counted like the queries
-    last = first + BLOCK_K - 1
-    band_start = tl.maximum(first if CAUSAL else first - clip + 1, 0) // BLOCK_Q * BLOCK_Q
-    band_end = tl.minimum(tl.cdiv(tl.maximum(last + clip, 0), BLOCK_Q) * BLOCK_Q, query_length)
+    The band of its first row begins `before` earlier, that of its last row ends `after` later.
+    """
+    start = tl.maximum(first - before, 0) // BLOCK * BLOCK
+    end = tl.minimum(tl.cdiv(tl.maximum(first + SIZE + after, 0), BLOCK) * BLOCK, length)
     if PART == 0:
-        start, end = band_end, query_length
-    elif PART == 1:
-        start, end = band_start, band_end
-    else:
-        start, end = 0, band_start
+        start, end = 0, start
+    elif PART == 2:
+        start, end = end, length
     return start, end
 
 
 @_jit
 def _forward(
     query, key, value, biases, key_mask, output, masses, log_sums,
-    query_length, key_length, clip, width, scale,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, VALUES: tl.constexpr,
+    query_length, key_length, clip, scale,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program makes a tile of outputs, its masses by column and log-sum-exp, by the online softmax."""
-    key, value = _this_head(key, key_length, D), _this_head(value, key_length, D)
+    width = clip if CAUSAL else 2 * clip
     biases = _this_band(biases, query_length, width)
-    if MASKED:
-        key_mask += tl.program_id(2).to(tl.int64) * key_length
     first_query = tl.program_id(0) * BLOCK_Q
+    first_place, after = first_query + key_length - query_length, 0 if CAUSAL else clip - 1
     rows = first_query + tl.arange(0, BLOCK_Q)
     queries = rows[:, None]
-    q = _load_vectors(_this_head(query, query_length, D), rows, query_length, D, BLOCK_D)
+    q = _load_vectors(query, rows, query_length, D, BLOCK_D)
 
     # A finite start: a query without keys has no exp(-inf + inf).
     top = tl.full([BLOCK_Q], -3.0e38, tl.float32)
@@ -303,101 +259,95 @@ def _forward(
     far_right = tl.zeros([BLOCK_Q], tl.float32)
     z = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for PART in tl.static_range(2 if CAUSAL else 3):
-        start, end = _key_range(first_query, query_length, key_length, clip, BLOCK_Q, BLOCK_K, CAUSAL, PART)
+        start, end = _range(first_place, clip - 1, after, key_length, BLOCK_Q, BLOCK_K, PART)
         for first_key in range(start, end, BLOCK_K):
-            columns = first_key + tl.arange(0, BLOCK_K)
-            keys = columns[None, :]
-            k = _load_vectors(key, columns, key_length, D, BLOCK_D)
-            s = _scores(
-                q, k, queries, keys, biases, key_mask, query_length, key_length, clip, width, scale, CAUSAL, MASKED, PART
-            )
+            places = first_key + tl.arange(0, BLOCK_K)
+            keys = places[None, :]
+            k = _load_vectors(key, places, key_length, D, BLOCK_D)
+            s, columns = _scores(q, k, queries, keys, biases, key_mask, query_length, key_length, clip, scale, CAUSAL, PART)
             new_top = tl.maximum(top, tl.max(s, 1))
             p = tl.exp2(s - new_top[:, None])
             shrink = tl.exp2(top - new_top)
             total = total * shrink + tl.sum(p, 1)
-            if VALUES and not CAUSAL:
+            if masses is not None and not CAUSAL:
                 far_right *= shrink
-                far_right += _sum_far_right(p, queries, keys, query_length, key_length, clip, PART)
-            v = _load_vectors(value, columns, key_length, D, BLOCK_D)
+                far_right += _sum_far_right(p, columns, width, PART)
+            v = _load_vectors(value, places, key_length, D, BLOCK_D)
             z = tl.dot(p.to(v.dtype), v, z * shrink[:, None], input_precision="ieee")
             top = new_top
 
     some = total > 0.0
     total = tl.where(some, total, 1.0)
     log_sum = tl.where(some, top + tl.log2(total), float("inf"))  # exp2(s - inf) = 0 in all that follows
-    _store_vectors(_this_head(output, query_length, D), rows, query_length, z / total[:, None], D, BLOCK_D)
+    _store_vectors(output, rows, query_length, z / total[:, None], D, BLOCK_D)
     tl.store(_this_band(log_sums, query_length, 1) + rows, log_sum, mask=rows < query_length)
-    if VALUES:
+    if masses is not None:
         masses = _this_band(masses, query_length, width)
         if not CAUSAL:
             last = masses + (rows * width + width - 1)
             tl.store(last, (far_right / total).to(masses.dtype.element_ty), mask=rows < query_length)
         # The band's tiles once more, now that their sum is known.
-        start, end = _key_range(first_query, query_length, key_length, clip, BLOCK_Q, BLOCK_K, CAUSAL, 1)
+        start, end = _range(first_place, clip - 1, after, key_length, BLOCK_Q, BLOCK_K, 1)
         for first_key in range(start, end, BLOCK_K):
-            columns = first_key + tl.arange(0, BLOCK_K)
-            keys = columns[None, :]
-            k = _load_vectors(key, columns, key_length, D, BLOCK_D)
-            s = _scores(q, k, queries, keys, biases, key_mask, query_length, key_length, clip, width, scale, CAUSAL, MASKED, 1)
+            places = first_key + tl.arange(0, BLOCK_K)
+            keys = places[None, :]
+            k = _load_vectors(key, places, key_length, D, BLOCK_D)
+            s, columns = _scores(q, k, queries, keys, biases, key_mask, query_length, key_length, clip, scale, CAUSAL, 1)
             p = tl.exp2(s - log_sum[:, None])
-            _store_band(masses, p, queries, keys, query_length, key_length, clip, width, CAUSAL)
+            _store_band(masses, p, queries, columns, query_length, width, CAUSAL)
 
 
 @_jit
 def _backward_queries(
     query, key, value, biases, key_mask, d_output, d_masses, log_sums, deltas, output, masses, d_query, d_biases,
-    query_length, key_length, clip, width, scale,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, VALUES: tl.constexpr,
+    query_length, key_length, clip, scale,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program makes the gradients of a tile of queries and of its biases, and leaves the deltas to _backward_keys."""
-    key, value = _this_head(key, key_length, D), _this_head(value, key_length, D)
+    width = clip if CAUSAL else 2 * clip
     biases, d_biases = _this_band(biases, query_length, width), _this_band(d_biases, query_length, width)
-    if MASKED:
-        key_mask += tl.program_id(2).to(tl.int64) * key_length
     first_query = tl.program_id(0) * BLOCK_Q
+    first_place, after = first_query + key_length - query_length, 0 if CAUSAL else clip - 1
     rows = first_query + tl.arange(0, BLOCK_Q)
     queries = rows[:, None]
-    q = _load_vectors(_this_head(query, query_length, D), rows, query_length, D, BLOCK_D)
-    dz = _load_vectors(_this_head(d_output, query_length, D), rows, query_length, D, BLOCK_D)
-    z = _load_vectors(_this_head(output, query_length, D), rows, query_length, D, BLOCK_D)
+    q = _load_vectors(query, rows, query_length, D, BLOCK_D)
+    dz = _load_vectors(d_output, rows, query_length, D, BLOCK_D)
+    z = _load_vectors(output, rows, query_length, D, BLOCK_D)
     log_sum = tl.load(_this_band(log_sums, query_length, 1) + rows, mask=rows < query_length, other=float("inf"))
 
     # delta_i = sum_j p_ij dp_ij, by what the forward pass has summed already.
     delta = tl.sum(dz.to(tl.float32) * z.to(tl.float32), 1)
-    if VALUES:
+    if masses is not None:
         masses, d_masses = _this_band(masses, query_length, width), _this_band(d_masses, query_length, width)
         for first_column in range(0, width, BLOCK_K):
             columns = first_column + tl.arange(0, BLOCK_K)[None, :]
-            places = queries * width + columns
+            numbers = queries * width + columns
             exists = (queries < query_length) & (columns < width)
-            mass = tl.load(masses + places, mask=exists, other=0.0).to(tl.float32)
-            delta += tl.sum(mass * tl.load(d_masses + places, mask=exists, other=0.0).to(tl.float32), 1)
+            mass = tl.load(masses + numbers, mask=exists, other=0.0).to(tl.float32)
+            delta += tl.sum(mass * tl.load(d_masses + numbers, mask=exists, other=0.0).to(tl.float32), 1)
     tl.store(_this_band(deltas, query_length, 1) + rows, delta, mask=rows < query_length)
 
     dq = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     far_right = tl.zeros([BLOCK_Q], tl.float32)
     for PART in tl.static_range(2 if CAUSAL else 3):
-        start, end = _key_range(first_query, query_length, key_length, clip, BLOCK_Q, BLOCK_K, CAUSAL, PART)
+        start, end = _range(first_place, clip - 1, after, key_length, BLOCK_Q, BLOCK_K, PART)
         for first_key in range(start, end, BLOCK_K):
-            columns = first_key + tl.arange(0, BLOCK_K)
-            keys = columns[None, :]
-            k = _load_vectors(key, columns, key_length, D, BLOCK_D)
-            v = _load_vectors(value, columns, key_length, D, BLOCK_D)
-            s = _scores(
-                q, k, queries, keys, biases, key_mask, query_length, key_length, clip, width, scale, CAUSAL, MASKED, PART
-            )
+            places = first_key + tl.arange(0, BLOCK_K)
+            keys = places[None, :]
+            k = _load_vectors(key, places, key_length, D, BLOCK_D)
+            v = _load_vectors(value, places, key_length, D, BLOCK_D)
+            s, columns = _scores(q, k, queries, keys, biases, key_mask, query_length, key_length, clip, scale, CAUSAL, PART)
             dp = tl.dot(dz, tl.trans(v), input_precision="ieee")
-            if VALUES:
-                dp += _look_up(d_masses, queries, keys, query_length, key_length, clip, width, PART)
+            if d_masses is not None:
+                dp += _look_up(d_masses, queries, columns, query_length, width, PART)
             ds = tl.exp2(s - log_sum[:, None]) * (dp - delta[:, None]) * scale
             dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
             if PART == 1:
-                _store_band(d_biases, ds, queries, keys, query_length, key_length, clip, width, CAUSAL)
+                _store_band(d_biases, ds, queries, columns, query_length, width, CAUSAL)
             if not CAUSAL:
-                far_right += _sum_far_right(ds, queries, keys, query_length, key_length, clip, PART)
+                far_right += _sum_far_right(ds, columns, width, PART)
 
-    _store_vectors(_this_head(d_query, query_length, D), rows, query_length, dq, D, BLOCK_D)
+    _store_vectors(d_query, rows, query_length, dq, D, BLOCK_D)
     if not CAUSAL:
         last = d_biases + (rows * width + width - 1)
         tl.store(last, far_right.to(d_biases.dtype.element_ty), mask=rows < query_length)
@@ -406,28 +356,27 @@ def _backward_queries(
 @_jit
 def _backward_keys(
     query, key, value, biases, key_mask, d_output, d_masses, log_sums, deltas, d_key, d_value,
-    query_length, key_length, clip, width, scale,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, VALUES: tl.constexpr,
+    query_length, key_length, clip, scale,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One program makes the gradients of a tile of keys and values. Its tiles are (keys, queries)."""
-    query, d_output = _this_head(query, query_length, D), _this_head(d_output, query_length, D)
+    width = clip if CAUSAL else 2 * clip
     biases = _this_band(biases, query_length, width)
     log_sums, deltas = _this_band(log_sums, query_length, 1), _this_band(deltas, query_length, 1)
-    if VALUES:
+    if d_masses is not None:
         d_masses = _this_band(d_masses, query_length, width)
-    if MASKED:
-        key_mask += tl.program_id(2).to(tl.int64) * key_length
     first_key = tl.program_id(0) * BLOCK_K
-    columns = first_key + tl.arange(0, BLOCK_K)
-    keys = columns[:, None]
-    k = _load_vectors(_this_head(key, key_length, D), columns, key_length, D, BLOCK_D)
-    v = _load_vectors(_this_head(value, key_length, D), columns, key_length, D, BLOCK_D)
+    first_place, before = first_key - (key_length - query_length), 0 if CAUSAL else clip - 1
+    places = first_key + tl.arange(0, BLOCK_K)
+    keys = places[:, None]
+    k = _load_vectors(key, places, key_length, D, BLOCK_D)
+    v = _load_vectors(value, places, key_length, D, BLOCK_D)
 
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     for PART in tl.static_range(2 if CAUSAL else 3):
-        start, end = _query_range(first_key, query_length, key_length, clip, BLOCK_Q, BLOCK_K, CAUSAL, PART)
+        # The band of queries around these keys; behind it, the keys are far to the left.
+        start, end = _range(first_place, before, clip - 1, query_length, BLOCK_K, BLOCK_Q, 2 - PART)
         for first_query in range(start, end, BLOCK_Q):
             rows = first_query + tl.arange(0, BLOCK_Q)
             queries = rows[None, :]
@@ -435,16 +384,14 @@ def _backward_keys(
             dz = _load_vectors(d_output, rows, query_length, D, BLOCK_D)
             log_sum = tl.load(log_sums + rows, mask=rows < query_length, other=float("inf"))
             delta = tl.load(deltas + rows, mask=rows < query_length, other=0.0)
-            s = _scores(
-                k, q, queries, keys, biases, key_mask, query_length, key_length, clip, width, scale, CAUSAL, MASKED, PART
-            )
+            s, columns = _scores(k, q, queries, keys, biases, key_mask, query_length, key_length, clip, scale, CAUSAL, PART)
             p = tl.exp2(s - log_sum[None, :])
             dv = tl.dot(p.to(dz.dtype), dz, dv, input_precision="ieee")
             dp = tl.dot(v, tl.trans(dz), input_precision="ieee")
-            if VALUES:
-                dp += _look_up(d_masses, queries, keys, query_length, key_length, clip, width, PART)
+            if d_masses is not None:
+                dp += _look_up(d_masses, queries, columns, query_length, width, PART)
             ds = p * (dp - delta[None, :]) * scale
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
 
-    _store_vectors(_this_head(d_key, key_length, D), columns, key_length, dk, D, BLOCK_D)
-    _store_vectors(_this_head(d_value, key_length, D), columns, key_length, dv, D, BLOCK_D)
+    _store_vectors(d_key, places, key_length, dk, D, BLOCK_D)
+    _store_vectors(d_value, places, key_length, dv, D, BLOCK_D)

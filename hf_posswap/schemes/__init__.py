@@ -36,11 +36,13 @@ ABOUT_THE_MODEL = "format trained_positions made_for_positions base_model edited
 def register_scheme(scheme: type[Scheme]) -> type[Scheme]:
     """Make a scheme known by its `name`, for strings, the command line and saved checkpoints; usable as a decorator.
 
-    A scheme passed as an instance needs no registration until a checkpoint of it is loaded. PosswapError: the name is taken.
+    A scheme passed as an instance needs no registration until a checkpoint of it is loaded. The same class, defined again as in
+    a notebook, takes the place of its earlier version. PosswapError: another class has the name.
     """
     check_class(scheme)
-    if SCHEMES.get(scheme.name, scheme) is not scheme:
-        raise PosswapError(f"a scheme named {scheme.name!r} exists already ({SCHEMES[scheme.name]}): choose another name")
+    known = SCHEMES.get(scheme.name, scheme)
+    if (known.__module__, known.__qualname__) != (scheme.__module__, scheme.__qualname__):
+        raise PosswapError(f"a scheme named {scheme.name!r} exists already ({known}): choose another name")
     SCHEMES[scheme.name] = scheme
     return scheme
 
@@ -117,5 +119,5 @@ def nearest(given: Any, known) -> str:
     word = str(given).lower()
     if _ELSEWHERE.get(word) in known:
         return f" (it is {_ELSEWHERE[word]!r} here)"
-    near = difflib.get_close_matches(str(given), list(known), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" (did you mean {near[0]!r}?)" if near else ""

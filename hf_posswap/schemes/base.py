@@ -30,9 +30,9 @@ class Geometry:
 class PositionEmbedding(nn.Module):
     """Embedding-side module: position_ids (B, L) -> vectors (B, L, E), in the place of the learned table.
 
-    The empty buffer `weight` is a guard. A stock class looks for `position_embeddings.weight` of shape
-    (max_positions, E); it finds this shape, (0, E), and refuses to load. Without it, a scheme without parameters would
-    leave no trace in a checkpoint, and the stock model would load it silently with a random table.
+    The empty buffer `weight` is a guard: a stock class looks for `position_embeddings.weight` of shape (max_positions, E),
+    finds (0, E) and refuses to load. Without it, a scheme without parameters would leave no trace in a checkpoint, and the
+    stock model would load it silently with a random table.
     """
 
     keeps_table: ClassVar[bool] = False  # True: the scheme is the table, so a cold start calls `fit_table`, too
@@ -45,7 +45,7 @@ class PositionEmbedding(nn.Module):
         """Warm start: come as close as the scheme allows to the trained rows of the replaced table, (P, E) float64."""
 
     def guard(self) -> None:
-        """Take a shape of `weight` that stock classes refuse: they know no span. This one has it already."""
+        """With a span, give `weight` a shape that stock classes refuse, since they ignore spans; (0, E) is one already."""
 
     def initial_values(self) -> dict[str, torch.Tensor]:
         """Return what parameters start from when there is neither a table nor a checkpoint: zeros."""
@@ -84,8 +84,8 @@ class Places(NamedTuple):
     slots: torch.Tensor  # places in the sequence or cache, (1, Q)
     keys: torch.Tensor | None  # positions of all keys so far, (B or 1, K); None where the scheme does not need them
     key_mask: torch.Tensor | None = None  # (B, K) bool, True = attend; None if there is none, or it has another shape
-    in_order: bool = False  # attended keys have no gaps in position, and only `key_mask` and causality mask
-    measured: torch.Tensor | None = None  # what a scheme makes of a single query's distances, alike in all layers
+    in_order: bool = False  # positions of attended keys go up by one, and only `key_mask` and causality hide keys
+    measured: torch.Tensor | None = None  # of a single query: what a scheme computes from distances for all layers
 
     def distances(self, key_length: int, queries: slice = slice(None)) -> torch.Tensor:
         """Return key position minus query position, (B or 1, Q, K), of all queries or of a slice."""
@@ -151,9 +151,9 @@ class AttentionPositions(nn.Module):
         cache, `length` the sequence length where it is known without looking at values (else None), `key_positions` (B or 1, K)
         those of all keys so far if `needs_key_positions`, `attention_mask` what the model was given.
 
-        For a `bias`, return `Places`, or what has their `causal`, `in_order` and `block`. With a span, attention goes block by
-        block, in linear time, if there is no `attend`, or this returns something with a `block` like that of `Places`;
-        otherwise a mask says what is near, and this is called twice.
+        A scheme with a `bias` returns `Places`, or an object with the same `causal`, `in_order` and `block`. With a span,
+        attention runs block by block, in linear time, if the scheme has no `attend` or this object has a `block`; otherwise the
+        span becomes a mask, and `prepare` is called twice.
         """
         # The same tensor as `slots`: no positions were given and nothing is cached, so keys stand one after the other.
         return Places(position_ids, slots, key_positions, in_order=key_positions is slots and not is_traced())
@@ -200,7 +200,7 @@ class Scheme(ABC):
     choices: ClassVar[dict[str, tuple]] = {}
     # Claimed here and checked by `hf-posswap check`: adding one number to all positions changes no output.
     shift_invariant: ClassVar[bool] = False
-    # Whether a loaded model of the scheme keeps what it has learned when it is given another longest input.
+    # Whether learned parameters stay valid when a model is loaded with another longest input.
     resizable: ClassVar[bool] = True
     # Attention implementations the scheme works with; None: whatever the model is set to.
     implementations: ClassVar[tuple[str, ...] | None] = None
@@ -240,7 +240,8 @@ class Scheme(ABC):
         return {"name": self.name, **asdict(self)}
 
     def __str__(self) -> str:
-        options = ",".join(f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default)
+        changed = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+        options = ",".join(f"{name}={'null' if value is None else value}" for name, value in changed.items())
         return f"{self.name}:{options}" if options else self.name
 
 

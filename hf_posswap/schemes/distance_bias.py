@@ -30,15 +30,15 @@ from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_
 
 
 class DistanceBias(AttentionPositions):
-    """One layer's function of distance; subclasses have the methods that here are empty."""
+    """One layer's bias as a function of distance; subclasses fill in the empty methods."""
 
     needs_key_positions = True
 
     def measure(self, distances: torch.Tensor) -> torch.Tensor:
-        """Return what all layers make of distances (...), (...)."""
+        """Return what all layers compute from distances (...) alike, (...)."""
 
     def bias_of(self, measured: torch.Tensor) -> torch.Tensor:
-        """Return this layer's bias of what was measured (...), (H, ...)."""
+        """Return this layer's bias (H, ...) from what was measured (...)."""
 
     def by_distance(self, distances):
         return self.bias_of(self.measure(distances))

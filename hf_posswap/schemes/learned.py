@@ -18,7 +18,7 @@ from hf_posswap.schemes.base import Geometry, PositionEmbedding, Scheme, check_c
 class Table(nn.Embedding):
     """A learned table with the stock name `weight` and shape: plain classes may load it, and compute the same.
 
-    They know no span: with one the table has another shape, by a row that is no position, and they refuse it.
+    With a span they would not, so the table then has one row more, which is no position, and they refuse it.
     """
 
     keeps_table: ClassVar[bool] = True

@@ -13,9 +13,10 @@ Sines change sign with the direction, so left and right differ.
 j is the key's position, i the query's: r < clip looks to the left. Tables are (H, R, D), or (R, D) when all heads share
 them as in the paper. With zero tables this is plain attention without positions.
 
-There are two ways to the same numbers. Where positions go up by one from key to key, with padding and caches, too,
-`relative_attention` costs little more than plain attention. Other positions (packed documents, gaps), masks for each pair of
-query and key, eager attention (which returns probabilities), compiled models, and `key_query` take `attend_by_index`.
+Two functions compute the same numbers. Where positions go up by one from key to key, also with padding or a cache,
+`relative_attention` costs little more than plain attention. `attend_by_index` is for all else: other positions (packed
+documents, gaps), masks for each pair of query and key, eager attention (which returns probabilities), compiled models, and
+`key_query`.
 """
 
 from dataclasses import dataclass
@@ -28,11 +29,11 @@ from hf_posswap.errors import PosswapError
 from hf_posswap.functional.closed_form import (
     distance_index,
     fit_relative_keys,
-    fit_relative_values,
     missing_scores,
+    solve_with_ridge,
     sum_keys_by_distance,
 )
-from hf_posswap.functional.relative_attention import IMPLEMENTATIONS, attend_in_order
+from hf_posswap.functional.relative_attention import IMPLEMENTATIONS, relative_attention
 from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number, is_traced, weigh
 from hf_posswap.schemes.sinusoidal import sinusoids
 
@@ -90,18 +91,18 @@ class RelativePositions(AttentionPositions):
         """
         if self.key_query:
             return
-        shared = self.key_vectors().dim() == 2
-        self._solve_keys(observe, scaling, shared)
+        self._solve_keys(observe, scaling)
         if self.value_table is not None:
-            self._solve_values(observe, scaling, shared)
+            self._solve_values(observe, scaling)
 
-    def _solve_keys(self, observe, scaling: float, shared: bool) -> None:
+    def _solve_keys(self, observe, scaling: float) -> None:
         queries, masses, targets = [], [], []
         for evidence in observe():
             weights, missing = missing_scores(evidence, evidence.query @ evidence.key.transpose(-1, -2), scaling)
             queries.append(evidence.tokens(evidence.query))
             masses.append(evidence.tokens(sum_keys_by_distance(weights, self.clip)))
             targets.append(evidence.tokens(sum_keys_by_distance(weights * missing, self.clip)))
+        shared = self.key_vectors().dim() == 2
         table = fit_relative_keys(*(torch.cat(parts, dim=1) for parts in (queries, masses, targets)), shared=shared)
         if self.key_table is not None:
             self.key_table.copy_(table.view_as(self.key_table))
@@ -109,8 +110,8 @@ class RelativePositions(AttentionPositions):
             seen = sum(part.sum(1) for part in masses)  # (H, R)
             self.key_projection.copy_(_project(self._signal().double(), table, seen).view_as(self.key_projection))
 
-    def _solve_values(self, observe, scaling: float, shared: bool) -> None:
-        moment, product = 0.0, 0.0
+    def _solve_values(self, observe, scaling: float) -> None:
+        moment, product = 0.0, 0.0  # of M^T M a = M^T Y, from the masses M by distance and the missing outputs Y
         for evidence in observe():
             scores = evidence.query @ evidence.key.transpose(-1, -2)
             by_distance = evidence.query @ self.key_vectors().to(scores.dtype).transpose(-1, -2)
@@ -119,7 +120,9 @@ class RelativePositions(AttentionPositions):
             mass = evidence.tokens(sum_keys_by_distance(probabilities, self.clip))
             moment = moment + mass.transpose(1, 2) @ mass
             product = product + mass.transpose(1, 2) @ evidence.tokens(evidence.output - probabilities @ evidence.value)
-        self.value_table.copy_(fit_relative_values(moment, product, shared=shared).view_as(self.value_table))
+        if self.value_table.dim() == 2:
+            moment, product = moment.sum(0, keepdim=True), product.sum(0, keepdim=True)
+        self.value_table.copy_(solve_with_ridge(moment, product, 1e-3).view_as(self.value_table))
 
     def attend(
         self,
@@ -149,8 +152,8 @@ class RelativePositions(AttentionPositions):
                 key_mask = key_mask[:, -key.shape[-2] :]
             if not return_probabilities and not is_traced() and not self.key_query:
                 mask = None if key_mask is None else key_mask.expand(len(query), -1)
-                options = self.clip, causal, mask, dropout, scaling, self.implementation
-                return attend_in_order(query, key, value, *tables, *options), None
+                options = {"clip": self.clip, "causal": causal, "key_mask": mask, "dropout": dropout, "scale": scaling}
+                return relative_attention(query, key, value, *tables, implementation=self.implementation, **options), None
             mask = None if key_mask is None else key_mask[:, None, None]
         if causal and (mask is None or shared.in_order):
             seen = shared.causal(key.shape[-2])[None, None]

@@ -166,6 +166,8 @@ class SelfExtend(Scheme):
             if getattr(self, field) is not None:
                 check_number(self, field, int, 1)
         check_number(self, "temper", float, 0)
+        check_number(self, "theta", float, 1, above=True)  # `choose` knows no "auto" of this scheme
+        check_number(self, "fraction", float, 0, above=True)
         check_choice(self, "mark_first", (True, False))
         self.rotary()
 

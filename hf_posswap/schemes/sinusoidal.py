@@ -89,7 +89,7 @@ class ProjectedCode(PositionEmbedding):
         positions = torch.cat([torch.arange(len(table)), beyond]).to(table.device)
         signal = self.code(positions).double()
         weights = 1 / (torch.arange(len(table), device=table.device, dtype=table.dtype) + 4)
-        weights[0] = 0 if len(table) > 1 else 1
+        weights[0] = 0
         weights = (weights / weights.mean())[:, None]
         mean, centre = (weights * table).mean(0), (weights * signal[: len(table)]).mean(0)
         signal = signal - centre
