@@ -80,7 +80,7 @@ def test_damage_is_a_naive_loop(pair, side):
     batches = [padded(side), {"input_ids": text(5, 12)}]
     pair[1].train().base_model.get_input_embeddings().eval()
     modes = [[module.training for module in one.modules()] for one in pair]
-    found = damage(pair[1], pair[0], batches)
+    found = damage(pair[1], pair[0], iter([batches[0], text(5, 12)]))
     assert modes == [[module.training for module in one.modules()] for one in pair]
     head = pair[0].get_output_embeddings() is not None
     single, lengths, layers = {}, {}, [[], []]
@@ -283,8 +283,7 @@ def test_a_fit_wins_at_every_depth(scheme, sizes, long):
 def test_measures_by_layer():
     """Attention by distance and damage count a layer that runs again as another, as transformers' own outputs do."""
     model, other = make(num_hidden_layers=3), make(num_hidden_layers=3, seed=1)
-    batches = [{"input_ids": rows} for rows in TEXT.split(30)]
-    found = attention_by_distance(model, batches, reach=19)
+    found = attention_by_distance(model, TEXT.split(30), reach=19)
     model.set_attn_implementation("eager")
     attentions = model(TEXT, output_attentions=True).attentions
     wanted = torch.stack([torch.stack([a.diagonal(k, -2, -1).sum(-1) for k in range(-19, 20)], -1) for a in attentions])
@@ -294,4 +293,4 @@ def test_measures_by_layer():
         for one in (model, other)
     ]
     errors = [float((s - t).pow(2).sum() / (t - t.mean((0, 1))).pow(2).sum()) for t, s in zip(*states, strict=True)]
-    assert damage(other, model, batches).by_layer == pytest.approx(errors, rel=1e-3)
+    assert damage(other, model, TEXT).by_layer == pytest.approx(errors, rel=1e-3)

@@ -8,7 +8,7 @@ from conftest import KINDS, refused
 from sklearn.linear_model import RidgeClassifier, RidgeClassifierCV
 from transformers import BertModel
 
-from hf_posswap.data.calibration import padding_last
+from hf_posswap.data.calibration import check_batches
 from hf_posswap.evaluating import evaluating, watching
 from hf_posswap.measure import (
     attention_by_distance,
@@ -120,7 +120,7 @@ def test_against_eager_probabilities(model, family, backend, tokens, side):
     model.train()
     batch = {"input_ids": tokens, "attention_mask": mask}
     found = attention_by_distance(model, [batch], reach=5)
-    tokens, mask = padding_last(batch).values()
+    ((tokens, mask),) = (one.values() for one in check_batches(batch, model, 20))
     assert model.training and found.shape == (2, 2, 11)
     assert torch.allclose(found.sum(-1), torch.ones(2, 2), atol=1e-5)
     model.eval().set_attn_implementation("eager")
@@ -154,6 +154,8 @@ def test_batches_of_several_lengths(make_model, tokens):
     model = make_model("bert")
     parts = [{"input_ids": tokens}, {"input_ids": tokens[:, :7]}]
     each = [attention_by_distance(model, [part], reach=4) for part in parts]
-    together = attention_by_distance(model, parts, reach=4)
-    assert torch.allclose(together, (each[0] * 40 + each[1] * 14) / 54, atol=1e-6)
+    for given in (parts, (part["input_ids"] for part in parts)):
+        together = attention_by_distance(model, given, reach=4)
+        assert torch.allclose(together, (each[0] * 40 + each[1] * 14) / 54, atol=1e-6)
+    refused("no batches", attention_by_distance, model, [])
     assert not any(module._forward_pre_hooks for module in model.modules())
