@@ -33,6 +33,8 @@ def test_passkeys_and_needles(bert_tokenizer):
             know = {place for place, text in one.corpus.items() if f"{first} {last}" in text}
             assert know == one.relevant[number]
     assert passkeys(bert_tokenizer, 128) == passkeys(bert_tokenizer, 128) != passkeys(bert_tokenizer, 128, seed=1)
+    byte_level = load_tokenizer("stdlib-gpt2")  # whose words are other tokens behind a space
+    assert max(len(byte_level(text, verbose=False)["input_ids"]) for text in passkeys(byte_level, 512).corpus.values()) <= 512
     refused("no room", passkeys, bert_tokenizer, 20, error=DataError)
     refused("no room", needles, bert_tokenizer, 128, [], error=DataError)
 
