@@ -104,9 +104,10 @@ def test_tokens_to_reach(recipe):
 
 def test_distillation_loss(make_model, make_swapped, tokens):
     """Zero against itself; with a head KL by its definition, with a text weight w (1 - w) KL + w CE; or refused."""
-    for family in ("bert", "gpt2"):
-        model = make_model(family)
-        assert distillation_loss(model)(model, {"input_ids": tokens}).item() == pytest.approx(0, abs=1e-6)
+    for family, dropout in (("bert", "attention_probs_dropout_prob"), ("gpt2", "attn_pdrop")):
+        model, training = make_model(family), make_model(family, **{dropout: 0.5}).train()
+        assert distillation_loss(training)(model, {"input_ids": tokens}).item() == pytest.approx(0, abs=1e-6)
+        assert training.training
     headless = make_model("bert", head=BertModel)
     assert distillation_loss(headless)(make_swapped("bert", "rotary", head=BertModel), {"input_ids": tokens}) > 0.01
     model, other = make_model("gpt2"), make_swapped("gpt2", "rotary")
