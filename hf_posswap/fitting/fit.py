@@ -125,6 +125,8 @@ def fit(
             return found, decides.total, long and long.read(target)
 
         before, start, read = after, end, read_after = measure()
+        if start <= 1e-7 and isinstance(teacher, SwappedModel):
+            raise PosswapError(f"original_model is this swapped model again, and not its original. {_LOAD_IT}")
         layers = ()
         if window or start > 1e-7:  # otherwise it is the original's own table, with nothing to fit
             with suppress(_NotBetter), rewriting_attention(target), tempfile.TemporaryDirectory(prefix="posswap-") as folder:
