@@ -307,7 +307,7 @@ def _number_labels(
     else:
         if {-1, 0} <= set(train):  # as in GLUE; classes -1 and 1 are accepted
             place = f"row {train.index(-1) + 1} of {where['train']}"
-            raise DataError(f"{place} has the label -1, which often hides a label: drop such rows")
+            raise DataError(f"{place} has the label -1, which often hides a label: drop such rows, or give the class a name")
         kinds = {isinstance(value, str) for value in train}
         different = sorted({str(value) for value in train}) if len(kinds) > 1 else sorted(set(train))
         if len(different) > max(10, len(train) // 2):

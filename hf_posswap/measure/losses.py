@@ -59,7 +59,7 @@ def token_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.
     causal = family_of(model.config).is_causal(model.config)
     if labels is None:
         if not causal:
-            raise PosswapError("a masked language model predicts what `labels` say: pass them")
+            raise PosswapError("this is a masked language model: call token_losses with the labels that it is to predict")
         labels = input_ids
     dtype = torch.promote_types(model.dtype, torch.float32)
     losses = torch.full(labels.shape, torch.nan, dtype=dtype)
