@@ -177,32 +177,32 @@ def test_bad_files(tmp_path):
     refused("dataset.*train_file.*one of them", read_task, TableConfig())
 
 
-def test_each_file_numbers_its_labels_by_itself(tmp_path):
-    """Numbers with names mean the names: a file without one of the labels counts otherwise, and one with texts not at all."""
-    for name, labels in (("train", "abc"), ("test", "bc"), ("other", "d")):
-        rows = datasets.Dataset.from_dict({"text": [f"text {n}" for n in range(12)], "label": (list(labels) * 12)[:12]})
-        rows.to_json(tmp_path / f"{name}.jsonl")
-        rows.class_encode_column("label").to_parquet(tmp_path / f"{name}.parquet")
-    for train, test in (("parquet", "parquet"), ("jsonl", "parquet"), ("parquet", "jsonl")):
-        files = {"train_file": str(tmp_path / f"train.{train}"), "validation_file": str(tmp_path / f"test.{test}")}
-        task = read_task(TableConfig(**files))
-        assert task.label_names == ("a", "b", "c") and task.validation.labels[:4] == [1, 2, 1, 2]
-        other = files | {"validation_file": str(tmp_path / "other.parquet")}
-        refused("row 1 of the validation part of other.parquet has the label", read_task, TableConfig(**other))
-    for name, first in (("numbers", 0), ("more", 1)):
-        labels = [first + 1, first + 2, first] * 4
-        (numbers := datasets.Dataset.from_dict({"text": list("abcdefghijkl"), "label": labels})).to_csv(
-            tmp_path / f"{name}.csv"
-        )
-    words = numbers.cast_column("label", datasets.Value("string")).class_encode_column("label")
-    words.to_parquet(tmp_path / "named.parquet")  # named "1", "2", "3"
-    for train, test, names, labels in (
-        ("named.parquet", "more.csv", "123", [1, 2, 0]),
-        ("train.parquet", "numbers.csv", "abc", [1, 2, 0]),
-        ("numbers.csv", "train.parquet", "012", [0, 1, 2]),  # other words for the same numbers
-    ):
-        files = {"train_file": str(tmp_path / train), "validation_file": str(tmp_path / test)}
-        task = read_task(TableConfig(**files))
+@pytest.mark.parametrize(
+    ("train", "validation", "names", "labels"),
+    [
+        ("abc.parquet", "bc.parquet", "abc", [1, 2, 1]),
+        ("abc.parquet", "bc.jsonl", "abc", [1, 2, 1]),
+        ("abc.jsonl", "bc.parquet", "abc", [1, 2, 1]),
+        ("abc.parquet", "d.parquet", None, None),
+        ("231.parquet", "231.jsonl", "123", [1, 2, 0]),
+        ("abc.parquet", "120.jsonl", "abc", [1, 2, 0]),
+        ("120.jsonl", "abc.parquet", "012", [0, 1, 2]),  # other words for the same numbers
+    ],
+)
+def test_each_file_numbers_its_labels_by_itself(tmp_path, train, validation, names, labels):
+    """Numbers with names (parquet) mean the names, and a file without one of the labels counts otherwise."""
+    for file in (train, validation):
+        values = [int(one) if one.isdigit() else one for one in file.partition(".")[0]] * 12
+        rows = datasets.Dataset.from_dict({"text": [f"text {n}" for n in range(12)], "label": values[:12]})
+        if file.endswith("jsonl"):
+            rows.to_json(tmp_path / file)
+        else:
+            rows.cast_column("label", datasets.Value("string")).class_encode_column("label").to_parquet(tmp_path / file)
+    config = TableConfig(train_file=str(tmp_path / train), validation_file=str(tmp_path / validation))
+    if names is None:
+        refused("row 1 of the validation part of d.parquet has the label", read_task, config)
+    else:
+        task = read_task(config)
         assert "".join(task.label_names) == names and task.validation.labels[:3] == labels
 
 

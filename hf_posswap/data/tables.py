@@ -207,8 +207,7 @@ def read_hub(name: str, config: str | None, split: str | None) -> "datasets.Data
 
 def read_texts(table: "datasets.Dataset", column: str, source, option: str = "text_column") -> list[str]:
     """Return a column of texts, which `option` has named; DataError says what the column holds instead."""
-    check_column(table, column, source, option)
-    texts = table[column][:]
+    texts = _column(table, column, source, option)
     empty = [number for number, text in enumerate(texts, 1) if text is None]
     if empty:
         raise DataError(f"column {column!r} of {source} has empty (None) rows, {len(empty)} from row {empty[0]} on: drop them")
@@ -226,10 +225,10 @@ def read_pairs(path: str | Path) -> tuple[list[str], list[str], list[float]]:
     return *texts, _numbers(_label_column(table, "label", path), "label", path)
 
 
-def check_column(table: "datasets.Dataset", column: str, source, option: str) -> None:
-    """Raise if a table lacks a column."""
+def _column(table: "datasets.Dataset", column: str, source, option: str) -> list:
     if column not in table.column_names:
         raise DataError(f"{source} has no column {column!r}; it has {table.column_names}: pass {option}=")
+    return table[column][:]
 
 
 def _hub_tables(config: TableConfig) -> dict[str, "datasets.Dataset"]:
@@ -275,8 +274,7 @@ def _choose_columns(table: "datasets.Dataset", config: TableConfig, source: str)
 
 
 def _label_column(table: "datasets.Dataset", column: str, where: str) -> list:
-    check_column(table, column, where, "label_column")
-    values = table[column][:]
+    values = _column(table, column, where, "label_column")
     for number, value in enumerate(values, 1):
         if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
             raise DataError(f"column {column!r} of {where} has no label in row {number}")
