@@ -48,7 +48,7 @@ def damage(model: PreTrainedModel, original: PreTrainedModel, batches: torch.Ten
     head = model.get_output_embeddings() is not None and original.get_output_embeddings() is not None
     positions, lengths = defaultdict(list), defaultdict(list)  # the costs of all tokens in a range, and of all sequences
     errors, spreads = 0.0, 0.0
-    checked = check_batches(batches, model, longest_input(model.config))
+    checked = check_batches(batches, model, min(longest_input(one.config) for one in (model, original)))
     for batch in few_tokens(checked, _TOKENS_A_BATCH // 4 if head else _TOKENS_A_BATCH):
         states, predictions = [], []
         for one in (original, model):
@@ -79,11 +79,9 @@ def damage(model: PreTrainedModel, original: PreTrainedModel, batches: torch.Ten
         errors += torch.tensor([(s - t).pow(2).sum() for t, s in zip(*flat, strict=True)])
         spreads += torch.tensor([(t - t.mean(0)).pow(2).sum() for t in flat[0]])
     lengths = dict(sorted(lengths.items()))
-    weights = {length: length if head else 1 for length in lengths}
-    count = sum(weights[length] * len(values) for length, values in lengths.items())
     return Damage(
         measure="KL" if head else "1 - cosine",
-        total=sum(weights[length] * sum(values) for length, values in lengths.items()) / count,
+        total=fmean(value for values in (positions if head else lengths).values() for value in values),
         by_layer=tuple((errors / spreads).tolist()),
         by_position={name: fmean(values) for name, values in positions.items() if values},
         by_length={length: fmean(values) for length, values in lengths.items()},
