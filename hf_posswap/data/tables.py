@@ -97,11 +97,11 @@ def read_task(config: TableConfig) -> Task:
         DataError: No such file, data set or column; a split without rows; texts or labels that are missing or of another type;
             labels to measure on that are not in the training rows.
     """
-    of_hub, of_files = ("dataset", "dataset_config", "validation_split"), ("train_file", "validation_file", "test_file")
-    given = [tuple(getattr(config, name) for name in names) for names in (of_hub, of_files)]
-    if any(given[0]) == any(given[1]) or not (config.dataset or config.train_file):
-        raise DataError(f"give a Hub data set ({', '.join(of_hub)}) or local files ({', '.join(of_files)}), one of them")
-    files = {split: file for split, file in zip(("train", "validation", "test"), given[1], strict=True) if file}
+    files = {split: file for split in ("train", "validation", "test") if (file := getattr(config, f"{split}_file"))}
+    hub = any((config.dataset, config.dataset_config, config.validation_split))
+    if hub == bool(files) or not (config.dataset or config.train_file):
+        ways = "a Hub data set (dataset, dataset_config, validation_split), or files (train_file, validation_file, test_file)"
+        raise DataError(f"give {ways}: one of them")
     tables = {split: read_table(file) for split, file in files.items()} or _hub_tables(config)
     source = config.dataset or Path(config.train_file).name
     text, pair, label = _choose_columns(tables["train"], config, source)
@@ -249,12 +249,10 @@ def hub_name(name: str) -> tuple[str, str | None]:
     >>> hub_name("glue/cola"), hub_name("nyu-mll/glue/cola"), hub_name("imdb"), hub_name("wikitext:wikitext-2-v1")
     (('nyu-mll/glue', 'cola'), ('nyu-mll/glue', 'cola'), ('stanfordnlp/imdb', None), ('Salesforce/wikitext', 'wikitext-2-v1'))
     """
-    if ":" in name:
-        name, _, config = name.partition(":")
-        return _SHORT_NAMES.get(name, name), config or None
+    name, _, config = name.partition(":")
     first, *rest = name.split("/")
     parts = [*_SHORT_NAMES.get(first, first).split("/"), *rest]
-    return "/".join(parts[:2]), "/".join(parts[2:]) or None
+    return "/".join(parts[:2]), config or "/".join(parts[2:]) or None
 
 
 def _choose_columns(table: "datasets.Dataset", config: TableConfig, source: str) -> tuple[str, str | None, str]:
