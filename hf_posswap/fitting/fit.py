@@ -68,7 +68,7 @@ def fit(
             lengths, or of dicts with `input_ids`, `attention_mask` and `token_type_ids`. Mix lengths up to the longest input
             you care about, also longer than the original's, which then reads through a window that slides by a quarter. None: a
             causal model writes text itself, an encoder gets random tokens; real text is better.
-        reconstruct: Steps of Adam for each layer, those that share a module taking theirs together; more win more, most with
+        reconstruct: Steps of Adam for each layer; layers that share a module take them together. More win more, most with
             "alibi" and "buckets". 0: only the closed form, if the scheme has one.
         original_model: The original, if this process does not keep it: for a model loaded from a swapped checkpoint.
         learning_rate: Peak learning rate of weights; that of position tables is 30 times as high.
@@ -118,8 +118,7 @@ def fit(
         long = LongText(teacher, architecture, told, window) if window else None
 
         def measure() -> tuple[Damage, float, dict | None]:
-            """Return the damage to report (of text longer than the window, on its beginnings), that to decide by (behind a
-            window, errors of layers do), and the reading."""
+            """Return the damage to report, the total that decides unless there is a window, and the reading of long text."""
             found = damage(target, teacher, [opening(batch, window) for batch in told] if window else told)
             decides = found if window or told is text.select else damage(target, teacher, text.select)
             return found, decides.total, long and long.read(target)
