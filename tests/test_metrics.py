@@ -77,16 +77,6 @@ def test_errors():
     assert {*OF_LABELS, *OF_NUMBERS} == {name for labels in (0, 2, 3) for name in metric_names(labels)}
 
 
-def test_batches_side_by_side():
-    """Batches add up; two metrics of one kind that are filled in turn do not see each other; a metric can be used again."""
-    one, other = Metric("matthews"), Metric("matthews")
-    for part in ([0, 1, 1], [1, 0]):
-        one.add_batch(predictions=torch.tensor(part), references=part)
-        other.add_batch(predictions=numpy.array(part), references=[1 - label for label in part])
-    assert one.compute() == {"matthews": 1.0} and other.compute() == {"matthews": -1.0}
-    assert one.compute(predictions=[0, 1], references=[1, 0]) == {"matthews": -1.0}
-
-
 def test_no_files(tmp_path, monkeypatch):
     """Metrics leave nothing in the cache folder, so runs cannot collide in it."""
     monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", tmp_path)

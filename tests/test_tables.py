@@ -149,6 +149,12 @@ VALIDATION = {"train_file": "good.csv", "validation_file": "t.csv"}
         ("text,label\n" + "".join(f"x,word{n}\n" for n in range(20)), {}, "20 different labels in 20 rows"),
         (GOOD + "secret,-1\n", {}, "row 21 of the train part of t.csv has the label -1, .*drop such rows"),
         ("text,label\nx,one\ny,two\n", {"task": "regression"}, "the text 'one': give numbers"),
+        # Files in unknown formats, and files that are not what their name says.
+        ("x", {"train_file": "t.xlsx"}, "no table that can be read: give .csv"),
+        ("x", {"train_file": "t.parquet.gz"}, "no table that can be read"),
+        ("text,label\n", {"train_file": "t.csv.gz"}, "cannot be read as csv"),
+        ("{nope", {"train_file": "t.json"}, "cannot be read as json"),
+        ("text,label\n\xff,1\n", {}, "cannot be read as csv in UTF-8"),
         # Validation rows have the columns and labels of the training rows.
         ("text,label\nx,0\nx,7\n", VALIDATION, "row 2 of the validation part of t.csv has the label '7', .*known are 0, 1"),
         ("text,label\nx,yes\n", VALIDATION, "the label 'yes'.*out of range"),
@@ -158,23 +164,10 @@ VALIDATION = {"train_file": "good.csv", "validation_file": "t.csv"}
 def test_bad_tables(tmp_path, monkeypatch, content, options, says):
     """An error says what is wrong with a table, and what is there."""
     monkeypatch.chdir(tmp_path)
-    Path("t.csv").write_text(content)
+    for name in ("t.csv", options.get("train_file", "t.csv")):
+        Path(name).write_text(content, encoding="latin-1")
     Path("good.csv").write_text(GOOD)
     refused(says, read_task, TableConfig(**{"train_file": "t.csv", **options}))
-
-
-def test_bad_files(tmp_path):
-    """Files in unknown formats, and files that are not what their name says, are refused."""
-    for name, content, says in (
-        ("t.xlsx", b"x", "no table that can be read: give .csv"),
-        ("t.parquet.gz", b"x", "no table that can be read"),
-        ("t.csv.gz", b"text,label\n", "cannot be read as csv"),
-        ("t.json", b"{nope", "cannot be read as json"),
-        ("t.csv", b"text,label\n\xff\xfe,1\n", "cannot be read as csv in UTF-8"),
-    ):
-        (tmp_path / name).write_bytes(content)
-        refused(says, read_task, TableConfig(train_file=str(tmp_path / name)))
-    refused("dataset.*train_file.*one of them", read_task, TableConfig())
 
 
 @pytest.mark.parametrize(
@@ -215,12 +208,15 @@ def test_rows_that_pandas_has_picked(tmp_path):
     assert task.train.texts == picked["text"].tolist() and len(task.validation) == 25
 
 
-def test_another_table_of_the_same_time(tmp_path):
-    """What a file holds is read, and not what one of its name and time held."""
+def test_the_file_of_that_name(tmp_path):
+    """What a file holds is read, and not what one of its name and time held, nor one that its name matches as a pattern."""
     for word in ("cat", "sun"):
         (path := tmp_path / "t.csv").write_text(f"text\n{word}\n")
         os.utime(path, (0, 0))
         assert read_table(path)["text"] == [word]
+    for name in (names := ("rows1.csv", "rows[1].csv", "*.csv", "rows?.json")):
+        (tmp_path / name).write_text('{"text": "rows?.json"}' if name[-1] == "n" else f"text\n{name}\n")
+    assert [read_table(tmp_path / name)["text"] for name in names] == [[name] for name in names]
 
 
 def test_pairs_with_scores(tmp_path):
@@ -234,18 +230,11 @@ def test_pairs_with_scores(tmp_path):
     refused("no label in row 2", read_pairs, write_rows(tmp_path / "t.jsonl", rows))
 
 
-def test_names_are_no_patterns(tmp_path):
-    """A file whose name would match another one, as a pattern, is itself read."""
-    for name in ("rows1.csv", "rows[1].csv", "*.csv", "rows?.json"):
-        (tmp_path / name).write_text('{"text": "rows?.json"}' if name[-1] == "n" else f"text\n{name}\n")
-    for file in tmp_path.iterdir():
-        assert read_table(file)["text"] == [file.name]
-
-
 def test_hub(monkeypatch):
     """Splits of a Hub data set: given, missing, with secret labels; no network is an error."""
     says = "cannot read the Hub data set nyu-mll/glue, cola: .*a local file needs no network"
     refused(says, read_task, TableConfig(dataset="glue/cola"))
+    refused("dataset.*train_file.*one of them", read_task, TableConfig())
     asked = []
     features = datasets.Features({"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
     splits = {
