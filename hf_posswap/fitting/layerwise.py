@@ -40,7 +40,7 @@ _TABLE_FACTOR = 30.0  # entries of position tables are about 30 times as large a
 
 @dataclass(frozen=True)
 class LayerFit:
-    """One layer's relative error on held-out text, given the swapped model's own states up to it.
+    """One layer's relative error on held-out text; its input are the swapped model's own states.
 
     Layers that are one module share `kept` and `reconstructed`, which the sum of their errors decides.
     """
