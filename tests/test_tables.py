@@ -110,7 +110,7 @@ def test_what_is_drawn(tmp_path):
     assert read() == task and other.train != task.train and other.validation != task.validation
     assert (len(task.train), len(task.validation)) == (20, 5) and not set(task.train.texts) & set(task.validation.texts)
     numbers = [int(text.split()[0]) for text in task.train.texts]
-    assert numbers == sorted(numbers) and task.train.labels == [n % 2 for n in numbers]
+    assert numbers == sorted(numbers) and numbers[-1] > 50 and task.train.labels == [n % 2 for n in numbers]
     parts = hold_out(50, seed=3)
     assert sorted(parts["train"] + parts["validation"]) == list(range(50)) and len(parts["validation"]) == 5
     assert parts != hold_out(50, seed=4) and len(read_task(TableConfig(train_file=file, max_train_samples=99)).train) == 90
@@ -137,6 +137,7 @@ VALIDATION = {"train_file": "good.csv", "validation_file": "t.csv"}
         (GOOD, {"validation_file": "missing.csv"}, "no such file: missing.csv"),
         (GOOD, {"validation_file": "."}, ". is a folder: give one file in it"),
         ("", {}, "t.csv has no rows"),
+        ("", {"train_file": "t.json"}, "t.json has no rows"),
         ("text,label\n", {}, "t.csv has no rows"),
         ("text,label\n,1\nx,0\n,1\n", {}, r"column 'text' of the train part of t.csv has empty \(None\) rows, 2 from row 1"),
         ("text,label\nx,1\ny,\n", {}, "no label in row 2"),

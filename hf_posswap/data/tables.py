@@ -173,8 +173,9 @@ def read_table(path: str | Path) -> "datasets.Dataset":
             content = hashlib.file_digest(file, "sha256").hexdigest()[:16]
         # datasets takes names for patterns: rows[1].csv would read rows1.csv
         rows = datasets.load_dataset(kind, content, data_files=glob.escape(str(path)), split="train", **options)
-    except (datasets.exceptions.DatasetsError, ValueError) as error:
-        if "no data" in str(error) or type(error.__cause__).__name__ == "EmptyDataError":
+    except (datasets.exceptions.DatasetsError, ValueError, StopIteration) as error:  # StopIteration: an empty json file
+        empty = isinstance(error, StopIteration) or type(error.__cause__).__name__ == "EmptyDataError"
+        if empty or "no data" in str(error):
             raise DataError(f"{path} has no rows") from None
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise DataError(f"{path} cannot be read as {kind} in UTF-8: {reason}") from None
