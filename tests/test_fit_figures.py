@@ -2,7 +2,9 @@
 in ALBERT, which are fitted together, and counted, watched and measured one by one.
 """
 
+from collections import defaultdict
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
@@ -11,7 +13,6 @@ from test_fitting import batch as padded
 from test_fitting import quick, text
 from torch import nn
 from torch.nn import functional
-from torch.nn.functional import cosine_similarity, kl_div
 from transformers import (
     BertForMaskedLM,
     BertForPreTraining,
@@ -59,46 +60,37 @@ def test_the_side_of_padding_does_not_matter(make_model, family):
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_damage_is_a_naive_loop(pair, side):
     """Damage is what a loop over rows, read alone, and tokens finds, for both measures; modes of single modules stay."""
-    batches = [padded(side), {"input_ids": text(5, 12)}]
+    batch = padded(side)
+    rows = [ids[kept > 0] for ids, kept in zip(*batch.values(), strict=True)] + list(text(5, 12))
     pair[1].train().base_model.get_input_embeddings().eval()
     modes = [[module.training for module in one.modules()] for one in pair]
-    found = damage(pair[1], pair[0], iter([batches[0], text(5, 12)]))
+    found = damage(pair[1], pair[0], iter([batch, text(5, 12)]))
     assert modes == [[module.training for module in one.modules()] for one in pair]
     head = pair[0].get_output_embeddings() is not None
-    single, lengths, layers = {}, {}, [[], []]
-    for one in pair:
-        one.eval()
-    for batch in batches:
-        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-        for ids, kept in zip(batch["input_ids"], mask, strict=True):
-            with torch.no_grad():
-                outs = [one(ids[None, kept], output_hidden_states=True) for one in pair]
-            states = [torch.cat(out.hidden_states[1:]) for out in outs]
-            for side_states, one in zip(layers, states, strict=True):
-                side_states.append(torch.nn.functional.layer_norm(one, one.shape[-1:]))
-            if head:
-                logs = [out.logits[0].log_softmax(-1) for out in outs]
-                costs = [kl_div(other, one, log_target=True, reduction="sum") for one, other in zip(*logs, strict=True)]
-                lengths.setdefault(len(costs), []).extend(costs)
-            else:
-                costs = [1 - cosine_similarity(one, other, dim=0) for one, other in zip(*(s[-1] for s in states), strict=True)]
-                lengths.setdefault(len(costs), []).append(1 - cosine_similarity(*(one[-1].mean(0) for one in states), dim=0))
-            for place, cost in enumerate(costs):
-                name = "0" if place == 0 else "1-7" if place < 8 else "8-31"
-                single.setdefault(name, []).append(cost)
-    assert found.measure == ("KL" if head else "1 - cosine")
-    everything = [value for values in lengths.values() for value in values]
-    assert found.total == pytest.approx(torch.stack(everything).mean().item(), rel=1e-4, abs=1e-6) and found.total > 1e-3
+    single, lengths, layers = defaultdict(list), defaultdict(list), [[], []]
+    for ids in rows:
+        with torch.no_grad():
+            outs = [one.eval()(ids[None], output_hidden_states=True) for one in pair]
+        states = [torch.cat(out.hidden_states[1:]) for out in outs]  # (layers, L, E)
+        for own, one in zip(layers, states, strict=True):
+            own.append(functional.layer_norm(one, one.shape[-1:]))
+        if head:
+            target, other = (out.logits[0].log_softmax(-1) for out in outs)
+            costs = functional.kl_div(other, target, log_target=True, reduction="none").sum(-1)
+        else:
+            costs = 1 - torch.cosine_similarity(*(one[-1] for one in states), dim=-1)
+            pooled = 1 - torch.cosine_similarity(*(one[-1].mean(0) for one in states), dim=0)
+        lengths[len(ids)] += costs.tolist() if head else [pooled.item()]
+        for place, cost in enumerate(costs.tolist()):
+            single["0" if place == 0 else "1-7" if place < 8 else "8-31"].append(cost)
+    assert found.measure == ("KL" if head else "1 - cosine") and found.total > 1e-3
+    assert found.total == pytest.approx(fmean(value for values in lengths.values() for value in values), rel=1e-4, abs=1e-6)
     for got, wanted in ((found.by_position, single), (found.by_length, lengths)):
-        assert got.keys() == wanted.keys()
-        for name, values in wanted.items():
-            assert got[name] == pytest.approx(torch.stack(values).mean().item(), rel=1e-3, abs=1e-6)
-    joined = [torch.cat(one, dim=1) for one in layers]
-    assert len(found.by_layer) == len(joined[0])
-    for index, got in enumerate(found.by_layer):
-        target, other = joined[0][index], joined[1][index]
-        error = (other - target).pow(2).sum() / (target - target.mean(0)).pow(2).sum()
-        assert got == pytest.approx(error.item(), rel=0.05)  # the spread is taken about each batch's own mean
+        assert got == pytest.approx({name: fmean(values) for name, values in wanted.items()}, rel=1e-3, abs=1e-6)
+    errors = []
+    for target, other in zip(*(torch.cat(one, dim=1) for one in layers), strict=True):
+        errors.append(float((other - target).pow(2).sum() / (target - target.mean(0)).pow(2).sum()))
+    assert found.by_layer == pytest.approx(errors, rel=0.05)  # the spread is taken about each batch's own mean
 
 
 def test_own_text(make_model, monkeypatch):

@@ -78,10 +78,12 @@ def test_errors():
 
 
 def test_no_files(tmp_path, monkeypatch):
-    """Metrics leave nothing in the cache folder, so runs cannot collide in it."""
+    """Metrics write no files, neither into the cache nor into the working directory, so runs cannot collide in them."""
     monkeypatch.setattr("evaluate.config.HF_METRICS_CACHE", tmp_path)
-    assert compute_metrics(("accuracy",), [0, 1], [0, 1]) == {"accuracy": 1.0}
+    monkeypatch.chdir(tmp_path)
+    (metric := Metric("accuracy")).add_batch(predictions=[0, 1], references=[0, 1])
     assert not [path for path in tmp_path.rglob("*") if path.is_file() or "default" in path.name]
+    assert metric.compute() == {"accuracy": 1.0}
 
 
 def test_logits_of_all_rows(make_model):

@@ -113,7 +113,7 @@ def mixed_lengths(longest: int) -> list[int]:
 def written_text(model: PreTrainedModel, *, tokens: int = 65_536, seed: int = 0, length: int | None = None) -> torch.Tensor:
     """Let a causal model with a language-modelling head write its own calibration text: (N, L), L its longest by default.
 
-    Plain sampling at temperature 1, from the end-of-text token or, where there is none, from a random one.
+    Plain sampling at temperature 1. A row begins with the token that begins or ends texts or, without one, with a random one.
     """
     length = length or longest_input(model.config)
     rows = max(1, tokens // length)
