@@ -103,6 +103,7 @@ def test_documents_and_passages(bert_tokenizer):
     assert long.startswith(" ".join(documents[:3]))
     passages = draw_passages(documents, bert_tokenizer, 8, 2, seed=0)
     assert [one.document for one in passages] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert passages != draw_passages(documents, bert_tokenizer, 8, 2, seed=1)
     for one in passages:
         words = documents[one.document].split()
         assert words[round(one.place * 30) :][:8] == one.text.split()
