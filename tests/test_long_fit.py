@@ -125,31 +125,25 @@ def test_it_reads_on(pair, monkeypatch):
     assert found[0] < min(found[1:3]) and found[0] < 0.95 * found[3]
 
 
-def test_memory_and_files(pair, monkeypatch, tmp_path):
+def test_memory_and_files(pair, monkeypatch, tmp_path, watch):
     """On disk are the states of the current layer, four times the tokens for windows; no call reads more than it may."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(teacher, "_TOKENS_AT_ONCE", 128)
     original, text = pair
-    sizes, read = [], []
-    inner, call = layerwise.Walk.fit_layers, teacher.States._call
+    sizes, inner, calls = [], layerwise.Walk.fit_layers, watch(teacher.States, "_call")
 
     def watched(self, *args):
         done = inner(self, *args)
         sizes.append(sum(path.stat().st_size for path in Path(self.ours.folder).iterdir()))
         return done
 
-    def watched_call(self, i):
-        if self.name == "original":
-            read.append(self.batches[i]["input_ids"].shape)
-        return call(self, i)
-
     monkeypatch.setattr(layerwise.Walk, "fit_layers", watched)
-    monkeypatch.setattr(teacher.States, "_call", watched_call)
     quick(longer(original, "relative:clip=4"), TextBatches([text[1]], text.select[1:], text.report[1:]), reconstruct=2)
     tokens, windows = 70 * LONG, 70 * 9 * WINDOW  # windows at 0, 8, ... 64
     opened = 60 * WINDOW  # what the closed form looks at, in both models
     states = 4 * 32 * (2 * tokens + windows + 3 * opened)
     assert len(sizes) == 2 and all(states < size < 1.1 * states for size in sizes)
+    read = [one.args[0].batches[one.args[1]]["input_ids"].shape for one in calls if one.args[0].name == "original"]
     assert max(rows * length for rows, length in read if rows > 4) <= 60 * WINDOW
     assert all(length <= WINDOW for _, length in read)
     assert list(tmp_path.iterdir()) == []

@@ -1,7 +1,6 @@
 """Rows of a task: columns and labels that are found, splits that do not change, and tables that are refused."""
 
 import os
-import random
 from pathlib import Path
 
 import datasets
@@ -114,9 +113,6 @@ def test_what_is_drawn(tmp_path):
     parts = hold_out(50, seed=3)
     assert sorted(parts["train"] + parts["validation"]) == list(range(50)) and len(parts["validation"]) == 5
     assert parts != hold_out(50, seed=4) and len(read_task(TableConfig(train_file=file, max_train_samples=99)).train) == 90
-    state = random.getstate()
-    read()
-    assert random.getstate() == state
 
 
 GOOD = "text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(20))
