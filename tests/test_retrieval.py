@@ -28,10 +28,13 @@ def test_passkeys_and_needles(bert_tokenizer):
         assert len(one.corpus) == 100 and len(one.queries) == 50
         sizes = [len(bert_tokenizer(text)["input_ids"]) for text in one.corpus.values()]
         assert max(sizes) <= 128 and min(sizes) > 90
+        depths = []
         for number, question in one.queries.items():
             first, last = [word.strip("?") for word in question.split() if word[0].isupper() and word != "What"][:2]
             know = {place for place, text in one.corpus.items() if f"{first} {last}" in text}
             assert know == one.relevant[number]
+            depths += [one.corpus[place].index(last) / len(one.corpus[place]) for place in know]
+        assert min(depths) < 0.2 and max(depths) > 0.7
     assert passkeys(bert_tokenizer, 128) == passkeys(bert_tokenizer, 128) != passkeys(bert_tokenizer, 128, seed=1)
     byte_level = load_tokenizer("stdlib-gpt2")  # whose words are other tokens behind a space
     assert max(len(byte_level(text, verbose=False)["input_ids"]) for text in passkeys(byte_level, 512).corpus.values()) <= 512

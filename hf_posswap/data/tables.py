@@ -169,7 +169,7 @@ def read_table(path: str | Path) -> "datasets.Dataset":
     if tabs := path.name.lower().removesuffix(".gz").endswith(".tsv"):
         options["delimiter"] = "\t"
     try:
-        with path.open("rb") as file:  # a name for the cache, which knows files by their times: an archive may set those
+        with path.open("rb") as file:  # to name the cache, which knows a file by its time alone: an archive may set that
             content = hashlib.file_digest(file, "sha256").hexdigest()[:16]
         # datasets takes names for patterns: rows[1].csv would read rows1.csv
         rows = datasets.load_dataset(kind, content, data_files=glob.escape(str(path)), split="train", **options)
@@ -179,7 +179,7 @@ def read_table(path: str | Path) -> "datasets.Dataset":
             raise DataError(f"{path} has no rows") from None
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise DataError(f"{path} cannot be read as {kind} in UTF-8: {reason}") from None
-    # The first cells, taken for names of rows. In a parquet file, pandas' own index is one more column.
+    # pandas has taken the first cells for names of rows. In a parquet file such a column is the index that it saved.
     if kind == "csv" and any(name.startswith("__index_level_") for name in rows.column_names):
         what = f"{path} has more cells in its rows than names in its header"
         raise DataError(f'{what}: put texts with commas in quotes ("), and no comma at the end of a row')
@@ -293,7 +293,7 @@ def _number_labels(
 ) -> tuple[tuple[str, ...], dict[str, list[int]]]:
     """Number the labels: the training rows' own numbers, if they have names, or else their sorted labels."""
     train, names = values["train"], named["train"]
-    for split, own in named.items():  # each file counts the labels that are in it: by name they are the same ones
+    for split, own in named.items():  # each file numbers only the labels that it has: match them by name
         if own and (names or set(own) & set(map(str, train))):
             values[split] = [own[value] if 0 <= value < len(own) else value for value in values[split]]
         elif names:
