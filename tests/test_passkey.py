@@ -183,7 +183,7 @@ def test_keys_behind_a_span(make_swapped, gpt2_tokenizer, span):
         scores = model(ids).logits[:, -5:-1].log_softmax(-1).gather(-1, ids[:, -4:, None]).mean((1, 2))
         keys = [text.candidates[place] for place in scores.argsort(descending=True)]
         for place, texts in enumerate(asked):
-            own = [keys[place], *keys[:place], *keys[place + 1 :]]
+            own = [*keys[place:], *keys[:place]]
             texts.append(PasskeyText([*text.input_ids[:-4], *own[0]], text.start, 0, own))
     assert [recall_keys(model, texts)[1] for texts in asked] == [[True] * 8, [False] * 8]
 
