@@ -49,9 +49,11 @@ def test_all_lengths_stay():
     assert 0.4 < kept.count(128) / len(kept) < 0.6 and len(kept) < 500
 
 
-def test_text_to_report_on_is_not_looked_at(make_model, monkeypatch):
-    """Trials fit on the text to fit on and are compared on the text to select by; long text goes through the window."""
-    seen = []
+def test_trials_are_what_the_model_will_be(make_model, monkeypatch, watch):
+    """Candidates are swapped with the span and the start that the swap will have; they are fitted on the text to fit on and
+    compared on the text to select by, that to report on is not looked at; long text goes through the window.
+    """
+    seen, swaps = [], watch(choosing, "swap")
 
     def planted(trial, text, **options):
         rows = [[len(batch["input_ids"]) for batch in part] for part in (text, text.select, text.report)]
@@ -60,17 +62,9 @@ def test_text_to_report_on_is_not_looked_at(make_model, monkeypatch):
 
     monkeypatch.setattr(choosing, "fit", planted)
     text = TextBatches([_text(100, 64), _text(10)], [_text(10, 64)], [_text(10, 64)])
-    posswap.choose(make_model("gpt2"), "rotary:fraction=auto", text, max_positions=64, window=16, progress=False)
-    assert seen == [(16, [[100, 10], [10], []])] * 3
-
-
-def test_candidates_are_swapped_as_the_model_will_be(make_model, monkeypatch):
-    """With the span and the start that the swap will have."""
-    swaps = []
-    monkeypatch.setattr(choosing, "swap", lambda *given, **options: swaps.append(options) or posswap.swap(*given, **options))
     options = {"max_positions": 64, "span": 8, "first": 2, "warm_start": False}
-    posswap.choose(make_model("gpt2"), "rotary:fraction=auto", _text(60, 64), reconstruct=1, progress=False, **options)
-    assert swaps == [options] * 3
+    posswap.choose(make_model("gpt2"), "rotary:fraction=auto", text, window=16, progress=False, **options)
+    assert seen == [(16, [[100, 10], [10], []])] * 3 and [one.kwargs for one in swaps] == [options] * 3
 
 
 def test_real_fits_decide(make_model):

@@ -2,7 +2,9 @@
 in ALBERT, which are fitted together, and counted, watched and measured one by one.
 """
 
+from collections import defaultdict
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
@@ -11,7 +13,6 @@ from test_fitting import batch as padded
 from test_fitting import quick, text
 from torch import nn
 from torch.nn import functional
-from torch.nn.functional import cosine_similarity, kl_div
 from transformers import (
     BertForMaskedLM,
     BertForPreTraining,
@@ -45,14 +46,6 @@ def pair(request, make_model):
     return models
 
 
-def test_report_says_how_long_the_text_was(make_model):
-    """A fit on short sequences alone says that longer ones were not looked at; one on the longest does not."""
-    for length, said in ((20, True), (32, False)):
-        report = quick(posswap.swap(make_model("bert"), "relative:clip=4"), text(60, length), reconstruct=2)
-        assert (report.longest, report.trained_positions) == (length, 32)
-        assert ("no sequence was longer than 20 tokens, and the original reads 32" in str(report)) == said
-
-
 @pytest.mark.parametrize("family", ["gpt2", "bert", "roberta"])
 def test_the_side_of_padding_does_not_matter(make_model, family):
     """A text is read from its first token, whether padding stands before or behind it."""
@@ -64,59 +57,40 @@ def test_the_side_of_padding_does_not_matter(make_model, family):
     assert reports[0].after == reports[1].after and reports[0].longest == 22
 
 
-def test_a_verdict_on_damage_that_grew(make_model):
-    """Where what decided fell and the damage that is reported grew, the verdict says so, not that it won back -4 %."""
-    report = quick(posswap.swap(make_model("bert"), "relative:clip=4"), reconstruct=2)
-    assert "the fit won back" in str(report)
-    worse = replace(report, after=replace(report.after, total=report.before.total + 0.1))
-    for one, told in ((worse, "the text to select by"), (replace(worse, window=32), "the last layer's error")):
-        said = " ".join(str(one).split())
-        assert f"{told} " in said and "though the damage in the first table grew" in said and "won back" not in said
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_damage_is_a_naive_loop(pair, side):
     """Damage is what a loop over rows, read alone, and tokens finds, for both measures; modes of single modules stay."""
-    batches = [padded(side), {"input_ids": text(5, 12)}]
+    batch = padded(side)
+    rows = [ids[kept > 0] for ids, kept in zip(*batch.values(), strict=True)] + list(text(5, 12))
     pair[1].train().base_model.get_input_embeddings().eval()
     modes = [[module.training for module in one.modules()] for one in pair]
-    found = damage(pair[1], pair[0], batches)
+    found = damage(pair[1], pair[0], iter([batch, text(5, 12)]))
     assert modes == [[module.training for module in one.modules()] for one in pair]
     head = pair[0].get_output_embeddings() is not None
-    single, lengths, layers = {}, {}, [[], []]
-    for one in pair:
-        one.eval()
-    for batch in batches:
-        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-        for ids, kept in zip(batch["input_ids"], mask, strict=True):
-            with torch.no_grad():
-                outs = [one(ids[None, kept], output_hidden_states=True) for one in pair]
-            states = [torch.cat(out.hidden_states[1:]) for out in outs]
-            for side_states, one in zip(layers, states, strict=True):
-                side_states.append(torch.nn.functional.layer_norm(one, one.shape[-1:]))
-            if head:
-                logs = [out.logits[0].log_softmax(-1) for out in outs]
-                costs = [kl_div(other, one, log_target=True, reduction="sum") for one, other in zip(*logs, strict=True)]
-                lengths.setdefault(len(costs), []).extend(costs)
-            else:
-                costs = [1 - cosine_similarity(one, other, dim=0) for one, other in zip(*(s[-1] for s in states), strict=True)]
-                lengths.setdefault(len(costs), []).append(1 - cosine_similarity(*(one[-1].mean(0) for one in states), dim=0))
-            for place, cost in enumerate(costs):
-                name = "0" if place == 0 else "1-7" if place < 8 else "8-31"
-                single.setdefault(name, []).append(cost)
-    assert found.measure == ("KL" if head else "1 - cosine")
-    everything = [value for values in lengths.values() for value in values]
-    assert found.total == pytest.approx(torch.stack(everything).mean().item(), rel=1e-4, abs=1e-6) and found.total > 1e-3
+    single, lengths, layers = defaultdict(list), defaultdict(list), [[], []]
+    for ids in rows:
+        with torch.no_grad():
+            outs = [one.eval()(ids[None], output_hidden_states=True) for one in pair]
+        states = [torch.cat(out.hidden_states[1:]) for out in outs]  # (layers, L, E)
+        for own, one in zip(layers, states, strict=True):
+            own.append(functional.layer_norm(one, one.shape[-1:]))
+        if head:
+            target, other = (out.logits[0].log_softmax(-1) for out in outs)
+            costs = functional.kl_div(other, target, log_target=True, reduction="none").sum(-1)
+        else:
+            costs = 1 - torch.cosine_similarity(*(one[-1] for one in states), dim=-1)
+            pooled = 1 - torch.cosine_similarity(*(one[-1].mean(0) for one in states), dim=0)
+        lengths[len(ids)] += costs.tolist() if head else [pooled.item()]
+        for place, cost in enumerate(costs.tolist()):
+            single["0" if place == 0 else "1-7" if place < 8 else "8-31"].append(cost)
+    assert found.measure == ("KL" if head else "1 - cosine") and found.total > 1e-3
+    assert found.total == pytest.approx(fmean(value for values in lengths.values() for value in values), rel=1e-4, abs=1e-6)
     for got, wanted in ((found.by_position, single), (found.by_length, lengths)):
-        assert got.keys() == wanted.keys()
-        for name, values in wanted.items():
-            assert got[name] == pytest.approx(torch.stack(values).mean().item(), rel=1e-3, abs=1e-6)
-    joined = [torch.cat(one, dim=1) for one in layers]
-    assert len(found.by_layer) == len(joined[0])
-    for index, got in enumerate(found.by_layer):
-        target, other = joined[0][index], joined[1][index]
-        error = (other - target).pow(2).sum() / (target - target.mean(0)).pow(2).sum()
-        assert got == pytest.approx(error.item(), rel=0.05)  # the spread is taken about each batch's own mean
+        assert got == pytest.approx({name: fmean(values) for name, values in wanted.items()}, rel=1e-3, abs=1e-6)
+    errors = []
+    for target, other in zip(*(torch.cat(one, dim=1) for one in layers), strict=True):
+        errors.append(float((other - target).pow(2).sum() / (target - target.mean(0)).pow(2).sum()))
+    assert found.by_layer == pytest.approx(errors, rel=0.05)  # the spread is taken about each batch's own mean
 
 
 def test_own_text(make_model, monkeypatch):
@@ -207,7 +181,9 @@ def test_a_tenth_is_held_out(make_model, rows):
 
 
 def test_report(make_model, capsys):
-    """Figures are of held-out text, lengths without padding; all of it is printed; no bar if none is wanted."""
+    """Figures are of held-out text, lengths without padding; all of it is printed; no bar if none is wanted. The verdict says
+    that text was short, and that damage grew where what decided fell, not that the fit won back -4 %.
+    """
     model = posswap.swap(make_model("gpt2"), "relative:clip=4")
     report = quick(model, [padded("right"), text(10, 12)])
     assert capsys.readouterr() == ("", "")
@@ -220,21 +196,14 @@ def test_report(make_model, capsys):
         for value in (one.total, *one.by_layer, *one.by_length.values(), *one.by_position.values()):
             assert f"{value:.4f}" in printed
     assert all(f"{value:.4f}" in printed for layer in report.layers for value in (layer.before, layer.solved, layer.after))
-    assert "given" in printed and f"{report.tokens:,}" in printed
-
-
-def test_memory(make_model, monkeypatch):
-    """A fit keeps gradients of one layer at a time."""
-    model, compare = posswap.swap(make_model("gpt2"), "relative:clip=4"), layerwise.Walk._compare
-
-    def watched(self, *args):
-        assert sum(any(p.grad is not None for p in layer.parameters()) for layer in self.ours.layers) <= 1
-        assert all(parameter.grad is None for parameter in self.theirs.states.base.h.parameters())
-        return compare(self, *args)
-
-    monkeypatch.setattr(layerwise.Walk, "_compare", watched)
-    quick(model, list(text().split(10)))
-    assert all(parameter.grad is None for parameter in model.parameters())
+    assert "given" in printed and f"{report.tokens:,}" in printed and "the fit won back" in printed
+    assert (report.longest, report.trained_positions) == (20, 32)
+    short = "no sequence was longer than 20 tokens, and the original reads 32"
+    assert short in printed and short not in str(replace(report, longest=32))
+    worse = replace(report, after=replace(report.after, total=report.before.total + 0.1))
+    for one, told in ((worse, "the text to select by"), (replace(worse, window=32), "the last layer's error")):
+        said = " ".join(str(one).split())
+        assert f"{told} " in said and "though the damage in the first table grew" in said and "won back" not in said
 
 
 TEXT = torch.randint(2, 98, (60, 20), generator=torch.Generator().manual_seed(0))
@@ -283,8 +252,7 @@ def test_a_fit_wins_at_every_depth(scheme, sizes, long):
 def test_measures_by_layer():
     """Attention by distance and damage count a layer that runs again as another, as transformers' own outputs do."""
     model, other = make(num_hidden_layers=3), make(num_hidden_layers=3, seed=1)
-    batches = [{"input_ids": rows} for rows in TEXT.split(30)]
-    found = attention_by_distance(model, batches, reach=19)
+    found = attention_by_distance(model, TEXT.split(30), reach=19)
     model.set_attn_implementation("eager")
     attentions = model(TEXT, output_attentions=True).attentions
     wanted = torch.stack([torch.stack([a.diagonal(k, -2, -1).sum(-1) for k in range(-19, 20)], -1) for a in attentions])
@@ -294,4 +262,6 @@ def test_measures_by_layer():
         for one in (model, other)
     ]
     errors = [float((s - t).pow(2).sum() / (t - t.mean((0, 1))).pow(2).sum()) for t, s in zip(*states, strict=True)]
-    assert damage(other, model, batches).by_layer == pytest.approx(errors, rel=1e-3)
+    assert damage(other, model, TEXT).by_layer == pytest.approx(errors, rel=1e-3)
+    longer = posswap.swap(other, "rotary", max_positions=64)
+    refused("exceeds the positions for 32: cut the batches", damage, longer, model, text(2, 40))

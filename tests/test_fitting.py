@@ -5,7 +5,6 @@ import pickle
 import tempfile
 
 import accelerate
-import numpy
 import pytest
 import torch
 from conftest import changes, refused, snapshot
@@ -216,17 +215,15 @@ def test_original(make_model, family, share):
 
 
 BAD_TEXT = {
-    "beyond the vocabulary": (lambda: text() + 50, "use the model's tokenizer"),
+    "beyond the vocabulary": (lambda: text() + 2, "are 4 to 99, of 99 tokens: use the model's tokenizer"),
     "negative": (lambda: text() - 50, "use the model's tokenizer"),
     "floats": (lambda: text().float(), "must be integers"),
     "one row": (lambda: text()[0], "shape"),
-    "no tokens": (lambda: text()[:, :0], "shape"),
+    "no rows": (lambda: text()[:0], "shape"),
     "too long": (lambda: text(20, 33), "positions for 32.*cut the batches, or swap with max_positions=33"),
     "empty": (list, "no batches"),
     "string": (lambda: "the cat sat", "token ids"),
     "strings": (lambda: ["the cat sat"], "pass tokenizer="),
-    "strings, one by one": (lambda: iter(["the cat sat"]), "pass tokenizer="),
-    "strings in an array": (lambda: numpy.array(["the cat sat"]), "pass tokenizer="),
     "number": (lambda: 5, "iterable"),
     "keys": (lambda: {"input_ids": text(), "labels": text()}, "keys.*labels.*give input_ids"),
     "no ids": (lambda: {"attention_mask": text()}, "give input_ids"),
@@ -235,7 +232,6 @@ BAD_TEXT = {
     "additive mask": (lambda: {"input_ids": text(), "attention_mask": -1e4 * (text() > 50)}, "0 where there is padding"),
     "masked row": (lambda: {"input_ids": text(), "attention_mask": text() * 0}, "leave that row"),
     "types": (lambda: {"input_ids": text(), "token_type_ids": text()}, "token_type_ids must be integers from 0 to 1"),
-    "float types": (lambda: {"input_ids": text(), "token_type_ids": text() * 0.0}, "token_type_ids must be integers"),
     "too few": (lambda: text(3), "too few"),
     "one sequence": (lambda: [text(1, 32)], "too few"),
 }
@@ -266,10 +262,8 @@ def dispatched(model, device_map=None):
 
 BAD_CALLS = {
     "no rate": (None, {"learning_rate": 0.0}, "a number above 0"),
-    "rate of nan": (None, {"learning_rate": float("nan")}, "a number above 0"),
     "not swapped": (posswap.restore, {}, "call posswap.swap"),
     "negative": (None, {"reconstruct": -1}, "0 or more"),
-    "bool": (None, {"reconstruct": True}, "0 or more"),
     "float": (None, {"reconstruct": 1.5}, "0 or more"),
     "nan": (spoil, {}, "NaN"),
     "nan in the original": (None, {"original_model": lambda make: spoil(make("gpt2"))}, "NaN"),
@@ -371,7 +365,9 @@ def test_loaded_from_a_swapped_checkpoint(make_model, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, attn_implementation="eager")
     before = snapshot(loaded), snapshot(teacher)
-    refused("Load the original checkpoint and pass it as original_model=", quick, loaded)
+    remedy = "Load the original checkpoint and pass it as original_model="
+    refused(remedy, quick, loaded)
+    refused(f"this swapped model again.*{remedy}", quick, loaded, original_model=type(model).from_pretrained(tmp_path))
     assert changed(loaded, before[0]) == set()
     quick(loaded, original_model=teacher), quick(model)
     assert changed(teacher, before[1]) == set() and torch.equal(loaded(text()).logits, model(text()).logits)

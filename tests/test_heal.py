@@ -103,12 +103,16 @@ def test_tokens_to_reach(recipe):
 
 
 def test_distillation_loss(make_model, make_swapped, tokens):
-    """Zero against itself; with a head KL by its definition, with a text weight w (1 - w) KL + w CE; or refused."""
-    for family in ("bert", "gpt2"):
-        model = make_model(family)
-        assert distillation_loss(model)(model, {"input_ids": tokens}).item() == pytest.approx(0, abs=1e-6)
+    """Zero against itself; the relative error of states without a head, KL with one, (1 - w) KL + w CE with a text weight w."""
+    for family, dropout in (("bert", "attention_probs_dropout_prob"), ("gpt2", "attn_pdrop")):
+        model, training = make_model(family), make_model(family, **{dropout: 0.5}).train()
+        assert distillation_loss(training)(model, {"input_ids": tokens}).item() == pytest.approx(0, abs=1e-6)
+        assert training.training
     headless = make_model("bert", head=BertModel)
-    assert distillation_loss(headless)(make_swapped("bert", "rotary", head=BertModel), {"input_ids": tokens}) > 0.01
+    swapped = make_swapped("bert", "rotary", head=BertModel)
+    states = zip(*(one(tokens, output_hidden_states=True).hidden_states[1:] for one in (swapped, headless)), strict=True)
+    wanted = torch.stack([(s - t).pow(2).mean() / t.pow(2).mean() for s, t in states]).mean().item()
+    assert distillation_loss(headless)(swapped, {"input_ids": tokens}).item() == pytest.approx(wanted, rel=1e-5)
     model, other = make_model("gpt2"), make_swapped("gpt2", "rotary")
     p, q = (m(input_ids=tokens).logits.double().log_softmax(-1) for m in (model, other))
     divergence, text = (p.exp() * (p - q)).sum(-1).mean().item(), other(input_ids=tokens, labels=tokens).loss.item()

@@ -1,14 +1,16 @@
 """Pooled cosine, word order, attention by distance and modes: against formulas written out, and models left as they were."""
 
+import random
+
 import numpy
 import pytest
 import sklearn.linear_model
 import torch
-from conftest import KINDS, refused
+from conftest import KINDS, WORDS, refused
 from sklearn.linear_model import RidgeClassifier, RidgeClassifierCV
 from transformers import BertModel
 
-from hf_posswap.data.calibration import padding_last
+from hf_posswap.data.calibration import check_batches
 from hf_posswap.evaluating import evaluating, watching
 from hf_posswap.measure import (
     attention_by_distance,
@@ -17,6 +19,7 @@ from hf_posswap.measure import (
     pooled_cosine,
     pooled_states,
     token_losses,
+    word_order_examples,
     word_order_preference,
     word_order_probe,
 )
@@ -35,6 +38,29 @@ def test_pooled_cosine_is_that_of_sentence_transformers(make_model, make_swapped
     for pool in (lambda one: one[:, 0], lambda one: one.max(1).values):
         other = torch.nn.functional.cosine_similarity(*map(pool, states), dim=-1).mean().item()
         assert abs(other - found) > 1e-3
+
+
+@torch.no_grad()
+def test_word_order_against_a_loop(make_model, gpt2_tokenizer, bert_tokenizer):
+    """Two neighbours are swapped, but not the last word, which has the full stop. A causal model prefers what is likelier, and
+    an encoder has the states, when each text is read alone.
+    """
+    chance, model = random.Random(0), make_model("gpt2")
+    paragraphs = [" ".join(chance.choices(WORDS, k=chance.randint(6, 20))) for _ in range(60)]
+    texts, labels = word_order_examples(paragraphs, 80)
+    assert labels == [0, 1] * 40
+    for one, other in zip(texts[::2], texts[1::2], strict=True):
+        words = [text.split() for text in (one, other)]
+        first, second = (place for place, (a, b) in enumerate(zip(*words, strict=True)) if a != b)
+        assert second == first + 1 < len(words[0]) - 1 and sorted(words[0]) == sorted(words[1])
+    start = gpt2_tokenizer.bos_token_id
+    losses = [token_losses(model, torch.tensor([[start, *gpt2_tokenizer(text)["input_ids"]]])).nansum() for text in texts]
+    wanted = numpy.mean([one < other for one, other in zip(losses[::2], losses[1::2], strict=True)])
+    assert word_order_preference(model, gpt2_tokenizer, texts) == pytest.approx(wanted)
+    encoder = make_model("bert", head=BertModel)
+    for text, vector in zip(texts, module.sentence_vectors(encoder, bert_tokenizer, texts), strict=True):
+        states = encoder(**bert_tokenizer(text, return_tensors="pt"), output_hidden_states=True).hidden_states
+        torch.testing.assert_close(torch.tensor(vector), torch.cat(states, -1)[0].mean(0), rtol=1e-4, atol=1e-4)
 
 
 def test_the_probe_keeps_twins_together(monkeypatch):
@@ -120,7 +146,7 @@ def test_against_eager_probabilities(model, family, backend, tokens, side):
     model.train()
     batch = {"input_ids": tokens, "attention_mask": mask}
     found = attention_by_distance(model, [batch], reach=5)
-    tokens, mask = padding_last(batch).values()
+    ((tokens, mask),) = (one.values() for one in check_batches(batch, model, 20))
     assert model.training and found.shape == (2, 2, 11)
     assert torch.allclose(found.sum(-1), torch.ones(2, 2), atol=1e-5)
     model.eval().set_attn_implementation("eager")
@@ -154,6 +180,8 @@ def test_batches_of_several_lengths(make_model, tokens):
     model = make_model("bert")
     parts = [{"input_ids": tokens}, {"input_ids": tokens[:, :7]}]
     each = [attention_by_distance(model, [part], reach=4) for part in parts]
-    together = attention_by_distance(model, parts, reach=4)
-    assert torch.allclose(together, (each[0] * 40 + each[1] * 14) / 54, atol=1e-6)
+    for given in (parts, (part["input_ids"] for part in parts)):
+        together = attention_by_distance(model, given, reach=4)
+        assert torch.allclose(together, (each[0] * 40 + each[1] * 14) / 54, atol=1e-6)
+    refused("no batches", attention_by_distance, model, [])
     assert not any(module._forward_pre_hooks for module in model.modules())

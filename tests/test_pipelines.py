@@ -12,6 +12,7 @@ from transformers import BertForMaskedLM, BertForSequenceClassification, BertMod
 
 import hf_posswap as posswap
 from hf_posswap import pipelines
+from hf_posswap.fitting import choosing
 from hf_posswap.pipelines import kind_of, limit
 from hf_posswap.sharing.hub import check_files
 from hf_posswap.sharing.record import SCHEMA
@@ -121,7 +122,7 @@ same("swapped")
     run_python("-W", "ignore", "-c", code, *TEXTS, cwd=tmp_path)
 
 
-def test_fit_on_texts(make_pipeline, make_model, bert_tokenizer):
+def test_fit_on_texts(make_pipeline, make_model, bert_tokenizer, watch):
     """Texts are enough for a pipeline; a plain model needs a tokenizer for them, and then says the same as with batches."""
     texts = [LONG] * 16
     pipeline = posswap.swap(make_pipeline(), "rotary")
@@ -135,8 +136,10 @@ def test_fit_on_texts(make_pipeline, make_model, bert_tokenizer):
     batches = posswap.text_batches(texts, bert_tokenizer, 32)
     other = posswap.fit(plain[1], batches, reconstruct=2, progress=False)
     assert one.sha256 == other.sha256
+    trials = watch(choosing, "fit")  # on texts as long as the pipeline reads, too
     scheme = posswap.choose(make_pipeline(), "rotary:fraction=auto", texts, reconstruct=1, progress=False)
     assert scheme.fraction in (1, 0.5, 0.25)
+    assert {batch["input_ids"].shape[1] for trial in trials for batch in trial.args[1]} == {16, 24}
 
 
 def test_delta(make_pipeline, tmp_path):

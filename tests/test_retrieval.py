@@ -28,11 +28,16 @@ def test_passkeys_and_needles(bert_tokenizer):
         assert len(one.corpus) == 100 and len(one.queries) == 50
         sizes = [len(bert_tokenizer(text)["input_ids"]) for text in one.corpus.values()]
         assert max(sizes) <= 128 and min(sizes) > 90
+        depths = []
         for number, question in one.queries.items():
             first, last = [word.strip("?") for word in question.split() if word[0].isupper() and word != "What"][:2]
             know = {place for place, text in one.corpus.items() if f"{first} {last}" in text}
             assert know == one.relevant[number]
+            depths += [one.corpus[place].index(last) / len(one.corpus[place]) for place in know]
+        assert min(depths) < 0.2 and max(depths) > 0.7
     assert passkeys(bert_tokenizer, 128) == passkeys(bert_tokenizer, 128) != passkeys(bert_tokenizer, 128, seed=1)
+    byte_level = load_tokenizer("stdlib-gpt2")  # whose words are other tokens behind a space
+    assert max(len(byte_level(text, verbose=False)["input_ids"]) for text in passkeys(byte_level, 512).corpus.values()) <= 512
     refused("no room", passkeys, bert_tokenizer, 20, error=DataError)
     refused("no room", needles, bert_tokenizer, 128, [], error=DataError)
 
@@ -101,6 +106,7 @@ def test_documents_and_passages(bert_tokenizer):
     assert long.startswith(" ".join(documents[:3]))
     passages = draw_passages(documents, bert_tokenizer, 8, 2, seed=0)
     assert [one.document for one in passages] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert passages != draw_passages(documents, bert_tokenizer, 8, 2, seed=1)
     for one in passages:
         words = documents[one.document].split()
         assert words[round(one.place * 30) :][:8] == one.text.split()
@@ -110,9 +116,13 @@ def test_documents_and_passages(bert_tokenizer):
 
 @pytest.mark.parametrize("way", ["truncated", "ends", "chunks"])
 def test_ways_of_reading(folder, way):
-    """One call of encode gives what the parts of a text give when each is encoded by itself; short texts are read as ever."""
+    """One call of encode gives what the parts of a text give when each is encoded by itself; short texts are read as ever.
+    Pieces that are longer than what the model reads are refused.
+    """
     pipeline, plain = (library.SentenceTransformer(str(folder), device="cpu") for _ in range(2))
     long, short = text(50, seed=3), "the cat sat"
+    for wrong, size in (("whole", 16), (way, 64)):
+        refused("reads 32 tokens at once, not 64", read_as, plain, wrong, size, 64)
     read_as(pipeline, way, 20, 64)
     found = pipeline.encode([long, short])
     words = long.split()
@@ -135,13 +145,6 @@ def test_ways_of_reading(folder, way):
     assert len(pieces_of([2, *range(5, 21), 3], pipeline.tokenizer, "chunks", 10)) == 2
 
 
-def test_what_a_model_cannot_read(folder):
-    """Pieces that are longer than what the model reads are refused."""
-    pipeline = library.SentenceTransformer(str(folder), device="cpu")
-    refused("reads 32 tokens at once, not 33", read_as, pipeline, "chunks", 33, 64)
-    refused("reads 32 tokens at once, not 64", read_as, pipeline, "whole", 16, 64)
-
-
 def test_white_space():
     """A tokenizer may have tokens for white space: no document is made of it, and no passage."""
     tokenizer, words = load_tokenizer("stdlib-gpt2"), "word and more. " * 60
@@ -159,19 +162,14 @@ def test_text_without_spaces():
     assert len(sizes) > 5 and all(abs(size - 64) <= 3 for size in sizes), sizes
 
 
-def test_vectors_of_a_diverged_model():
-    """NaN ranks nothing: it would be found first everywhere, or everything first by it."""
-    vectors = torch.eye(3)
-    for documents, queries in ((vectors * torch.tensor([[1], [torch.nan], [1]]), vectors), (vectors, vectors * torch.nan)):
-        refused("NaN or infinite", recall, documents, queries, range(3))
-
-
 def test_recall():
-    """A query finds its document by the nearest of the vectors that stand for it."""
+    """A query finds its document by the nearest of the vectors that stand for it. NaN would be found first everywhere."""
     documents, queries = torch.eye(3), torch.tensor([[2.0, 0.1, 0], [0, 1, 0], [0.9, 0, 1.0]])
     assert recall(documents, queries, [0, 1, 0]).tolist() == [True, True, False]
     several = [torch.stack([one, other]) for one, other in zip(documents, documents.roll(1, 0), strict=True)]
     assert recall([*several[:2], several[2][:1]], queries[2:], [0]).tolist() == [True]
+    for pair in ((documents * torch.tensor([[1], [torch.nan], [1]]), queries), (documents, queries * torch.nan)):
+        refused("NaN or infinite", recall, *pair, range(3))
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ def test_splits_are_disjoint_and_stable():
     train, held_out = stdlib_documents("train"), stdlib_documents("validation")
     assert not train.keys() & held_out.keys()
     assert 0.05 < len(held_out) / (len(train) + len(held_out)) < 0.2
-    assert split_of("dataclasses") == "validation" and split_of("json.decoder") == "train"
-    assert "dataclasses" in held_out and any(name.startswith("topic:") for name in train)
+    assert split_of("profile") == "validation" and split_of("asyncio.base_events") == "train"  # next to the limit
+    assert "profile" in held_out and any(name.startswith("topic:") for name in train)
 
 
 def test_prose_is_prose():
@@ -53,11 +53,14 @@ def test_bad_text(tmp_path, name, content, says):
     refused(says, read_documents, tmp_path / name)
 
 
-def test_no_name_is_no_folder(tmp_path, monkeypatch):
-    """An empty name, as of a shell's variable that is not set, does not read the working directory."""
+def test_names_of_folders(tmp_path, monkeypatch):
+    """An empty name, as of a shell's variable that is not set, does not read the working directory; "~" is one's home."""
     (tmp_path / "notes.txt").write_text("private")
+    (tmp_path / "rows.csv").write_text("text\nmine\n")
     monkeypatch.chdir(tmp_path)
     refused("is empty", read_documents, "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert [read_documents(f"~/{name}", split=None) for name in ("notes.txt", "rows.csv")] == [["private"], ["mine"]]
 
 
 def test_blocks_are_wrapped_for_bert_and_joined_for_gpt2(bert_tokenizer, gpt2_tokenizer):

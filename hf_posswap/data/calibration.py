@@ -113,7 +113,7 @@ def mixed_lengths(longest: int) -> list[int]:
 def written_text(model: PreTrainedModel, *, tokens: int = 65_536, seed: int = 0, length: int | None = None) -> torch.Tensor:
     """Let a causal model with a language-modelling head write its own calibration text: (N, L), L its longest by default.
 
-    Plain sampling at temperature 1, from the end-of-text token or, where there is none, from a random one.
+    Plain sampling at temperature 1. A row begins with the token that begins or ends texts or, without one, with a random one.
     """
     length = length or longest_input(model.config)
     rows = max(1, tokens // length)
@@ -169,10 +169,13 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
         mask = batch.get("attention_mask", torch.ones_like(ids))
         if not bool(((mask == 0) | (mask == 1)).all()):
             raise DataError("attention_mask must be 1 where there are tokens and 0 where there is padding")
-        batch["attention_mask"] = mask.bool()
         if not bool(mask.any(-1).all()):
             raise DataError("a row of attention_mask masks everything: leave that row out")
-        batch = padding_last({key: value.detach().cpu() for key, value in batch.items()})
+        batch = {key: value.detach().cpu() for key, value in (batch | {"attention_mask": mask.bool()}).items()}
+        # Each row's text is moved to its beginning: most families would count positions of padding before it.
+        starts = batch["attention_mask"].int().argmax(-1, keepdim=True)
+        columns = (torch.arange(ids.shape[1]) + starts) % ids.shape[1]
+        batch = {key: value.gather(1, columns) for key, value in batch.items()}
         # Padding after the longest row is no text: a fit to 20 tokens, padded to 512, would count as one to 512.
         end = int(batch["attention_mask"].any(0).nonzero().max()) + 1
         batch = {key: value[:, :end] for key, value in batch.items()}
@@ -185,19 +188,12 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
         kinds = batch.get("token_type_ids", torch.zeros_like(ids))
         # GPT-2 has no table of token types: it looks them up in the token table.
         count = getattr(model.config, "type_vocab_size", model.config.vocab_size)
-        if kinds.dtype not in (torch.int64, torch.int32) or int(kinds.min()) < 0 or int(kinds.max()) >= count:
+        if int(kinds.min()) < 0 or int(kinds.max()) >= count:
             raise DataError(f"token_type_ids must be integers from 0 to {count - 1}")
         checked.append(batch)
     if not checked:
         raise DataError("there are no batches: give some text")
     return checked
-
-
-def padding_last(batch: Batch) -> Batch:
-    """Return a batch with each row's text at its beginning: of padding before it, most families would count positions."""
-    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
-    columns = torch.arange(mask.shape[1], device=mask.device) + mask.int().argmax(-1, keepdim=True)
-    return {key: value.gather(1, columns % mask.shape[1]) for key, value in batch.items()}
 
 
 def split_batches(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:

@@ -97,11 +97,11 @@ def read_task(config: TableConfig) -> Task:
         DataError: No such file, data set or column; a split without rows; texts or labels that are missing or of another type;
             labels to measure on that are not in the training rows.
     """
-    of_hub, of_files = ("dataset", "dataset_config", "validation_split"), ("train_file", "validation_file", "test_file")
-    given = [tuple(getattr(config, name) for name in names) for names in (of_hub, of_files)]
-    if any(given[0]) == any(given[1]) or not (config.dataset or config.train_file):
-        raise DataError(f"give a Hub data set ({', '.join(of_hub)}) or local files ({', '.join(of_files)}), one of them")
-    files = {split: file for split, file in zip(("train", "validation", "test"), given[1], strict=True) if file}
+    files = {split: file for split in ("train", "validation", "test") if (file := getattr(config, f"{split}_file"))}
+    hub = any((config.dataset, config.dataset_config, config.validation_split))
+    if hub == bool(files) or not (config.dataset or config.train_file):
+        ways = "a Hub data set (dataset, dataset_config, validation_split), or files (train_file, validation_file, test_file)"
+        raise DataError(f"give {ways}: one of them")
     tables = {split: read_table(file) for split, file in files.items()} or _hub_tables(config)
     source = config.dataset or Path(config.train_file).name
     text, pair, label = _choose_columns(tables["train"], config, source)
@@ -169,16 +169,17 @@ def read_table(path: str | Path) -> "datasets.Dataset":
     if tabs := path.name.lower().removesuffix(".gz").endswith(".tsv"):
         options["delimiter"] = "\t"
     try:
-        with path.open("rb") as file:  # a name for the cache, which knows files by their times: an archive may set those
+        with path.open("rb") as file:  # to name the cache, which knows a file by its time alone: an archive may set that
             content = hashlib.file_digest(file, "sha256").hexdigest()[:16]
         # datasets takes names for patterns: rows[1].csv would read rows1.csv
         rows = datasets.load_dataset(kind, content, data_files=glob.escape(str(path)), split="train", **options)
-    except (datasets.exceptions.DatasetsError, ValueError) as error:
-        if "no data" in str(error) or type(error.__cause__).__name__ == "EmptyDataError":
+    except (datasets.exceptions.DatasetsError, ValueError, StopIteration) as error:  # StopIteration: an empty json file
+        empty = isinstance(error, StopIteration) or type(error.__cause__).__name__ == "EmptyDataError"
+        if empty or "no data" in str(error):
             raise DataError(f"{path} has no rows") from None
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise DataError(f"{path} cannot be read as {kind} in UTF-8: {reason}") from None
-    # The first cells, taken for names of rows. In a parquet file, pandas' own index is one more column.
+    # pandas has taken the first cells for names of rows. In a parquet file such a column is the index that it saved.
     if kind == "csv" and any(name.startswith("__index_level_") for name in rows.column_names):
         what = f"{path} has more cells in its rows than names in its header"
         raise DataError(f'{what}: put texts with commas in quotes ("), and no comma at the end of a row')
@@ -207,8 +208,7 @@ def read_hub(name: str, config: str | None, split: str | None) -> "datasets.Data
 
 def read_texts(table: "datasets.Dataset", column: str, source, option: str = "text_column") -> list[str]:
     """Return a column of texts, which `option` has named; DataError says what the column holds instead."""
-    check_column(table, column, source, option)
-    texts = table[column][:]
+    texts = _column(table, column, source, option)
     empty = [number for number, text in enumerate(texts, 1) if text is None]
     if empty:
         raise DataError(f"column {column!r} of {source} has empty (None) rows, {len(empty)} from row {empty[0]} on: drop them")
@@ -226,10 +226,10 @@ def read_pairs(path: str | Path) -> tuple[list[str], list[str], list[float]]:
     return *texts, _numbers(_label_column(table, "label", path), "label", path)
 
 
-def check_column(table: "datasets.Dataset", column: str, source, option: str) -> None:
-    """Raise if a table lacks a column."""
+def _column(table: "datasets.Dataset", column: str, source, option: str) -> list:
     if column not in table.column_names:
         raise DataError(f"{source} has no column {column!r}; it has {table.column_names}: pass {option}=")
+    return table[column][:]
 
 
 def _hub_tables(config: TableConfig) -> dict[str, "datasets.Dataset"]:
@@ -250,12 +250,10 @@ def hub_name(name: str) -> tuple[str, str | None]:
     >>> hub_name("glue/cola"), hub_name("nyu-mll/glue/cola"), hub_name("imdb"), hub_name("wikitext:wikitext-2-v1")
     (('nyu-mll/glue', 'cola'), ('nyu-mll/glue', 'cola'), ('stanfordnlp/imdb', None), ('Salesforce/wikitext', 'wikitext-2-v1'))
     """
-    if ":" in name:
-        name, _, config = name.partition(":")
-        return _SHORT_NAMES.get(name, name), config or None
+    name, _, config = name.partition(":")
     first, *rest = name.split("/")
     parts = [*_SHORT_NAMES.get(first, first).split("/"), *rest]
-    return "/".join(parts[:2]), "/".join(parts[2:]) or None
+    return "/".join(parts[:2]), config or "/".join(parts[2:]) or None
 
 
 def _choose_columns(table: "datasets.Dataset", config: TableConfig, source: str) -> tuple[str, str | None, str]:
@@ -275,8 +273,7 @@ def _choose_columns(table: "datasets.Dataset", config: TableConfig, source: str)
 
 
 def _label_column(table: "datasets.Dataset", column: str, where: str) -> list:
-    check_column(table, column, where, "label_column")
-    values = table[column][:]
+    values = _column(table, column, where, "label_column")
     for number, value in enumerate(values, 1):
         if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
             raise DataError(f"column {column!r} of {where} has no label in row {number}")
@@ -296,7 +293,7 @@ def _number_labels(
 ) -> tuple[tuple[str, ...], dict[str, list[int]]]:
     """Number the labels: the training rows' own numbers, if they have names, or else their sorted labels."""
     train, names = values["train"], named["train"]
-    for split, own in named.items():  # each file counts the labels that are in it: by name they are the same ones
+    for split, own in named.items():  # each file numbers only the labels that it has: match them by name
         if own and (names or set(own) & set(map(str, train))):
             values[split] = [own[value] if 0 <= value < len(own) else value for value in values[split]]
         elif names:
@@ -307,7 +304,7 @@ def _number_labels(
     else:
         if {-1, 0} <= set(train):  # as in GLUE; classes -1 and 1 are accepted
             place = f"row {train.index(-1) + 1} of {where['train']}"
-            raise DataError(f"{place} has the label -1, which often hides a label: drop such rows")
+            raise DataError(f"{place} has the label -1, which often hides a label: drop such rows, or give the class a name")
         kinds = {isinstance(value, str) for value in train}
         different = sorted({str(value) for value in train}) if len(kinds) > 1 else sorted(set(train))
         if len(different) > max(10, len(train) // 2):

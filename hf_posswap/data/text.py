@@ -97,7 +97,7 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
     """
     if not str(source):  # Path("") is the working directory
         raise DataError("the name of the text is empty: give a file, a folder of .txt files or a Hub dataset id")
-    path = Path(source)
+    path = Path(source).expanduser()
     if table_kind(path) and path.is_file():
         texts = read_texts(read_table(path), text_column, source)
         documents = [text for text in texts if split in (None, split_of(text))]
@@ -105,11 +105,11 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
         files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
         if not files:
             raise DataError(f"no .txt file in {path}; give a file, a folder of .txt files or a Hub dataset id")
-        texts = {str(file.relative_to(path)): _read_text(file) for file in files}
+        texts = [_read_text(file) for file in files]
         if len(texts) > 1:
-            documents = [text for text in texts.values() if split in (None, split_of(text))]  # a copy is in the same part
+            documents = [text for text in texts if split in (None, split_of(text))]  # a copy is in the same part
         else:
-            (text,) = texts.values()
+            (text,) = texts
             cut = len(text) * 9 // 10
             documents = [{"train": text[:cut], "validation": text[cut:], None: text}[split]]
     elif path.suffix or str(source).startswith((".", "/", "~")):

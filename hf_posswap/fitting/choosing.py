@@ -13,7 +13,7 @@ from hf_posswap.architectures import longest_input
 from hf_posswap.data.calibration import Batch, TextBatches, check_batches, read_texts
 from hf_posswap.errors import PosswapError
 from hf_posswap.fitting.fit import fit
-from hf_posswap.pipelines import tokenizer_of
+from hf_posswap.pipelines import reads, tokenizer_of
 from hf_posswap.schemes import Scheme, parse_scheme
 from hf_posswap.swapping import swap
 from hf_posswap.target import find_target
@@ -68,34 +68,31 @@ def choose(
     if not scheme.open_options():
         options = ", ".join(scheme.choices) or "none of this scheme's"
         raise PosswapError(f"{scheme} has no option that is 'auto'; options that may be are: {options}")
-    tokenizer, (model, architecture) = tokenizer or tokenizer_of(model), find_target(model)
+    given, (model, architecture) = model, find_target(model)
     trained, causal = longest_input(model.config), architecture.is_causal(model.config)
-    longest = max_positions or trained
-    batches = read_texts(batches, tokenizer, longest, causal=causal, window=window or trained, seed=seed)
-    if isinstance(batches, TextBatches):
-        text = TextBatches(
-            *(_thin(check_batches(part, model, longest), share) for part, share in ((batches, 0.9), (batches.select, 0.1)))
-        )
-    else:
-        text = _thin(check_batches(batches, model, longest), 1.0)
+    longest = max_positions or reads(given, trained)
+    own = tokenizer or tokenizer_of(given)
+    batches = read_texts(batches, own, longest, causal=causal, window=window or trained, seed=seed)
+    parts = [(batches, 0.9), (batches.select, 0.1)] if isinstance(batches, TextBatches) else [(batches, 1.0)]
+    thin = [_thin(check_batches(part, model, max_positions or trained), share) for part, share in parts]
+    text = TextBatches(*thin) if len(thin) > 1 else thin[0]
     settled = replace(scheme, **{name: scheme.choices[name][0] for name in scheme.open_options()})
-    trials = [(name, value) for name in scheme.open_options() for value in scheme.choices[name]]
+    trials = sum(len(scheme.choices[name]) for name in scheme.open_options())
     options = {"max_positions": max_positions, "span": span, "first": first, "warm_start": warm_start}
     damages: dict[str, float] = {}  # by the scheme as a string: a scheme with scalings is not hashable
-    bar = tqdm(total=len(trials), desc="choose", unit="trial", disable=None if progress else True)
-    for name in scheme.open_options():
-        candidates = [replace(settled, **{name: value}) for value in scheme.choices[name]]
-        for candidate in candidates:
-            if str(candidate) not in damages:
-                trial = swap(copy.deepcopy(model), candidate, **options)
-                with warnings.catch_warnings():  # if a short fit does not help, the candidate is judged unfitted
-                    warnings.filterwarnings("ignore", message="the fit was undone")
-                    report = fit(trial, text, reconstruct=reconstruct, seed=seed, progress=False, window=window)
-                damages[str(candidate)] = report.score
-            bar.update()
-            bar.set_postfix({name: getattr(candidate, name), "damage": f"{damages[str(candidate)]:.4f}"})
-        settled = min(candidates, key=lambda candidate: damages[str(candidate)])
-    bar.close()
+    with tqdm(total=trials, desc="choose", unit="trial", disable=None if progress else True) as bar:
+        for name in scheme.open_options():
+            candidates = [replace(settled, **{name: value}) for value in scheme.choices[name]]
+            for candidate in candidates:
+                if str(candidate) not in damages:
+                    trial = swap(copy.deepcopy(model), candidate, **options)
+                    with warnings.catch_warnings():  # if a short fit does not help, the candidate is judged unfitted
+                        warnings.filterwarnings("ignore", message="the fit was undone")
+                        report = fit(trial, text, reconstruct=reconstruct, seed=seed, progress=False, window=window)
+                    damages[str(candidate)] = report.score
+                bar.update()
+                bar.set_postfix({name: getattr(candidate, name), "damage": f"{damages[str(candidate)]:.4f}"})
+            settled = min(candidates, key=lambda candidate: damages[str(candidate)])
     return settled
 
 

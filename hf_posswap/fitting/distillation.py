@@ -7,6 +7,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hf_posswap.errors import PosswapError
+from hf_posswap.evaluating import evaluating
 from hf_posswap.target import find_target
 
 
@@ -16,8 +17,8 @@ def distillation_loss(
     """Return `loss(model, batch)` of a model against its original on batches of unpadded `input_ids`; 0 where they agree.
 
     With a language-modelling head: KL(original || model) of the predictions, the mean over tokens in nats. Without: the
-    squared error of hidden states relative to their mean square, the mean over layers. The original is moved to the device of
-    the batches.
+    squared error of hidden states relative to their mean square, the mean over layers. The original reads without dropout; it
+    is moved to the device of the batches.
 
     `text_weight` w makes it (1 - w) KL + w CE for a causal model, where CE is the cross-entropy of the text's own next
     tokens (Hinton et al. 2015, https://arxiv.org/abs/1503.02531, section 2). That also tunes the model to this text, so compare
@@ -39,7 +40,7 @@ def distillation_loss(
     def loss(model: torch.nn.Module, batch: dict) -> torch.Tensor:
         if original.device != batch["input_ids"].device:
             original.to(batch["input_ids"].device)
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(original):
             wanted = original(**batch, output_hidden_states=not head, use_cache=False)
         given = model(**batch, output_hidden_states=not head, use_cache=False)
         if head:

@@ -68,7 +68,7 @@ def fit(
             lengths, or of dicts with `input_ids`, `attention_mask` and `token_type_ids`. Mix lengths up to the longest input
             you care about, also longer than the original's, which then reads through a window that slides by a quarter. None: a
             causal model writes text itself, an encoder gets random tokens; real text is better.
-        reconstruct: Steps of Adam for each layer, those that share a module taking theirs together; more win more, most with
+        reconstruct: Steps of Adam for each layer; layers that share a module take them together. More win more, most with
             "alibi" and "buckets". 0: only the closed form, if the scheme has one.
         original_model: The original, if this process does not keep it: for a model loaded from a swapped checkpoint.
         learning_rate: Peak learning rate of weights; that of position tables is 30 times as high.
@@ -118,13 +118,14 @@ def fit(
         long = LongText(teacher, architecture, told, window) if window else None
 
         def measure() -> tuple[Damage, float, dict | None]:
-            """Return the damage to report (of text longer than the window, on its beginnings), that to decide by (behind a
-            window, errors of layers do), and the reading."""
+            """Return the damage to report, the total that decides unless there is a window, and the reading of long text."""
             found = damage(target, teacher, [opening(batch, window) for batch in told] if window else told)
             decides = found if window or told is text.select else damage(target, teacher, text.select)
             return found, decides.total, long and long.read(target)
 
         before, start, read = after, end, read_after = measure()
+        if start <= 1e-7 and isinstance(teacher, SwappedModel):
+            raise PosswapError(f"original_model is this swapped model again, and not its original. {_LOAD_IT}")
         layers = ()
         if window or start > 1e-7:  # otherwise it is the original's own table, with nothing to fit
             with suppress(_NotBetter), rewriting_attention(target), tempfile.TemporaryDirectory(prefix="posswap-") as folder:
@@ -217,7 +218,7 @@ def _check(
     """Return the original to fit to; PosswapError says why there is none."""
     if type(reconstruct) is not int or reconstruct < 0:
         raise PosswapError(f"reconstruct={reconstruct!r} must be a number of steps, 0 or more")
-    if not isinstance(learning_rate, (int, float)) or isinstance(learning_rate, bool) or not 0 < learning_rate < float("inf"):
+    if not 0 < learning_rate < float("inf"):
         raise PosswapError(f"learning_rate={learning_rate!r} must be a number above 0")
     if torch.is_inference_mode_enabled():
         raise PosswapError("a fit needs gradients and cannot run inside torch.inference_mode(): call it outside")

@@ -33,7 +33,6 @@ from hf_posswap.data.calibration import Batch
 from hf_posswap.fitting.states import States
 from hf_posswap.fitting.teacher import Teacher
 from hf_posswap.functional.closed_form import Evidence
-from hf_posswap.measure.windows import lay_windows
 
 _TOKENS_TO_SOLVE = 4096  # for the closed forms, which use every pair of tokens
 _TABLE_FACTOR = 30.0  # entries of position tables are about 30 times as large as weights
@@ -41,7 +40,7 @@ _TABLE_FACTOR = 30.0  # entries of position tables are about 30 times as large a
 
 @dataclass(frozen=True)
 class LayerFit:
-    """One layer's relative error on held-out text, given the swapped model's own states up to it.
+    """One layer's relative error on held-out text; its input are the swapped model's own states.
 
     Layers that are one module share `kept` and `reconstructed`, which the sum of their errors decides.
     """
@@ -56,7 +55,7 @@ class LayerFit:
 
 @contextmanager
 def _wide(layers: nn.Module) -> Iterator[None]:
-    """Inside, weights are in float32 at least, since half precision would lose steps of a thousandth, and want no gradients."""
+    """Inside, weights are frozen and at least float32: half precision would lose steps of a thousandth."""
     before = [(parameter, parameter.dtype, parameter.requires_grad) for parameter in layers.parameters()]
     try:
         for parameter, dtype, _ in before:
@@ -81,10 +80,8 @@ def _stages(layers: list[nn.Module]) -> list[range]:
 
 
 def opening(batch: Batch, window: int) -> Batch:
-    """Return a batch, or the first `window` tokens of each of its sequences where these are longer."""
-    if batch["input_ids"].shape[1] <= window:
-        return batch
-    return lay_windows(batch["attention_mask"], window, window, causal=True).opening().cut(batch)
+    """Return a batch, or the first `window` tokens of its sequences, which begin at 0, where these are longer."""
+    return batch if batch["input_ids"].shape[1] <= window else {key: value[:, :window] for key, value in batch.items()}
 
 
 class Walk:

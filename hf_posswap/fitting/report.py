@@ -68,7 +68,9 @@ class FitReport:
             kinds = {f"original, window of {read.window}": read.original} if losses else {}
             kinds |= {"before": read.before, "after": read.after}
             rows = [(key, *(kind[key] for kind in kinds.values())) for key in read.before]
-            tables.append(_table((f"{read.measure} at {'positions' if losses else 'length'}", *kinds), rows, first="left"))
+            tables.append(
+                _table((f"{read.measure} at {'positions' if losses else 'lengths up to'}", *kinds), rows, first="left")
+            )
         rows = []
         by_layer = zip(self.before.by_layer, self.after.by_layer, strict=True)
         for fit, states in zip(self.layers, by_layer, strict=bool(self.layers)):  # none: there was nothing to fit

@@ -17,7 +17,7 @@ from hf_posswap.functional.closed_form import Evidence
 
 
 class _Reached(Exception):
-    """Raised to end a forward once it has shown what was needed."""
+    """Raised to end a forward at the first layer."""
 
 
 class States:
@@ -53,14 +53,12 @@ class States:
 
     def observe(self, indices: Iterable[int], i: int) -> Iterator[Evidence]:
         """Yield what the self-attention of each of these layers computes on one batch."""
-        attentions, seen = [self.attentions[index] for index in indices], []
+        seen = []
 
         def see(place, attention, hidden_states, kwargs):
             seen.append((attention, hidden_states, kwargs.get("shared_positions")))
-            if len(seen) == len(attentions):
-                raise _Reached
 
-        with suppress(_Reached), watching(attentions, see):
+        with watching((self.attentions[index] for index in indices), see):
             for _ in self.run(indices, i):
                 pass
         allowed = visible(self.batches[i]["attention_mask"], causal=self.architecture.is_causal(self.base.config))

@@ -17,8 +17,8 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from hf_posswap.architectures import family_of
-from hf_posswap.data.calibration import few_tokens, padding_last
+from hf_posswap.architectures import family_of, longest_input
+from hf_posswap.data.calibration import check_batches, few_tokens
 from hf_posswap.evaluating import evaluating, outputs_of
 from hf_posswap.measure.losses import mean_loss, token_losses
 
@@ -39,8 +39,8 @@ class Damage:
 
 
 @torch.no_grad()
-def damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[dict[str, torch.Tensor]]) -> Damage:
-    """Compare a swapped model with its original on batches of `input_ids` and, where rows are padded, `attention_mask`.
+def damage(model: PreTrainedModel, original: PreTrainedModel, batches: torch.Tensor | Iterable) -> Damage:
+    """Compare a swapped model with its original on token ids, or batches with masks, as `posswap.fit` takes them.
 
     Padding before a row's text is moved behind it. Without a head the total is over mean-pooled states, as sentence models use
     them; with one, over all predictions.
@@ -48,7 +48,8 @@ def damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[
     head = model.get_output_embeddings() is not None and original.get_output_embeddings() is not None
     positions, lengths = defaultdict(list), defaultdict(list)  # the costs of all tokens in a range, and of all sequences
     errors, spreads = 0.0, 0.0
-    for batch in few_tokens(map(padding_last, batches), _TOKENS_A_BATCH // 4 if head else _TOKENS_A_BATCH):
+    checked = check_batches(batches, model, min(longest_input(one.config) for one in (model, original)))
+    for batch in few_tokens(checked, _TOKENS_A_BATCH // 4 if head else _TOKENS_A_BATCH):
         states, predictions = [], []
         for one in (original, model):
             given = {key: value.to(one.device) for key, value in batch.items()}
@@ -61,7 +62,7 @@ def damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[
             if head:
                 logits = outputs.logits if "logits" in outputs else outputs.prediction_logits
                 predictions.append(logits.cpu())
-        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool().cpu()
+        mask = batch["attention_mask"]
         if head:
             cost = _token_kl(*predictions)  # (B, L)
             rows = (cost * mask).sum(1) / mask.sum(1)
@@ -78,11 +79,9 @@ def damage(model: PreTrainedModel, original: PreTrainedModel, batches: Iterable[
         errors += torch.tensor([(s - t).pow(2).sum() for t, s in zip(*flat, strict=True)])
         spreads += torch.tensor([(t - t.mean(0)).pow(2).sum() for t in flat[0]])
     lengths = dict(sorted(lengths.items()))
-    weights = {length: length if head else 1 for length in lengths}
-    count = sum(weights[length] * len(values) for length, values in lengths.items())
     return Damage(
         measure="KL" if head else "1 - cosine",
-        total=sum(weights[length] * sum(values) for length, values in lengths.items()) / count,
+        total=fmean(value for values in (positions if head else lengths).values() for value in values),
         by_layer=tuple((errors / spreads).tolist()),
         by_position={name: fmean(values) for name, values in positions.items() if values},
         by_length={length: fmean(values) for length, values in lengths.items()},

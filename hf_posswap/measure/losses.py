@@ -59,7 +59,7 @@ def token_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.
     causal = family_of(model.config).is_causal(model.config)
     if labels is None:
         if not causal:
-            raise PosswapError("a masked language model predicts what `labels` say: pass them")
+            raise PosswapError("this is a masked language model: call token_losses with the labels that it is to predict")
         labels = input_ids
     dtype = torch.promote_types(model.dtype, torch.float32)
     losses = torch.full(labels.shape, torch.nan, dtype=dtype)
@@ -78,13 +78,10 @@ def token_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.
                 functional.cross_entropy(head(some).to(dtype), tokens.to(model.device), reduction="none").cpu()
                 for some, tokens in zip(states.split(at_once), wanted[chosen].split(at_once), strict=True)
             ]
-            placed = torch.full(wanted.shape, torch.nan, dtype=dtype)
-            placed[chosen] = torch.cat(found)
-            if lost := int(placed[chosen].isnan().sum()):  # means would leave them out, as tokens without a label
-                raise PosswapError(
-                    f"the model predicts NaN for {lost} tokens of {int(chosen.sum())}: see its weights and dtype"
-                )
-            losses[rows, first:] = placed
+            found = torch.cat(found)
+            if lost := int(found.isnan().sum()):  # means would leave them out, as tokens without a label
+                raise PosswapError(f"the model predicts NaN for {lost} tokens of {len(found)}: see its weights and dtype")
+            losses[rows, first:] = losses[rows, first:].masked_scatter(chosen, found)
     return losses
 
 

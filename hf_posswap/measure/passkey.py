@@ -108,8 +108,6 @@ class PasskeyTexts:
         """Return a text of exactly `length` tokens, special ones included; all but length and depth is random."""
         if length < self.shortest:
             raise DataError(f"length={length} is too short: keys and question take {self.shortest} tokens")
-        if not 0 <= depth <= 1:
-            raise DataError(f"depth={depth} must be from 0 (the start of the filler) to 1 (its end)")
         names = chance.sample(self.names, 1 + self.decoys)
         keys = chance.sample(self.keys, CANDIDATES)
         said = [[*self._said[name], *key, *self._after] for name, key in zip(names, keys, strict=False)]

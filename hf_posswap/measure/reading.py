@@ -1,7 +1,7 @@
 """Reading of text longer than the original's input, next to the original behind a sliding window.
 
 A causal model with a head: the loss of the next token by position in the text, in nats. Other models: 1 - cosine of the mean
-of a text's last states with the original's, by length; the original's are those of `measure.windows`.
+of a text's last states with the original's, by the length of batches; the original's are those of `measure.windows`.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ class Reading:
     measure: str  # "loss" in nats, or "1 - cosine"
     window: int  # tokens that the original read at once, in steps of a quarter
     original: dict[str, float]  # loss by range of positions, "0-255", ...; empty for cosines, which compare with it
-    before: dict[str, float]  # by range of positions, or by length, "1024"
+    before: dict[str, float]  # by range of positions, or by the longest text of a batch, "1024"
     after: dict[str, float]
 
 

@@ -117,8 +117,8 @@ def read_as(pipeline, way: Way, size: int, longest: int) -> None:
 
     PosswapError: the model does not read so many.
 
-    `encode(..., output_value=None)` then also gives the vectors of a text's `pieces`, (N, E), the last one as often as is
-    needed for all texts of a batch to have as many.
+    `encode(..., output_value=None)` then also gives the vectors of a text's `pieces`, (N, E); the last is repeated until all
+    texts of a batch have as many.
     """
     tokenizer, counts, config = pipeline.tokenizer, [], unwrap(pipeline).config
     asked = longest if way == "whole" else size

@@ -63,8 +63,8 @@ def _names(generator: random.Random) -> list[str]:
 
 
 def _hide(facts: dict[str, str], sentences: Sequence[str], tokenizer, length: int, generator: random.Random) -> RetrievalSet:
-    def count(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    def count(text: str) -> int:  # at the start of a document, or behind a space, which BPE counts otherwise
+        return max(len(tokenizer(one, add_special_tokens=False, verbose=False)["input_ids"]) for one in (text, f" {text}"))
 
     sized = [(text, size) for text in sentences if (size := count(text)) <= length // 4]
     room = length - tokenizer.num_special_tokens_to_add() - max(map(count, facts.values()))

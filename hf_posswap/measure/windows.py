@@ -7,6 +7,7 @@ causal model's output for it comes from the first window that contains it, where
 more. An encoder's is taken from the window where it stands nearest the middle.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -33,36 +34,28 @@ class Windows(NamedTuple):
         """Return the windows in parts of at most `count`."""
         return [Windows(*parts) for parts in zip(*(part.split(count) for part in self), strict=True)]
 
-    def opening(self) -> "Windows":
-        return Windows(*(part[torch.cat([torch.ones(1, dtype=torch.bool), self.rows.diff() > 0])] for part in self))
-
 
 def lay_windows(mask: torch.Tensor, window: int, stride: int, *, causal: bool) -> Windows:
     """Lay windows over sequences of `window` places or more, by their mask (B, L), which is false where there is padding.
 
-    They leave padding out, but for a sequence shorter than a window, whose only one has padding.
+    Each sequence begins at place 0. Only a sequence shorter than a window has padding in it.
 
     >>> found = lay_windows(torch.ones(1, 10, dtype=torch.bool), 4, 2, causal=True)
     >>> found.places[:, 0].tolist(), found.chosen.sum(1).tolist()
     ([0, 2, 4, 6], [4, 2, 2, 2])
     """
-    known: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-    laid = []
+    lay_one, laid = cache(_lay_one), []
     for row, real in enumerate(mask):
-        first, last = int(real.nonzero()[0]), int(real.nonzero()[-1])
-        if (first, last) not in known:
-            known[first, last] = _lay_one(first, last + 1, len(real), window, stride, causal)
-        places, chosen = known[first, last]
-        edges = (places == first) | (places == last)
+        last = int(real.nonzero()[-1])
+        places, chosen = lay_one(last + 1, len(real), window, stride, causal)
+        edges = (places == 0) | (places == last)
         laid.append((torch.full((len(places),), row), places, chosen & real[places], edges))
     return Windows(*map(torch.cat, zip(*laid, strict=True)))
 
 
-def _lay_one(first: int, end: int, length: int, window: int, stride: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    if end - first <= window:
-        starts = torch.tensor([min(first, length - window)])
-    else:
-        starts = torch.tensor([*range(first, end - window, stride), end - window])
+def _lay_one(end: int, length: int, window: int, stride: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the places (W, V) of the windows of one sequence, and which tokens are taken from each of them."""
+    starts = torch.tensor([*range(0, end - window, stride), max(0, end - window)])
     places = starts[:, None] + torch.arange(window)
     offsets = torch.arange(length) - starts[:, None]  # (W, L), places in each window
     far = offsets.float() if causal else (offsets - (window - 1) / 2).abs()
