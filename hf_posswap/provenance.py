@@ -164,9 +164,16 @@ def without_home(text: str) -> str:
 
 
 def published(run: dict) -> dict:
-    """Return a run without the paths of this machine in its command and options."""
-    cut = {k: without_home(v) if isinstance(v, str) and Path(v).is_absolute() else v for k, v in run["config"].items()}
-    return run | {"command": without_home(run["command"]), "config": cut}
+    """Return a run without the paths of this machine, wherever they stand in it."""
+
+    def cut(value):
+        if isinstance(value, dict):
+            return {name: cut(one) for name, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [cut(one) for one in value]
+        return without_home(value) if isinstance(value, str) and Path(value).is_absolute() else value
+
+    return cut(run) | {"command": without_home(run["command"])}
 
 
 def write_json(path: Path, content: dict) -> None:
