@@ -376,6 +376,15 @@ def test_verdict(tmp_path):
     assert said.endswith("rotary, swap (+0.013).")
     assert verdict(runs, figures=["loss"]).startswith("**Best: the lowest loss is 0.6833, none, swap.**")
     assert verdict(runs, figures=["spread"]).startswith("**The highest spread is")  # nobody says which is better
+    for scheme, value, seeds in (("rotary", 9, 1), ("none", 20, 3)):  # a figure that few rows and seeds have
+        for run in [run for run in runs if run["config"]["scheme"] == scheme][:seeds]:
+            run["figures"] |= {"to_90_percent": value, "loss_20": 1.0, "loss_10": 1.0}
+    assert verdict(runs, figures=["to_90_percent"]) == (
+        "**Best: the lowest to 90 percent is 20, none, swap.** No original to compare with."
+    )
+    assert "| rotary, swap | 9.000 (1 of 3 seeds) |" in markdown(runs, figures=["to_90_percent"], costs=())
+    assert verdict(runs, figures=["loss_20", "loss_10"]).count("**") == 2  # the longest is the first
+    runs = load_runs([tmp_path])
     one = [run for run in runs if run["config"]["seed"] == 0]
     assert verdict(one).endswith("One seed: no difference from the original is sure.")
     assert "No original" in verdict([run for run in one if run["config"]["scheme"] == "none"])

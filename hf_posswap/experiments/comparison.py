@@ -21,8 +21,8 @@ FREE = ("scheme", "start", "seed", "schemes_from", "save_model")
 _PARTS = {"recipe": str, "versions": dict, "hardware": dict, "config": dict, "figures": dict, "cost": dict}  # what is read here
 _ROW = {"scheme": str, "start": str, "seed": int}
 # Words in the names of figures; of a figure with none of them it is not said which is the best.
-_LESS_IS_BETTER = {"loss", "perplexity", "kl", "damage", "ratio", "tokens", "ms", "mib", "kib", "seconds", "overhead", "memory"}
-_MORE_IS_BETTER = {"accuracy", "candidates", "f1", "matthews", "spearman", "pearson", "cosine", "word", "recall", "sts"}
+_LESS_IS_BETTER = set("loss perplexity kl damage ratio tokens to ms mib kib seconds overhead memory".split())
+_MORE_IS_BETTER = set("accuracy candidates f1 matthews spearman pearson cosine word recall sts".split())
 COST = {"tokens_per_second": ("tokens/s", 1.0, "{:,.0f}"), "peak_memory_bytes": ("peak MiB", 2**20, "{:,.0f}")}
 
 
@@ -209,7 +209,8 @@ def _cell(values: list[float | None]) -> str:
     if not found:
         return ""
     form = "{:.3f}" if max(map(abs, found)) < 10 else "{:.1f}"
-    return form.format(fmean(found)) + (f" ± {form.format(stdev(found))}" if len(set(found)) > 1 else "")
+    spread = f" ± {form.format(stdev(found))}" if len(set(found)) > 1 else ""
+    return form.format(fmean(found)) + spread + f" ({len(found)} of {len(values)} seeds)" * (len(found) < len(values))
 
 
 def budgets(runs: list[dict], vary: Sequence[str] = ()) -> str:

@@ -136,16 +136,19 @@ def verdict(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str
     """
     names, found = figure_names(runs, figures), differences(runs, vary=vary, figures=figures)
     family = [name for name in names if is_length(name, names[0].rpartition("_")[0])] if names else []
+    longest = sorted(family, key=lambda name: int(name.rpartition("_")[2]))[-1:]
     rows = rows_of(runs, vary)
-    return " ".join(_judged(rows, found, name) for name in dict.fromkeys([*names[:1], *family[-1:]]))
+    return " ".join(_judged(rows, found, name) for name in dict.fromkeys([*names[:1], *longest]))
 
 
 def _judged(rows: dict[tuple, list[dict]], found: dict[str, dict[str, Difference]], name: str) -> str:
     better, known = top(name)
 
     def means(name: str) -> dict[str, float]:
+        """Of rows that have it for the most seeds: one that has it for its lucky seeds alone is not the best."""
         values = {row: [run["figures"][name] for run in members if name in run["figures"]] for row, members in rows.items()}
-        return {label_of(row): fmean(some) for row, some in values.items() if some}
+        most = max(map(len, values.values()))
+        return {label_of(row): fmean(some) for row, some in values.items() if len(some) == most > 0}
 
     of, whom = means(name), "the original"
     # A rate that harms the original makes it a poor one to compare with.
@@ -156,11 +159,11 @@ def _judged(rows: dict[tuple, list[dict]], found: dict[str, dict[str, Difference
     best = better(of, key=of.get)
     word = f"{'lowest' if better is min else 'highest'} {name.replace('_', ' ')}"
     said = f"**{'Best: the' if known == 'best' else 'The'} {word} is {of[best]:.4g}, {best}.**"
-    if not found:
-        return f"{said} No original was run to compare with."
-    cells = {label: cells[name] for label, cells in found.items()}
+    cells = {label: cells[name] for label, cells in found.items() if cells[name].seeds}
+    if not cells:
+        return f"{said} No original to compare with."
     sure = [f"{label} ({mean(one.seeds):+.3g})" for label, one in cells.items() if one.sure]
-    if len(next(iter(cells.values())).seeds) < 2:
+    if max(len(one.seeds) for one in cells.values()) < 2:
         return f"{said} One seed: no difference from the original is sure."
     tests = "paired t-test" + " over seeds, and test over items" * any(one.items is not None for one in cells.values())
     return f"{said} Surely different from {whom} ({tests}, p < 0.05): {', '.join(sure) or 'none'}."
