@@ -185,8 +185,11 @@ def test_a_run_from_the_command_line(start, tmp_path):
     assert code == 2 and "another configuration" in out
 
 
-def test_inputs_are_named_as_they_were(start, tmp_path):
+def test_inputs_are_named_as_they_were(start, tmp_path, monkeypatch):
     """The hash of an input is that of what the run read, even if the file changes or goes while it runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tensorboard").mkdir()  # called as the tracker is
+    (tmp_path / "tensorboard" / "events").write_text("1")
     (tmp_path / "weights").write_text("0.5")
     code, out = start("--model", tmp_path / "weights", "--output", tmp_path / "out")
     assert code == 0 and not (tmp_path / "weights").exists(), out

@@ -44,7 +44,8 @@ from hf_posswap.terminal import run_program
 from hf_posswap.training.launching import check_processes, save_trained
 
 __all__ = ["RecipeConfig", "cost", "load_model", "load_tokenizer", "main"]  # what your own recipe needs
-NO_FILE = ("scheme", "start", "metric", "_column", "_config", "_split")  # options that may be called as a file is, by chance
+# Options whose value may also be the name of a file, by chance: wandb writes into a folder `wandb`.
+NO_FILE = ("scheme", "start", "metric", "phase", "report_to", "_column", "_config", "_split")
 
 
 def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool], dict]) -> None:
