@@ -78,6 +78,9 @@ def test_a_second_ctrl_c_acts_as_usual(make_model, tmp_path, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 trained(make_model("gpt2"), TrainingConfig(max_steps=2, batch_size=8), compute_loss=stop, output=output)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a shell script's background job
+        config = TrainingConfig(max_steps=2, batch_size=8)
+        assert len(trained(make_model("gpt2"), config, compute_loss=stop, output=tmp_path)[1].losses) == 2
     finally:
         signal.signal(signal.SIGINT, before)
 
