@@ -120,6 +120,7 @@ def test_the_loop_and_a_bare_one_do_the_same(recipe, make_model, tmp_path, preci
     finally:
         AcceleratorState._reset_state()
     figures, pairs = result["figures"], result["details"]["pairs"]
+    assert loop.load(loop.Config(model="stdlib-gpt2", scheme="original")).config.n_positions == 256
     assert len(pairs) == 1 and figures["least_overhead"] <= figures["overhead"] <= figures["most_overhead"]
     for pair in pairs:
         assert pair["losses"][0] == pytest.approx(pair["losses"][1], abs=1e-4)
@@ -134,3 +135,4 @@ def test_the_verbs_are_measured(recipe):
     assert list(found) == ["model", "swap", "fit", "save", "restore", "load"]
     assert all(found[verb].keys() == {"seconds", "memory"} and found[verb]["memory"] > 0 for verb in list(found)[1:])
     refused("known are bert, gpt2", verbs.Config, family=("t5",))
+    refused("hidden=512 must be a multiple of 24", verbs.Config, hidden=512)
