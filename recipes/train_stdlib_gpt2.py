@@ -26,6 +26,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from hf_posswap.data.text import stdlib_documents, token_blocks
 from hf_posswap.measure.damage import perplexity
 from hf_posswap.provenance import provenance, write_json
+from hf_posswap.terminal import run_program
 from hf_posswap.training import TrainingConfig, train
 
 CONTEXT = 256
@@ -101,4 +102,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program("train_stdlib_gpt2", main)
