@@ -282,7 +282,7 @@ def test_batch_size_search(make_model, tmp_path, caplog, from_call):
     budget = TrainingConfig(**config, auto_find_batch_size=True)
     with caplog.at_level(logging.WARNING, "hf_posswap"):
         model, memory = make_model("gpt2", resid_pdrop=0.2), _Memory(3, from_call)
-        found, run = trained(model, budget, compute_loss=memory, output=tmp_path / "found")
+        found, run = trained(model, budget, compute_loss=memory, output=tmp_path / "found", resume=True)  # of nothing
     told = TrainingConfig(**config, gradient_accumulation_steps=4)
     expected, wanted = trained(make_model("gpt2", resid_pdrop=0.2), told, compute_loss=_Memory(3), output=tmp_path / "told")
     assert run.gradient_accumulation_steps == 4 and "4 gradient_accumulation_steps of 3" in caplog.text
