@@ -127,18 +127,18 @@ def input_hashes(options: dict, output: Path | None = None) -> dict[str, dict[st
     written into `output` is left out, if that lies in one of the folders.
     """
     found, written = {}, output and output.resolve()
-    for name, value in options.items():
+    for option, value in options.items():
         several = isinstance(value, tuple)
         hashes = {}
         for place in (Path(one) for one in (value if several else (value,)) if isinstance(one, str) and one):
             start = place.parent if several or not place.is_dir() else place
-            files = sorted(place.rglob("*")) if place.is_dir() else [place]
-            read = (file for file in files if file.is_file() and written not in file.resolve().parents)
-            names = {file: file.relative_to(start) for file in read}
-            shown = {file: name for file, name in names.items() if not any(part[0] == "." for part in name.parts)}  # no .git
-            hashes |= {name.as_posix(): _sha256(file) for file, name in shown.items()}
+            for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
+                name = file.relative_to(start)
+                hidden = any(part.startswith(".") for part in name.parts)  # such as .git
+                if file.is_file() and not hidden and written not in file.resolve().parents:
+                    hashes[name.as_posix()] = _sha256(file)
         if hashes:
-            found[name] = hashes
+            found[option] = hashes
     return found
 
 

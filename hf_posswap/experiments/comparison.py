@@ -44,6 +44,7 @@ def load_runs(places: Sequence[Path]) -> list[dict]:
 
 
 def _compared(place: Path) -> list[dict]:
+    """Return the runs of a comparison.json, or of a folder that has one."""
     file = place / "comparison.json" if place.is_dir() else place
     if not file.is_file():
         raise PosswapError(f"no result.json in {place}: give folders that a recipe wrote and finished, or a comparison.json")
@@ -55,7 +56,7 @@ def _compared(place: Path) -> list[dict]:
 
 
 def _checked(run: dict, file: Path) -> dict:
-    """Return a run that is whole: what is read of it here is there, and its figures are finite."""
+    """Return the run; raise PosswapError if it lacks what is read of it here, or a figure is not finite."""
     if fault := next(_faults(run), None):
         raise PosswapError(f"{file} is no whole result of a recipe, it has {fault}: run it again, or leave it out")
     return run
@@ -68,10 +69,6 @@ def _faults(run: dict) -> Iterator[str]:
     yield from (f"no {name} in its config" for name, kind in _ROW.items() if not isinstance(run["config"].get(name), kind))
     if run.get("format", FORMAT) != FORMAT:
         yield f"format {run['format']!r}, and this version reads {FORMAT}"
-    items = run.get("items", {})
-    listed = isinstance(items, dict) and all(isinstance(values, list) for values in items.values())
-    if not listed or not all(isinstance(value, int | float) for values in items.values() for value in values):
-        yield f"items {str(items)[:40]}, which are no lists of numbers by figure"
     for name, value in run["figures"].items():
         if not isinstance(value, int | float) or not math.isfinite(value):
             yield f"{name} {value!r}, which is no finite number"
