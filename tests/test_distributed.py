@@ -83,7 +83,7 @@ def test_two_processes_stop_together(folder, alone, together):
 
 def test_a_batch_that_processes_cannot_share_is_refused(alone, together):
     """Three sequences are one step for one process and an error for two."""
-    assert alone["uneven"] == 1 and "do not divide into 2 processes" in together[0]["uneven"]
+    assert len(alone["uneven"]) == 1 and "do not divide into 2 processes" in together[0]["uneven"]
 
 
 def test_another_number_of_processes_is_refused(folder, together, make_model):

@@ -48,12 +48,9 @@ def start(recipe, program):
     def run(name, **options):
         arguments = []
         for option, value in options.items():
-            flag = option.replace("_", "-")
-            if isinstance(value, bool):
-                arguments.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
-                for one in value if isinstance(value, tuple) else (value,):
-                    arguments += [f"--{flag}", one]
+            flag = f"--{option.replace('_', '-')}"
+            for one in value if isinstance(value, tuple) else (value,):
+                arguments += [flag] if one is True else [flag, one]
         module = recipe(name)
         code, _, err = program(*arguments, main=lambda: main(module.Config, module.run))
         return code, err
