@@ -282,7 +282,7 @@ def test_schemes_of_others(compare, tmp_path):
     """A scheme that a user's file registers is a row like any other; without the file its name is an error before any run."""
     (tmp_path / "their_scheme.py").write_text(THEIRS)
     file, output = str(tmp_path / "their_scheme.py"), tmp_path / "out"
-    arguments = ["count", "--scheme", "theirs", "--scheme", "none", "--seed", "4", "--output", str(output)]
+    arguments = [str(tmp_path / "count.py"), "--scheme", "theirs", "--scheme", "none", "--seed", "4", "--output", str(output)]
     code, says = compare(*arguments, "--", "--max-steps", "5")
     assert code == 2 and "unknown scheme 'theirs'" in says and not output.exists()
     try:
