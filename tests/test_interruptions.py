@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import refused, run_python
+from conftest import refused, rewrite, run_python
 from test_training import even_rows, trained
 
 from hf_posswap import PosswapError
@@ -110,7 +110,9 @@ def test_resume_may_change_how_but_not_what(make_model, tmp_path):
     with pytest.raises(PosswapError, match="examples 24 and 20"):
         train(make_model("gpt2"), even_rows(20), TrainingConfig(**config), output=tmp_path, resume=True, progress=False)
     again = TrainingConfig(**config, checkpoint_every=2, gradient_checkpointing=True)
-    assert len(trained(make_model("gpt2"), again, output=tmp_path, resume=True)[1].losses) == 4
+    rewrite(tmp_path / "checkpoints" / "step-00000001" / "progress.json", lambda progress: progress.update(seconds=500.0))
+    _, run = trained(make_model("gpt2"), again, output=tmp_path, resume=True)
+    assert len(run.losses) == 4 and run.seconds > 500  # those before the stop count
 
 
 def test_a_full_disk(make_model, tmp_path):
