@@ -24,19 +24,12 @@ class Difference:
 
     @property
     def sure(self) -> bool:
-        """Whether it is unlike zero: over seeds, if they differ, and over items, if they were kept (p < 0.05)."""
-        fixed = len(self.seeds) > 1 and not varied(self.seeds) and self.items is not None
-        return (fixed or surely(self.seeds)) and self.p < 0.05
-
-
-def surely(values: list[float]) -> bool:
-    """Whether the mean differs from zero in Student's t-test, p < 0.05; False for one value or equal values."""
-    return varied(values) and abs(mean(values)) > half_width(values)
-
-
-def varied(values: list[float]) -> bool:
-    """Whether there are several values, and not of one size."""
-    return len(values) > 1 and stdev(values) > 1e-9 * abs(mean(values))
+        """Whether it is unlike zero: over seeds by a t-test, if they differ, and over items, if they were kept (p < 0.05)."""
+        if len(self.seeds) < 2:
+            return False
+        middle = abs(mean(self.seeds))
+        varied = stdev(self.seeds) > 1e-9 * middle
+        return (middle > half_width(self.seeds) if varied else self.items is not None) and self.p < 0.05
 
 
 def differences(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> dict[str, dict[str, Difference]]:
