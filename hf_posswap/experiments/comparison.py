@@ -20,7 +20,7 @@ ORIGINAL = "original"  # the scheme of a model that is left as it is
 FREE = ("scheme", "start", "seed", "schemes_from", "save_model")
 _PARTS = {"recipe": str, "versions": dict, "hardware": dict, "config": dict, "figures": dict, "cost": dict}  # what is read here
 _ROW = {"scheme": str, "start": str, "seed": int}
-# Words in the names of figures; of a figure with none of them it is not said which is the best.
+# Words in the names of figures; a figure with none of them has a highest row, but no best one.
 _LESS_IS_BETTER = set("loss perplexity kl damage ratio tokens to ms mib kib seconds overhead memory".split())
 _MORE_IS_BETTER = set("accuracy candidates f1 matthews spearman pearson cosine word recall sts".split())
 COST = {"tokens_per_second": ("tokens/s", 1.0, "{:,.0f}"), "peak_memory_bytes": ("peak MiB", 2**20, "{:,.0f}")}
