@@ -111,9 +111,8 @@ def test_the_loop_and_a_bare_one_do_the_same(recipe, make_model, tmp_path, preci
     """What recipes/benchmark_loop.py times on both sides takes the same steps: where nothing is drawn, to the same loss."""
     make_model("gpt2").save_pretrained(tmp_path / "model")
     loop = recipe("benchmark_loop")
-    config = loop.Config(
-        model=str(tmp_path / "model"), batch_size=4, length=16, steps=3, pairs=1, mixed_precision=precision
-    )  # fmt: skip
+    sizes = {"batch_size": 4, "length": 16, "steps": 3, "pairs": 1}
+    config = loop.Config(model=str(tmp_path / "model"), mixed_precision=precision, **sizes)
     AcceleratorState._reset_state()  # a process keeps the precision it began with
     try:
         result = loop.run(config, tmp_path, False)
