@@ -60,9 +60,6 @@ class PasskeyConfig(RecipeConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("lengths", "depths", "train_lengths"):
-            if not getattr(self, name):
-                raise PosswapError(f"{name} must not be empty")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise PosswapError(f"depths={self.depths} must be from 0 (the start of the filler) to 1 (its end)")
 
