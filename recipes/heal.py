@@ -9,8 +9,8 @@ The scheme `original` is the control: the unswapped model, tuned alike, which ma
 
 Held-out text is in the blocks that `fit_quality` measures on. It is measured at 0 tokens and after about ten steps that grow
 by a factor. `to_90_percent` is interpolated between these, linearly in the logarithm of damage. It is missing if damage never
-falls to a tenth of that of a cold swap, for every start. `select` is measured on a tenth of the training text that
-distillation leaves out, though not --start fit: choose the --learning-rate of each row by it.
+falls to a tenth of a cold swap's, whatever the start. `select` is measured on a tenth of the training text that distillation
+leaves out, though not --start fit: choose the --learning-rate of each row by it.
 """
 
 import math

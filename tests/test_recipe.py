@@ -166,7 +166,7 @@ def test_a_run_from_the_command_line(start, tmp_path):
     code, out = start("--help")
     assert code == 0 and "Where the key is. [default: 3]" in out
     assert "Peak learning rate. [default: 0.001]" in " ".join(out.split())  # another default has the help of its parent
-    assert "Figures, by how their names begin: depth: where it was." in out
+    assert "Figures, by how their names begin:\n\n      depth: where it was\n" in out
     assert "    python recipes/depth.py\n      python recipes/depth.py --depth 4\n" in out  # examples stay lines
     output = tmp_path / "out"
     code, out = start("--depth", "4", "--lengths", "7", "--lengths", "8", "--output", output)

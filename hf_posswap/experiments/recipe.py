@@ -104,8 +104,8 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
 
     # \b makes the help keep the line breaks of a paragraph.
     about = (module.__doc__ or "").replace("\n\n    ", "\n\n\b\n    ")
-    figures = "; ".join(f"{name}: {meaning}" for name, meaning in config_class.FIGURES.items())
-    command.__doc__ = f"{about}\n\nFigures, by how their names begin: {figures}." if figures else about
+    figures = "\n".join(f"    {name}: {meaning}" for name, meaning in config_class.FIGURES.items())
+    command.__doc__ = f"{about}\n\nFigures, by how their names begin:\n\n\b\n{figures}" if figures else about
     command.__signature__ = command_line(config_class, Path("runs") / program.replace("_", "-"))
     with held:
         run_program(program, command)
