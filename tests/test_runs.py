@@ -372,14 +372,14 @@ def test_verdict(tmp_path):
         for run in [run for run in runs if run["config"]["scheme"] == scheme][:seeds]:
             run["figures"] |= {"to_90_percent": value, "loss_20": 1.0, "loss_10": 1.0}
     assert verdict(runs, figures=["to_90_percent"]) == (
-        "**Best: the lowest to 90 percent is 20, none, swap.** No original to compare with."
+        "**Best: the lowest to 90 percent is 20, none, swap.** No row has an original to compare with."
     )
     assert "| rotary, swap | 9.000 (1 of 3 seeds) |" in markdown(runs, figures=["to_90_percent"], costs=())
     assert verdict(runs, figures=["loss_20", "loss_10"]).count("**") == 2  # the longest is the first
     runs = load_runs([tmp_path])
     one = [run for run in runs if run["config"]["seed"] == 0]
     assert verdict(one).endswith("One seed: no difference from the original is sure.")
-    assert "No original" in verdict([run for run in one if run["config"]["scheme"] == "none"])
+    assert "No row has an original" in verdict([run for run in one if run["config"]["scheme"] == "none"])
     write_comparison(runs, tmp_path / "written")
     assert (tmp_path / "written" / "comparison.md").read_text().startswith(said)
     page = (tmp_path / "written" / "comparison.html").read_text()

@@ -154,7 +154,7 @@ def _judged(rows: dict[tuple, list[dict]], found: dict[str, dict[str, Difference
     said = f"**{'Best: the' if known == 'best' else 'The'} {word} is {of[best]:.4g}, {best}.**"
     cells = {label: cells[name] for label, cells in found.items() if cells[name].seeds}
     if not cells:
-        return f"{said} No original to compare with."
+        return f"{said} No row has an original to compare with."
     sure = [f"{label} ({mean(one.seeds):+.3g})" for label, one in cells.items() if one.sure]
     if max(len(one.seeds) for one in cells.values()) < 2:
         return f"{said} One seed: no difference from the original is sure."
