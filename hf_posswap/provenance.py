@@ -127,18 +127,18 @@ def input_hashes(options: dict, output: Path | None = None) -> dict[str, dict[st
     written into `output` is left out, if that lies in one of the folders.
     """
     found, written = {}, output and output.resolve()
-    for name, value in options.items():
+    for option, value in options.items():
         several = isinstance(value, tuple)
         hashes = {}
         for place in (Path(one) for one in (value if several else (value,)) if isinstance(one, str) and one):
             start = place.parent if several or not place.is_dir() else place
-            files = sorted(place.rglob("*")) if place.is_dir() else [place]
-            read = (file for file in files if file.is_file() and written not in file.resolve().parents)
-            names = {file: file.relative_to(start) for file in read}
-            shown = {file: name for file, name in names.items() if not any(part[0] == "." for part in name.parts)}  # no .git
-            hashes |= {name.as_posix(): _sha256(file) for file, name in shown.items()}
+            for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
+                name = file.relative_to(start)
+                hidden = any(part.startswith(".") for part in name.parts)  # such as .git
+                if file.is_file() and not hidden and written not in file.resolve().parents:
+                    hashes[name.as_posix()] = _sha256(file)
         if hashes:
-            found[name] = hashes
+            found[option] = hashes
     return found
 
 
@@ -164,9 +164,16 @@ def without_home(text: str) -> str:
 
 
 def published(run: dict) -> dict:
-    """Return a run without the paths of this machine in its command and options."""
-    cut = {k: without_home(v) if isinstance(v, str) and Path(v).is_absolute() else v for k, v in run["config"].items()}
-    return run | {"command": without_home(run["command"]), "config": cut}
+    """Return a run without the paths of this machine, wherever they stand in it."""
+
+    def cut(value):
+        if isinstance(value, dict):
+            return {name: cut(one) for name, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [cut(one) for one in value]
+        return without_home(value) if isinstance(value, str) and Path(value).is_absolute() else value
+
+    return cut(run) | {"command": without_home(run["command"])}
 
 
 def write_json(path: Path, content: dict) -> None:

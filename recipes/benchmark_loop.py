@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel, get_scheduler
 
 import hf_posswap as posswap
+from hf_posswap.assets import model_source
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.options import RunOptions
 from hf_posswap.experiments.recipe import main
@@ -55,7 +56,7 @@ def load(config: "Config") -> PreTrainedModel:
     """Return a swapped model: a checkpoint's, or a small GPT-2 with random weights."""
     torch.manual_seed(config.seed)
     if config.model:
-        model = AutoModelForCausalLM.from_pretrained(config.model)
+        model = AutoModelForCausalLM.from_pretrained(model_source(config.model))
     else:
         sizes = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": config.length, "vocab_size": 4096}
         model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))

@@ -57,6 +57,8 @@ class Config(RunOptions):
             raise PosswapError(f"family={unknown[0]!r} is not known; known are {', '.join(FAMILIES)}")
         if self.scheme == ORIGINAL:
             raise PosswapError("scheme='original' would swap nothing: name a scheme")
+        if self.hidden % 24:
+            raise PosswapError(f"hidden={self.hidden} must be a multiple of 24: 12 heads of an even size")
 
 
 def verbs(config: Config, family: str) -> dict[str, dict[str, float]]:

@@ -12,7 +12,7 @@ from hf_posswap.terminal import run_program
 
 if __name__ == "__main__":
     # Only the first argument is taken as a recipe's name; elsewhere, the same word may be an option's value.
-    named = Path(__file__).with_name(f"{sys.argv[1]}.py") if len(sys.argv) > 1 else Path()
+    named = Path(__file__).parent / f"{sys.argv[1]}.py" if len(sys.argv) > 1 else Path()
     if named.is_file():
         sys.argv[1] = str(named)
     run_program("compare", compare)

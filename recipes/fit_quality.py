@@ -6,8 +6,7 @@
     hf-posswap compare --collect runs/given --collect runs/random --vary text --output runs/texts
 
 --text is what to fit on: `given`, --train-file or --dataset (default: the embedded text); `embedded`, the standard library's;
-`shuffled`, the given text in random order; `random`, tokens drawn uniformly; `written`, by the causal model itself. Figures on
-held-out text: ratio (perplexity / original's), kl in nats, perplexity; for an encoder cosine_N with the original at N tokens.
+`shuffled`, the given text in random order; `random`, tokens drawn uniformly; `written`, by the causal model itself.
 """
 
 from dataclasses import asdict, dataclass, replace

@@ -138,7 +138,7 @@ def gpu(
                 write_json(table, done)
     for name, said in rows.items():
         print(f"{name:<24} {done.get(name, {}).get('seconds', ''):>6}  {said}")
-    print(f"results are in {place}")
+    print(f"results are in {place.resolve()}")
     raise typer.Exit(any(said.startswith("failed") for said in rows.values()))
 
 

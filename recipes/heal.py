@@ -7,12 +7,10 @@
 
 The scheme `original` is the control: the unswapped model, tuned alike, which matters if --text-weight lets it learn the text.
 
-Figures: `damage` on held-out text (KL from the original's predictions in nats, or 1 - cosine of an encoder's pooled states) and
-`perplexity`, on the blocks that `fit_quality` measures on, at 0 tokens and at about ten steps that grow by a constant factor.
-`to_90_percent` is the number of tokens until damage is a tenth of that of a cold swap, for every start. It is interpolated
-between measurements, linearly in the logarithm of damage, and missing if damage never falls so far. `select` is what counts
-(the ratio with --text-weight, else damage) at the end, on a tenth of the training text that distillation leaves out, though not
---start fit: choose the --learning-rate of each row by it.
+Held-out text is in the blocks that `fit_quality` measures on. It is measured at 0 tokens and after about ten steps that grow
+by a factor. `to_90_percent` is interpolated between these, linearly in the logarithm of damage. It is missing if damage never
+falls to a tenth of a cold swap's, whatever the start. `select` is measured on a tenth of the training text that distillation
+leaves out, though not --start fit: choose the --learning-rate of each row by it.
 """
 
 import math

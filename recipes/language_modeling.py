@@ -8,10 +8,7 @@ LM for GPT-2. The control is --start scratch, a model that is trained with the s
 
 A BERT checkpoint without a masked-LM head (sentence encoders have none) gets a new one. It is trained before the swap, on the
 frozen original encoder, and is the same for every scheme and seed. It is saved as head.safetensors; with --head, other runs use
-it without training it again. Its loss is in the details of result.json.
-
-Figures on held-out text after training: `loss` in nats per token (per masked token for BERT), `perplexity` = exp(loss), and
-`perplexity_N` with the same tokens in blocks of N; `start_loss` and `start_perplexity` before it. Details: losses by position.
+it without training it again. Its loss is in the details of result.json, as are losses by position. BERT's are of masked tokens.
 """
 
 from dataclasses import dataclass

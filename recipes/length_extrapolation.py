@@ -14,8 +14,7 @@ context helps.
 For the scheme `original`, all figures are measured with the window. Its fine-tune has blocks of the trained length, and as many
 tokens per step as the other schemes have, so it is the baseline after the fine-tune, too.
 
-Figures: loss_N before and tuned_loss_N after the fine-tune, in nats per token, with N tokens in a block. Details: losses with
-the window, and losses by position in the longest block. loss.png shows all losses.
+Details: losses with the window, and losses by position in the longest block. loss.png shows all losses.
 """
 
 from dataclasses import dataclass, replace
@@ -57,7 +56,7 @@ class Config(TextConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.factors or sorted(set(self.factors)) != list(self.factors):
+        if sorted(set(self.factors)) != list(self.factors):
             raise PosswapError(f"factors={self.factors} must be whole numbers from 1 on, in rising order")
 
 

@@ -9,7 +9,6 @@ whose Transformer gets 36.37 %; hf_posswap/measure/listops.py has the grammar. S
 tokenizer is not used. By default weights are random, as in the paper, and --num-layers, --hidden-size and --num-heads change
 the size. With another --start, training begins from the checkpoint.
 
-`accuracy` is measured on expressions that are not trained on; `majority` is the accuracy of always giving the commonest answer.
 result.json also has the accuracy by length and by depth.
 """
 

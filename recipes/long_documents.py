@@ -7,8 +7,7 @@
 For the original, documents are cut at its own longest input, if --max-length is more: it cannot read more without a swap. A
 swapped model reads --max-length tokens. Both see the same documents in the same order.
 
-Figures are measured on all validation documents and, with `_long` in their name, on only those that the original cannot read as
-a whole. result.json says how many documents are long, and how many were cut.
+Figures without `_long` are of all validation documents. result.json says how many documents are long, and how many were cut.
 
 Memory grows with --batch-size / --gradient-accumulation-steps, the documents read at once, and with --max-length.
 """

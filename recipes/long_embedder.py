@@ -8,12 +8,8 @@
 A pair is a document and a passage of it; the other documents of the batch are the negatives. A penalty, weighted by --brake,
 keeps the vectors of passages, which are short texts, near those of the original, so that it stays good at short texts. The
 scheme `original` is the baseline: the unswapped model, tuned in the same way, which reads documents as --read says. Choose
-rates, chunks and brakes by `select`, measured on the last tenth of the training documents, which is not trained on.
-
-Figures: `recall`, the share of passages whose document is the nearest of all, on documents of --validation-file; `early` and
-`late`, the same for passages from the first and the last third; `select`, recall on the select text; `kept`, the mean cosine
-of its passages with the original's vectors; `sts`, Spearman's rho on --sts, and `sts_original`; for chunks also `by_chunk`,
-recall by the nearest single chunk: an index of all chunks has many times the vectors.
+rates, chunks and brakes by `select`, measured on the last tenth of the training documents, which is not trained on, as is
+`kept`. `by_chunk`, for chunks only, takes an index of all of them, which has many times the vectors.
 """
 
 import time

@@ -38,15 +38,13 @@ def later_commits(root: Path = ROOT) -> Counter[str]:
         content, name = json.loads(file.read_text()), file.relative_to(results).as_posix()
         runs = [run for run in content.get("runs", [content]) if "commit" in run]
         made = {(run["commit"], run.get("recipe"), bool(run.get("config", {}).get("span"))) for run in runs}
-        held = [note for note in again.get(name, {}).values() if all(map(_held, note["figures"].values()))]
-        repeated = [max(count(note["commit"], *of_run) for _, *of_run in made) for note in held]
+        repeated = [
+            max(count(note["commit"], *of_run) for _, *of_run in made)
+            for note in again.get(name, {}).values()
+            if all(now is not None and abs(now - was) <= 0.05 * abs(was) for was, now in note["figures"].values())
+        ]
         behind[name] = min([max((count(*one) for one in made), default=0), *repeated])
     return +behind
-
-
-def _held(pair: list[float | None]) -> bool:
-    was, now = pair
-    return now is not None and abs(now - was) <= 0.05 * abs(was)
 
 
 if __name__ == "__main__":

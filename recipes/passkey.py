@@ -7,9 +7,8 @@
 
 Mohtashami & Jaggi 2023 (https://arxiv.org/abs/2305.16300); hf_posswap/measure/passkey.py has the texts, and what differs.
 
-A causal model is trained on short generated texts to say the key, and tested at all lengths. `accuracy` is the share of keys
-that it says in full, `candidates` the share of texts in which the key is likelier than nine others (0.1 is chance). An encoder
-is trained to point at the key, as in question answering. Test keys are in no training text.
+A causal model is trained on short generated texts to say the key, and tested at all lengths. An encoder is trained to point at
+the key, as in question answering. Test keys are in no training text. For `candidates`, 0.1 is chance.
 
 Writes result.json, with the matrices of lengths x depths, and heat_map.png into --output.
 """
@@ -61,9 +60,6 @@ class PasskeyConfig(RecipeConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("lengths", "depths", "train_lengths"):
-            if not getattr(self, name):
-                raise PosswapError(f"{name} must not be empty")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise PosswapError(f"depths={self.depths} must be from 0 (the start of the filler) to 1 (its end)")
 

@@ -14,8 +14,7 @@ positions in the block: a model that can read on has about the same loss in all 
 With --tune-steps both are then trained on next-token prediction, on equal tokens of the same text: the swapped model in blocks
 as long as the fit's, the original in blocks of its trained length. Choose the --learning-rate of each by select_loss.
 
-Figures in nats per token: loss_N, held-out tokens at positions from N / 2 (the first: from 0) up to N; after training also
-start_loss_N, the same before it, and select_loss, over all positions of training text that is kept out of training.
+loss_N is of positions from N / 2 (the first: from 0) up to N.
 """
 
 from collections.abc import Callable

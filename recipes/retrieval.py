@@ -8,9 +8,7 @@
 Figures come from sentence-transformers' evaluators, so they can be compared with other embedders' figures. --read whole is for
 models that read enough tokens, such as those of recipes/long_embedder.py.
 
-Figures: passkey_N and needle_N, the share of 50 questions whose document is the first of 100 of N tokens; for chunks also
-passkey_by_chunk_N and needle_by_chunk_N, by the nearest single chunk, which takes an index of all chunks; beir_NAME, nDCG@10;
-sts, Spearman's rho.
+50 questions are asked of each kind and length. `by_chunk`, for chunks only, takes an index of all of them.
 """
 
 from dataclasses import dataclass

@@ -34,7 +34,7 @@ def choose(runs: list[dict], vary: list[str], row: str | None = None, seed: int 
 
 
 def again(run: dict, folder: Path) -> list[str]:
-    """Begin the run's folder with its options, under today's names, and return the command."""
+    """Write the run's options into its folder, and return the command that runs it."""
     write_json(folder / "config.json", run["config"])
     recipe = Path(__file__).with_name(f"{run['recipe']}.py")
     return [str(recipe), "--config", str(folder / "config.json"), "--output", str(folder)]

@@ -26,16 +26,17 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from hf_posswap.data.text import stdlib_documents, token_blocks
 from hf_posswap.measure.damage import perplexity
 from hf_posswap.provenance import provenance, write_json
+from hf_posswap.terminal import run_program
 from hf_posswap.training import TrainingConfig, train
 
 CONTEXT = 256
 END_OF_TEXT = "<|endoftext|>"
 
 
-def build_tokenizer(documents: list[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
+def build_tokenizer(documents: list[str]) -> PreTrainedTokenizerFast:
     """Return a byte-level BPE tokenizer, as GPT-2 has, learned from the training documents only."""
     tokenizer = ByteLevelBPETokenizer()
-    options = {"vocab_size": vocab_size, "min_frequency": 0, "special_tokens": [END_OF_TEXT], "show_progress": False}
+    options = {"vocab_size": 2048, "min_frequency": 0, "special_tokens": [END_OF_TEXT], "show_progress": False}
     tokenizer.train_from_iterator(documents, **options)
     ends = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, model_max_length=CONTEXT, **ends)
@@ -46,12 +47,6 @@ def shifted_blocks(documents: list[str], tokenizer: PreTrainedTokenizerFast, pas
     stream = token_blocks(documents, tokenizer, length=1).flatten()
     offsets = [CONTEXT * i // passes for i in range(passes)]
     return torch.cat([stream[o : o + (len(stream) - o) // CONTEXT * CONTEXT].view(-1, CONTEXT) for o in offsets])
-
-
-def card(report: dict) -> ModelCard:
-    """Return the model card for a run's report; huggingface_hub checks its metadata."""
-    data = ModelCardData(language="en", license="apache-2.0", library_name="transformers", pipeline_tag="text-generation")
-    return ModelCard.from_template(data, str(Path(__file__).with_suffix(".md.jinja")), context=CONTEXT, **report)
 
 
 def main(
@@ -96,9 +91,11 @@ def main(
         "config": asdict(config),
     }
     write_json(output / "training.json", report)
-    card(report).save(output / "README.md")
+    data = ModelCardData(language="en", license="apache-2.0", library_name="transformers", pipeline_tag="text-generation")
+    card = ModelCard.from_template(data, str(Path(__file__).with_suffix(".md.jinja")), context=CONTEXT, **report)
+    card.save(output / "README.md")
     print(json.dumps(report, indent=2))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_program("train_stdlib_gpt2", main)

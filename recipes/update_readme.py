@@ -143,19 +143,10 @@ def environment() -> Environment:
 
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["d"] = lambda value, digits: f"{value:.{digits}f}"
-    environment.globals |= {"of": of, "m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": figures}
-    environment.globals |= {
-        "sure": sure,
-        "gap": gap,
-        "worst": worst,
-        "apart": apart,
-        "holds": holds,
-        "exp": exp,
-        "sqrt": sqrt,
-        "abs": abs,
-    }
-    environment.globals |= {"table": comparison_table, "ladder": ladder_table, "index": index, "read": read}
-    environment.globals |= {"again": again, "again_table": again_table}
+    functions = (sure, gap, worst, apart, holds, exp, sqrt, abs, of, read, index, again, again_table)
+    environment.globals |= {function.__name__: function for function in functions}
+    environment.globals |= {"m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": figures}
+    environment.globals |= {"table": comparison_table, "ladder": ladder_table}
     environment.globals["generated"] = {f.stem: read(f)["details"] for f in RESULTS.glob("read_on/generation/*.json")}
     return environment
 

@@ -142,6 +142,14 @@ def recipe(data: Path, folder: Path) -> dict:
     return json.loads((folder / "result.json").read_text()) | {"said": said.getvalue().count("measuring")}
 
 
+def tried(config: TrainingConfig, **options) -> list[float] | str:
+    """Train a GPT-2 on even rows; return its losses, or what the error says."""
+    try:
+        return train(gpt2(), even_rows(), config, progress=False, **options)[1].losses
+    except posswap.PosswapError as error:
+        return str(error)
+
+
 def ddp(folder: Path) -> dict:
     seen = losses(folder) | {"heat_map": heat_map(folder)}
 
@@ -152,26 +160,15 @@ def ddp(folder: Path) -> dict:
 
     breaks.calls = 0
     config = TrainingConfig(max_steps=6, batch_size=8, checkpoint_every=2)
-    try:
-        train(gpt2(), even_rows(), config, compute_loss=breaks, output=folder / "nan", progress=False)
-    except posswap.PosswapError as error:
-        seen["nan"] = str(error)
+    seen["nan"] = tried(config, compute_loss=breaks, output=folder / "nan")
 
     def stop(model, run):  # only one process gets the signal
         if len(run.losses) == 2 and PartialState().is_last_process:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    try:
-        train(gpt2(), even_rows(), STEADY, output=folder / "stopped", after_step=stop, progress=False)
-    except posswap.PosswapError as error:
-        seen["stopped"] = str(error)
-    seen["resumed"] = train(gpt2(), even_rows(), STEADY, output=folder / "stopped", resume=True, progress=False)[1].losses
-
-    uneven = TrainingConfig(max_steps=1, batch_size=3)
-    try:
-        seen["uneven"] = len(train(gpt2(), even_rows(), uneven, progress=False)[1].losses)
-    except posswap.PosswapError as error:
-        seen["uneven"] = str(error)
+    seen["stopped"] = tried(STEADY, output=folder / "stopped", after_step=stop)
+    seen["resumed"] = tried(STEADY, output=folder / "stopped", resume=True)
+    seen["uneven"] = tried(TrainingConfig(max_steps=1, batch_size=3))
 
     seen["schemes"] = []  # DistributedDataParallel raises in a second step where a parameter got no gradient in the first
     for scheme in ("learned", "sinusoidal", "rotary:fraction=0.5", "none", "relative:vectors=sinusoidal"):

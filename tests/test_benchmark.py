@@ -111,15 +111,15 @@ def test_the_loop_and_a_bare_one_do_the_same(recipe, make_model, tmp_path, preci
     """What recipes/benchmark_loop.py times on both sides takes the same steps: where nothing is drawn, to the same loss."""
     make_model("gpt2").save_pretrained(tmp_path / "model")
     loop = recipe("benchmark_loop")
-    config = loop.Config(
-        model=str(tmp_path / "model"), batch_size=4, length=16, steps=3, pairs=1, mixed_precision=precision
-    )  # fmt: skip
+    sizes = {"batch_size": 4, "length": 16, "steps": 3, "pairs": 1}
+    config = loop.Config(model=str(tmp_path / "model"), mixed_precision=precision, **sizes)
     AcceleratorState._reset_state()  # a process keeps the precision it began with
     try:
         result = loop.run(config, tmp_path, False)
     finally:
         AcceleratorState._reset_state()
     figures, pairs = result["figures"], result["details"]["pairs"]
+    assert loop.load(loop.Config(model="stdlib-gpt2", scheme="original")).config.n_positions == 256
     assert len(pairs) == 1 and figures["least_overhead"] <= figures["overhead"] <= figures["most_overhead"]
     for pair in pairs:
         assert pair["losses"][0] == pytest.approx(pair["losses"][1], abs=1e-4)
@@ -134,3 +134,4 @@ def test_the_verbs_are_measured(recipe):
     assert list(found) == ["model", "swap", "fit", "save", "restore", "load"]
     assert all(found[verb].keys() == {"seconds", "memory"} and found[verb]["memory"] > 0 for verb in list(found)[1:])
     refused("known are bert, gpt2", verbs.Config, family=("t5",))
+    refused("hidden=512 must be a multiple of 24", verbs.Config, hidden=512)

@@ -29,7 +29,9 @@ def take(gpu, tmp_path, capsys):
     def call(*only, seconds=600) -> tuple[int, dict[str, str], dict]:
         with pytest.raises(typer.Exit) as stop:
             gpu.gpu(output=tmp_path, seconds=seconds, only=list(only), miniature=True)
-        lines = [line.partition(" ") for line in capsys.readouterr().out.splitlines() if "  " in line]
+        *said, last = capsys.readouterr().out.splitlines()
+        assert last == f"results are in {tmp_path / 'cpu'}"
+        lines = [line.partition(" ") for line in said if "  " in line]
         table = tmp_path / "cpu" / "steps.json"
         rows = {name: said.strip().lstrip("0123456789. ") for name, _, said in lines}
         return int(stop.value.exit_code), rows, json.loads(table.read_text()) if table.exists() else {}

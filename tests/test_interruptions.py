@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import refused, run_python
+from conftest import refused, rewrite, run_python
 from test_training import even_rows, trained
 
 from hf_posswap import PosswapError
@@ -78,6 +78,9 @@ def test_a_second_ctrl_c_acts_as_usual(make_model, tmp_path, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 trained(make_model("gpt2"), TrainingConfig(max_steps=2, batch_size=8), compute_loss=stop, output=output)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a shell script's background job
+        config = TrainingConfig(max_steps=2, batch_size=8)
+        assert len(trained(make_model("gpt2"), config, compute_loss=stop, output=tmp_path)[1].losses) == 2
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -107,7 +110,9 @@ def test_resume_may_change_how_but_not_what(make_model, tmp_path):
     with pytest.raises(PosswapError, match="examples 24 and 20"):
         train(make_model("gpt2"), even_rows(20), TrainingConfig(**config), output=tmp_path, resume=True, progress=False)
     again = TrainingConfig(**config, checkpoint_every=2, gradient_checkpointing=True)
-    assert len(trained(make_model("gpt2"), again, output=tmp_path, resume=True)[1].losses) == 4
+    rewrite(tmp_path / "checkpoints" / "step-00000001" / "progress.json", lambda progress: progress.update(seconds=500.0))
+    _, run = trained(make_model("gpt2"), again, output=tmp_path, resume=True)
+    assert len(run.losses) == 4 and run.seconds > 500  # those before the stop count
 
 
 def test_a_full_disk(make_model, tmp_path):

@@ -182,6 +182,8 @@ def test_a_comparison_that_moved(tmp_path):
     """A page collected from a comparison.json, wherever it was moved, is the page that was collected from the runs."""
     rows = {name: [{"loss": DRAWN.normal(3, 1, 9).tolist()} for _ in range(2)] for name in ("original", "rotary")}
     runs = _runs(tmp_path / "runs", rows, seeds=(0, 1), report_to=("none",))
+    for run in runs:
+        run["config"]["beir"] = run["details"] = [str(tmp_path / "set")]
     write_comparison(runs, tmp_path / "out" / "first")
     assert str(tmp_path) not in (tmp_path / "out" / "first" / "comparison.json").read_text()
     shutil.copytree(tmp_path / "out", tmp_path / "far" / "away" / "out")

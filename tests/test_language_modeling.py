@@ -48,12 +48,9 @@ def start(recipe, program):
     def run(name, **options):
         arguments = []
         for option, value in options.items():
-            flag = option.replace("_", "-")
-            if isinstance(value, bool):
-                arguments.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
-                for one in value if isinstance(value, tuple) else (value,):
-                    arguments += [f"--{flag}", one]
+            flag = f"--{option.replace('_', '-')}"
+            for one in value if isinstance(value, tuple) else (value,):
+                arguments += [flag] if one is True else [flag, one]
         module = recipe(name)
         code, _, err = program(*arguments, main=lambda: main(module.Config, module.run))
         return code, err
@@ -121,7 +118,6 @@ def test_documents(tmp_path):
     assert [documents(two, split, causal=True) for split in ("train", "validation")] == [["first " * 20], ["second " * 20]]
     (tmp_path / "table.csv").write_text("text\n" + "\n".join(f"row {i}" for i in range(40)))
     assert len(read_documents(tmp_path / "table.csv", split=None)) == 40
-    assert len(documents(TextConfig(), "validation", causal=True)) > 20
     for options, says in (
         ({"dataset": "a", "train_file": "b"}, "not both"),
         ({"validation_file": "b"}, "--train-file"),

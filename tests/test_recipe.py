@@ -51,8 +51,6 @@ answer = None
 
 
 def run(config, folder, resume):
-    if isinstance(answer, BaseException):
-        raise answer
     if callable(answer):
         return answer()
     if Path(config.model).is_file():
@@ -150,11 +148,9 @@ def test_configurations(recipe):
         ("mixed_precision: ''", "mixed_precision is empty: give a value, or leave it out"),
         ("depth: 5\ndepth: 6", "depth is there twice"),
         ("depth: 5\n\tlearning_rate: 1", r"is no YAML \(.*character '.t'.* line 2.*: write `option: value` lines"),
-        ("scheme: 2026-13-41", "is no YAML"),
         ("scheme: rotery", "rotery"),
         ("fit_tokens: 0", "fit_tokens=0 must be at least 1"),
         ("seed: -1", "seed=-1 must be from 0"),
-        (f"learning_rate: 1{'0' * 400}", "learning_rate must be float, not 1000"),
         ("learning_rate: -1", "learning_rate=-1.0 must be finite and at least 0"),
         ("weight_decay: .nan", "weight_decay=nan must be"),
         ("learning_rate: .inf", "learning_rate=inf must be"),
@@ -170,6 +166,7 @@ def test_a_run_from_the_command_line(start, tmp_path):
     code, out = start("--help")
     assert code == 0 and "Where the key is. [default: 3]" in out
     assert "Peak learning rate. [default: 0.001]" in " ".join(out.split())  # another default has the help of its parent
+    assert "Figures, by how their names begin:\n\n      depth: where it was\n" in out
     assert "    python recipes/depth.py\n      python recipes/depth.py --depth 4\n" in out  # examples stay lines
     output = tmp_path / "out"
     code, out = start("--depth", "4", "--lengths", "7", "--lengths", "8", "--output", output)
@@ -181,12 +178,17 @@ def test_a_run_from_the_command_line(start, tmp_path):
     assert (result["question"], result["meaning"]) == ("How deep?", {"depth": "where it was"})
     code, out = start("--output", output)
     assert code == 2 and "not empty" in out and "Traceback" not in out
+    code, out = start("--output", output, "--start", "fit")
+    assert code == 2 and "there is no text; known are cold, swap, scratch" in out
     code, out = start("--output", output, "--resume")
     assert code == 2 and "another configuration" in out
 
 
-def test_inputs_are_named_as_they_were(start, tmp_path):
+def test_inputs_are_named_as_they_were(start, tmp_path, monkeypatch):
     """The hash of an input is that of what the run read, even if the file changes or goes while it runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tensorboard").mkdir()  # called as the tracker is
+    (tmp_path / "tensorboard" / "events").write_text("1")
     (tmp_path / "weights").write_text("0.5")
     code, out = start("--model", tmp_path / "weights", "--output", tmp_path / "out")
     assert code == 0 and not (tmp_path / "weights").exists(), out
@@ -237,15 +239,9 @@ def test_figures_that_are_no_numbers(start, tmp_path):
         assert not (tmp_path / str(number) / "result.json").exists()
 
 
-def test_ctrl_c(start, tmp_path):
-    """Ctrl-C is one line and the exit status of shells, before training, too."""
-    code, out = start("--output", tmp_path / "out", answer=KeyboardInterrupt())
-    assert code == 130 and "--resume goes on" in out and "Traceback" not in out
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_stopped_from_outside(start, tmp_path, number):
-    """A scheduler or a closed terminal stops a run as Ctrl-C does, and no temporary file is left; under nohup it goes on."""
+    """A scheduler or a closed terminal stops a run as Ctrl-C does, in one line; no temporary file is left; nohup goes on."""
 
     def answer():
         with TemporaryDirectory(dir=tmp_path):
@@ -257,14 +253,7 @@ def test_stopped_from_outside(start, tmp_path, number):
         output = tmp_path / str(expected)
         code, out = start("--output", output, answer=answer)
         assert code == expected and "Traceback" not in out and set(tmp_path.glob("tmp*")) == set()
-        assert (output / "result.json").exists() == (code == 0)
-
-
-def test_one_line_errors(start, tmp_path):
-    """What a user got wrong is one line and exit status 2, and nothing is written."""
-    code, out = start("--output", tmp_path / "out", "--start", "fit")
-    assert code == 2 and "there is no text; known are cold, swap, scratch" in out
-    assert "Traceback" not in out and not (tmp_path / "out").exists()
+        assert (output / "result.json").exists() == ("--resume goes on" not in out) == (code == 0)
 
 
 def test_a_folder_in_use(start, tmp_path):
@@ -289,8 +278,7 @@ def test_models_by_start(checkpoint):
     def build(**options):
         config = RecipeConfig(model=checkpoint, **options)
         batches = [torch.randint(2, 90, (40, 16), generator=torch.Generator().manual_seed(0))]
-        fit = {"fit_batches": lambda: batches, "progress": False}
-        return load_model(config, AutoModelForSequenceClassification, num_labels=3, **fit)
+        return load_model(config, AutoModelForSequenceClassification, num_labels=3, fit_batches=lambda: batches)
 
     plain = build()
     assert not hasattr(plain.config, "position_scheme") and plain.config.num_labels == 3 and not plain.training

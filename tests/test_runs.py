@@ -58,11 +58,6 @@ def test_table(tmp_path):
     assert lines[2] == f"| original | 0.905 ± {stdev([0.9, 0.91]):.3f} | 1,000 | 1,024 |"
     assert lines[3].startswith("| rotary, cold | 0.550 ± 0.071") and lines[4].startswith("| rotary, fit | 0.850")
     assert "seeds [0, 1] (means ± standard deviations over them)" in background(runs) and "commit abc" in background(runs)
-
-
-def test_a_result_by_itself(tmp_path):
-    """A run's result.json is a result, as its folder is."""
-    _matrix(tmp_path)
     assert load_runs([tmp_path / "z0" / "result.json"]) == load_runs([tmp_path / "z0"])
 
 
@@ -157,18 +152,13 @@ def test_a_comparison_is_runs_too(tmp_path):
         refused(says, load_runs, [tmp_path / name])
 
 
-def test_a_comparison_of_others(tmp_path, program):
-    """What is edited until no table can be made of it is one line; the path of what is written is printed as it is."""
+@pytest.mark.parametrize("part", [{"hardware": {}}, {"cost": {"tokens_per_second": "fast"}}, {"items": [1]}])
+def test_a_comparison_of_others(part, tmp_path, program):
+    """What is edited until no table can be made of it is one line."""
     write_comparison(_matrix(tmp_path / "a"), tmp_path / "written")
-    output = tmp_path / "[b] :b:"
-    code, out, err = program("compare", "--collect", tmp_path / "written", "--output", output)
-    assert code == 0 and f"wrote {output}/comparison.md" in out, err
-    ragged = {"items": {"accuracy": [[1], [1, 2]]}}
-    for part in ({"hardware": {}}, {"cost": {"tokens_per_second": "fast"}}, {"items": [1]}, ragged):
-        rewrite(tmp_path / "written" / "comparison.json", lambda found, part=part: found["runs"][0].update(part))
-        code, _, err = program("compare", "--collect", tmp_path / "written", "--output", tmp_path / "c")
-        says = "no lists of numbers" if "items" in part else "does not write"
-        assert code == 2 and says in err and not (tmp_path / "c").exists(), err
+    rewrite(tmp_path / "written" / "comparison.json", lambda found: found["runs"][0].update(part))
+    code, _, err = program("compare", "--collect", tmp_path / "written", "--output", tmp_path / "c")
+    assert code == 2 and "does not write" in err and not (tmp_path / "c").exists(), err
 
 
 def test_runs_of_one_name_are_not_one(tmp_path, monkeypatch):
@@ -198,6 +188,8 @@ def test_page(tmp_path):
     assert len(re.findall(r'src="data:image/png;base64,[A-Za-z0-9+/=]{1000,}"', page)) == 1
     assert not re.findall(r'(?:src|href)="(?!data:)', page) and "a &lt;cpu&gt;" in page and "<td" in page
     assert json.loads(written[0].read_text())["runs"][0]["figures"]["accuracy"] == 0.5
+    write_run(tmp_path / "curve", {f"damage_{n}": 1 / (n + 1) for n in (0, 10, 100)})  # from 0 on: tokens of training
+    assert plot(load_runs([tmp_path / "curve"]), "damage").axes[0].get_xscale() == "symlog"
 
 
 RECIPE = """
@@ -290,7 +282,7 @@ def test_schemes_of_others(compare, tmp_path):
     """A scheme that a user's file registers is a row like any other; without the file its name is an error before any run."""
     (tmp_path / "their_scheme.py").write_text(THEIRS)
     file, output = str(tmp_path / "their_scheme.py"), tmp_path / "out"
-    arguments = ["count", "--scheme", "theirs", "--scheme", "none", "--seed", "4", "--output", str(output)]
+    arguments = [str(tmp_path / "count.py"), "--scheme", "theirs", "--scheme", "none", "--seed", "4", "--output", str(output)]
     code, says = compare(*arguments, "--", "--max-steps", "5")
     assert code == 2 and "unknown scheme 'theirs'" in says and not output.exists()
     try:
@@ -376,17 +368,19 @@ def test_verdict(tmp_path):
     assert said.endswith("rotary, swap (+0.013).")
     assert verdict(runs, figures=["loss"]).startswith("**Best: the lowest loss is 0.6833, none, swap.**")
     assert verdict(runs, figures=["spread"]).startswith("**The highest spread is")  # nobody says which is better
+    for scheme, value, seeds in (("rotary", 9, 1), ("none", 20, 3)):  # a figure that few rows and seeds have
+        for run in [run for run in runs if run["config"]["scheme"] == scheme][:seeds]:
+            run["figures"] |= {"to_90_percent": value, "loss_20": 1.0, "loss_10": 1.0}
+    assert verdict(runs, figures=["to_90_percent"]) == (
+        "**Best: the lowest to 90 percent is 20, none, swap.** No row has an original to compare with."
+    )
+    assert "| rotary, swap | 9.000 (1 of 3 seeds) |" in markdown(runs, figures=["to_90_percent"], costs=())
+    assert verdict(runs, figures=["loss_20", "loss_10"]).count("**") == 2  # the longest is the first
+    runs = load_runs([tmp_path])
     one = [run for run in runs if run["config"]["seed"] == 0]
     assert verdict(one).endswith("One seed: no difference from the original is sure.")
-    assert "No original" in verdict([run for run in one if run["config"]["scheme"] == "none"])
+    assert "No row has an original" in verdict([run for run in one if run["config"]["scheme"] == "none"])
     write_comparison(runs, tmp_path / "written")
     assert (tmp_path / "written" / "comparison.md").read_text().startswith(said)
     page = (tmp_path / "written" / "comparison.html").read_text()
     assert page.index("<strong>Best: the highest accuracy") < page.index("<table>")
-
-
-def test_axes(tmp_path):
-    """Lengths from 0 on are drawn on an axis that has the 0."""
-    write_run(tmp_path / "curve", {f"damage_{n}": 1 / (n + 1) for n in (0, 10, 100)})
-    axes = plot(load_runs([tmp_path / "curve"]), "damage").axes[0]
-    assert axes.get_xscale() == "symlog" and axes.get_xlim()[0] <= 0

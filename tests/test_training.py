@@ -13,7 +13,7 @@ from transformers import BertForQuestionAnswering, BertForSequenceClassification
 
 import hf_posswap as posswap
 from hf_posswap.training import TrainingConfig, train
-from hf_posswap.training.batching import BatchOrder, count_terms, pad, predicts_next
+from hf_posswap.training.batching import BatchOrder, pad, predicts_next
 from hf_posswap.training.budget import SCHEDULES
 from hf_posswap.training.skipping import SkippedPositions
 
@@ -61,17 +61,22 @@ def test_tables_learn_faster(make_model):
         assert (attention.c_attn.weight - before).abs().max().item() == pytest.approx(1e-4, rel=1e-2)
 
 
-def test_after_step_looks_and_changes_nothing(make_model):
-    """Called once a step with the plain model and the run so far; evaluation mode is left behind it, losses stay the same."""
-    config, seen = TrainingConfig(max_steps=3, batch_size=8), []
+def test_after_step_looks_and_changes_nothing(make_model, monkeypatch):
+    """Called once a step with the plain model and the run so far; evaluation mode is left behind it, losses stay the same.
+
+    The time that it takes does not count.
+    """
+    config, seen, clock = TrainingConfig(max_steps=3, batch_size=8), [], [0.0]
 
     def look(model, run):
+        clock[0] += 1000
         seen.append((type(model).__name__, model.training, run.tokens, len(run.losses)))
         model.eval()
 
     _, expected = trained(make_model("gpt2", resid_pdrop=0.1), config)
+    monkeypatch.setattr("hf_posswap.training.run_log.time.perf_counter", lambda: clock[0])
     _, run = trained(make_model("gpt2", resid_pdrop=0.1), config, after_step=look)
-    assert seen == [("GPT2LMHeadModel", True, step * 8 * 16, step) for step in (1, 2, 3)]
+    assert run.seconds == 0 and seen == [("GPT2LMHeadModel", True, step * 8 * 16, step) for step in (1, 2, 3)]
     assert run.losses == expected.losses
 
 
@@ -86,6 +91,7 @@ def test_after_step_looks_and_changes_nothing(make_model):
         ({"batch_size": 99}, "do not fill one batch"),
         ({"lr_scheduler_type": "cosin"}, "cosine, linear"),
         ({"train_sampling_strategy": "sorted"}, "group_by_length"),
+        ({"mixed_precision": "bfloat16"}, "'bfloat16' is not known; known are no, bf16"),
         ({"torch_compile": "nonsense"}, "inductor"),
         ({"gradient_checkpointing": True, "dropout": False}, "training mode"),
         ({"report_to": "tensorboard"}, "tuple"),
@@ -126,15 +132,6 @@ def test_rows_of_other_keys():
         refused("token_type_ids.*same keys", pad, given)
 
 
-def test_terms_of_a_loss():
-    """A batch counts by its labelled tokens, else by its examples, else by its tokens."""
-    tokens = torch.ones(2, 5, dtype=torch.long)
-    assert count_terms({"input_ids": tokens, "labels": torch.tensor([0, 1])}, shifted=True) == 2
-    assert count_terms({"input_ids": tokens, "start_positions": torch.tensor([-100, 1])}, shifted=False) == 2
-    assert count_terms({"input_ids": tokens}, shifted=True) == 10
-    assert count_terms({"input_ids": tokens, "attention_mask": tokens.triu()}, shifted=False) == 9
-
-
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # in PEFT
 def test_adapters_shift_labels_too(make_model):
@@ -162,19 +159,13 @@ def test_loss_is_the_mean_over_labels(make_model):
     """The first loss is that of the model itself on the whole batch; of examples where labels are classes."""
     classes = {"head": BertForSequenceClassification, "num_labels": 3}
     hidden = [{**row, "labels": -100 if place % 2 else row["labels"]} for place, row in enumerate(_ragged(classes=True))]
-    wide = [
-        (torch.nn.functional.pad(row["input_ids"], (0, 16 - len(row["input_ids"]))), len(row["input_ids"])) for row in _ragged()
-    ]
+    wide = pad([{"input_ids": row["input_ids"]} for row in _ragged()])  # of one length: a softmax over places sees padding
     answers = [
-        {"input_ids": ids, "attention_mask": (torch.arange(16) < n).long(), "start_positions": 0, "end_positions": 1}
-        for ids, n in wide  # of one length: padding takes part in a softmax over places
+        {"input_ids": ids, "attention_mask": mask, "start_positions": 0, "end_positions": 1}
+        for ids, mask in zip(wide["input_ids"], wide["attention_mask"], strict=True)
     ]
-    for head, rows in (
-        ({}, _ragged()),
-        (classes, _ragged(classes=True)),
-        (classes, hidden),
-        ({"head": BertForQuestionAnswering}, answers),
-    ):
+    cases = [({}, _ragged()), (classes, _ragged(classes=True)), (classes, hidden)]
+    for head, rows in [*cases, ({"head": BertForQuestionAnswering}, answers)]:
         model = make_model("bert", **head)
         expected = model(**pad(rows)).loss.item()
         budget = TrainingConfig(max_steps=1, batch_size=24, gradient_accumulation_steps=6)
@@ -219,6 +210,9 @@ def test_gradient_checkpointing_computes_layers_twice(make_swapped):
         counts.append(len(calls))
         assert not model.transformer.h[0].gradient_checkpointing and not model.transformer.wte._forward_hooks
     assert counts == [2, 4] and runs[0].losses == pytest.approx(runs[1].losses, rel=1e-6)
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    trained(model, TrainingConfig(max_steps=1, batch_size=8, gradient_checkpointing=True))
+    assert model.transformer.h[0].gradient_checkpointing  # the user had switched it on
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's compiler looks at it
@@ -226,14 +220,9 @@ def test_compiled_training(make_swapped):
     """With a backend that needs no C++ compiler: the same losses, and a model that is not compiled afterwards."""
     losses = []
     for backend in (None, "eager"):
-        seen = set()
-        model, run = train(
-            make_swapped("gpt2", "rotary"),
-            even_rows(),
-            TrainingConfig(max_steps=3, batch_size=8, torch_compile=backend),
-            compute_loss=lambda m, b, seen=seen: seen.add(type(m).__name__) or m(**b).loss,
-            progress=False,
-        )
+        seen, config = set(), TrainingConfig(max_steps=3, batch_size=8, torch_compile=backend)
+        look = {"compute_loss": lambda m, b, seen=seen: seen.add(type(m).__name__) or m(**b).loss}
+        model, run = trained(make_swapped("gpt2", "rotary"), config, **look)
         losses.append(run.losses)
         assert seen == {"OptimizedModule" if backend else type(model).__name__}
         assert type(model).__name__ != "OptimizedModule" and posswap.describe(model).swapped
@@ -248,6 +237,7 @@ def test_mixed_precision_leaves_a_plain_model(make_model):
         for precision in (None, "bf16", None, "no"):
             model, run = trained(make_model("gpt2"), TrainingConfig(max_steps=2, batch_size=8, mixed_precision=precision))
             losses.append(run.losses)
+            assert model.dtype == torch.float32 and "forward" not in vars(model)
         AcceleratorState._reset_state()
         Accelerator(mixed_precision="bf16")  # the user's, whose state a run shares
         other = TrainingConfig(max_steps=2, batch_size=8, mixed_precision="no")
@@ -257,7 +247,6 @@ def test_mixed_precision_leaves_a_plain_model(make_model):
         AcceleratorState._reset_state()
     assert losses[0] == losses[2] == losses[3] and shared.losses == losses[1]
     assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.05)
-    assert model.dtype == torch.float32 and "forward" not in vars(model)
     posswap.swap(model, "rotary")
 
 
@@ -275,14 +264,14 @@ class _Memory:
         return loss
 
 
-@pytest.mark.parametrize("from_call", [0, 3])
-def test_batch_size_search(make_model, tmp_path, caplog, from_call):
+@pytest.mark.parametrize(("parts", "from_call"), [(1, 0), (2, 3)])  # the fourth call is of a step that has gradients already
+def test_batch_size_search(make_model, tmp_path, caplog, parts, from_call):
     """Whenever memory runs out, the run is the one that was started with that accumulation: losses and weights bit for bit."""
     config = dict(max_steps=5, batch_size=12, learning_rate=1e-2, checkpoint_every=1)
-    budget = TrainingConfig(**config, auto_find_batch_size=True)
+    budget = TrainingConfig(**config, gradient_accumulation_steps=parts, auto_find_batch_size=True)
     with caplog.at_level(logging.WARNING, "hf_posswap"):
         model, memory = make_model("gpt2", resid_pdrop=0.2), _Memory(3, from_call)
-        found, run = trained(model, budget, compute_loss=memory, output=tmp_path / "found")
+        found, run = trained(model, budget, compute_loss=memory, output=tmp_path / "found", resume=True)  # of nothing
     told = TrainingConfig(**config, gradient_accumulation_steps=4)
     expected, wanted = trained(make_model("gpt2", resid_pdrop=0.2), told, compute_loss=_Memory(3), output=tmp_path / "told")
     assert run.gradient_accumulation_steps == 4 and "4 gradient_accumulation_steps of 3" in caplog.text

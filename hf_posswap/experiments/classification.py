@@ -83,11 +83,11 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     parts = {"train": task.train, "validation": task.validation} | ({"test": task.test} if task.test else {})
     encoded = {split: encode(rows, tokenizer, longest, split) for split, rows in parts.items()}
 
-    options = {"num_labels": 1, "problem_type": "regression"}
-    if not task.is_regression:
-        names = dict(enumerate(task.label_names))
-        options = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
-        options["problem_type"] = "single_label_classification"
+    names = dict(enumerate(task.label_names))
+    options = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    options |= {"problem_type": "single_label_classification"}
+    if task.is_regression:
+        options = {"num_labels": 1, "problem_type": "regression"}
     reads = min(trained, held)
     enough = sum(encoded["train"].lengths) >= max(config.fit_tokens, 3 * reads)
 

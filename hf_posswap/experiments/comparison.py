@@ -20,9 +20,9 @@ ORIGINAL = "original"  # the scheme of a model that is left as it is
 FREE = ("scheme", "start", "seed", "schemes_from", "save_model")
 _PARTS = {"recipe": str, "versions": dict, "hardware": dict, "config": dict, "figures": dict, "cost": dict}  # what is read here
 _ROW = {"scheme": str, "start": str, "seed": int}
-# Words in the names of figures; of a figure with none of them it is not said which is the best.
-_LESS_IS_BETTER = {"loss", "perplexity", "kl", "damage", "ratio", "tokens", "ms", "mib", "kib", "seconds", "overhead", "memory"}
-_MORE_IS_BETTER = {"accuracy", "candidates", "f1", "matthews", "spearman", "pearson", "cosine", "word", "recall", "sts"}
+# Words in the names of figures; a figure with none of them has a highest row, but no best one.
+_LESS_IS_BETTER = set("loss perplexity kl damage ratio tokens to ms mib kib seconds overhead memory".split())
+_MORE_IS_BETTER = set("accuracy candidates f1 matthews spearman pearson cosine word recall sts".split())
 COST = {"tokens_per_second": ("tokens/s", 1.0, "{:,.0f}"), "peak_memory_bytes": ("peak MiB", 2**20, "{:,.0f}")}
 
 
@@ -44,6 +44,7 @@ def load_runs(places: Sequence[Path]) -> list[dict]:
 
 
 def _compared(place: Path) -> list[dict]:
+    """Return the runs of a comparison.json, or of a folder that has one."""
     file = place / "comparison.json" if place.is_dir() else place
     if not file.is_file():
         raise PosswapError(f"no result.json in {place}: give folders that a recipe wrote and finished, or a comparison.json")
@@ -55,7 +56,7 @@ def _compared(place: Path) -> list[dict]:
 
 
 def _checked(run: dict, file: Path) -> dict:
-    """Return a run that is whole: what is read of it here is there, and its figures are finite."""
+    """Return the run; raise PosswapError if it lacks what is read of it here, or a figure is not finite."""
     if fault := next(_faults(run), None):
         raise PosswapError(f"{file} is no whole result of a recipe, it has {fault}: run it again, or leave it out")
     return run
@@ -68,10 +69,6 @@ def _faults(run: dict) -> Iterator[str]:
     yield from (f"no {name} in its config" for name, kind in _ROW.items() if not isinstance(run["config"].get(name), kind))
     if run.get("format", FORMAT) != FORMAT:
         yield f"format {run['format']!r}, and this version reads {FORMAT}"
-    items = run.get("items", {})
-    listed = isinstance(items, dict) and all(isinstance(values, list) for values in items.values())
-    if not listed or not all(isinstance(value, int | float) for values in items.values() for value in values):
-        yield f"items {str(items)[:40]}, which are no lists of numbers by figure"
     for name, value in run["figures"].items():
         if not isinstance(value, int | float) or not math.isfinite(value):
             yield f"{name} {value!r}, which is no finite number"
@@ -209,7 +206,8 @@ def _cell(values: list[float | None]) -> str:
     if not found:
         return ""
     form = "{:.3f}" if max(map(abs, found)) < 10 else "{:.1f}"
-    return form.format(fmean(found)) + (f" ± {form.format(stdev(found))}" if len(set(found)) > 1 else "")
+    spread = f" ± {form.format(stdev(found))}" if len(set(found)) > 1 else ""
+    return form.format(fmean(found)) + spread + f" ({len(found)} of {len(values)} seeds)" * (len(found) < len(values))
 
 
 def budgets(runs: list[dict], vary: Sequence[str] = ()) -> str:

@@ -24,19 +24,12 @@ class Difference:
 
     @property
     def sure(self) -> bool:
-        """Whether it is unlike zero: over seeds, if they differ, and over items, if they were kept (p < 0.05)."""
-        fixed = len(self.seeds) > 1 and not varied(self.seeds) and self.items is not None
-        return (fixed or surely(self.seeds)) and self.p < 0.05
-
-
-def surely(values: list[float]) -> bool:
-    """Whether the mean differs from zero in Student's t-test, p < 0.05; False for one value or equal values."""
-    return varied(values) and abs(mean(values)) > half_width(values)
-
-
-def varied(values: list[float]) -> bool:
-    """Whether there are several values, and not of one size."""
-    return len(values) > 1 and stdev(values) > 1e-9 * abs(mean(values))
+        """Whether it is unlike zero: over seeds by a t-test, if they differ, and over items, if they were kept (p < 0.05)."""
+        if len(self.seeds) < 2:
+            return False
+        middle = abs(mean(self.seeds))
+        varied = stdev(self.seeds) > 1e-9 * middle
+        return (middle > half_width(self.seeds) if varied else self.items is not None) and self.p < 0.05
 
 
 def differences(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> dict[str, dict[str, Difference]]:
@@ -136,16 +129,19 @@ def verdict(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str
     """
     names, found = figure_names(runs, figures), differences(runs, vary=vary, figures=figures)
     family = [name for name in names if is_length(name, names[0].rpartition("_")[0])] if names else []
+    longest = sorted(family, key=lambda name: int(name.rpartition("_")[2]))[-1:]
     rows = rows_of(runs, vary)
-    return " ".join(_judged(rows, found, name) for name in dict.fromkeys([*names[:1], *family[-1:]]))
+    return " ".join(_judged(rows, found, name) for name in dict.fromkeys([*names[:1], *longest]))
 
 
 def _judged(rows: dict[tuple, list[dict]], found: dict[str, dict[str, Difference]], name: str) -> str:
     better, known = top(name)
 
     def means(name: str) -> dict[str, float]:
+        """Of rows that have it for the most seeds: one that has it for its lucky seeds alone is not the best."""
         values = {row: [run["figures"][name] for run in members if name in run["figures"]] for row, members in rows.items()}
-        return {label_of(row): fmean(some) for row, some in values.items() if some}
+        most = max(map(len, values.values()))
+        return {label_of(row): fmean(some) for row, some in values.items() if len(some) == most > 0}
 
     of, whom = means(name), "the original"
     # A rate that harms the original makes it a poor one to compare with.
@@ -156,11 +152,11 @@ def _judged(rows: dict[tuple, list[dict]], found: dict[str, dict[str, Difference
     best = better(of, key=of.get)
     word = f"{'lowest' if better is min else 'highest'} {name.replace('_', ' ')}"
     said = f"**{'Best: the' if known == 'best' else 'The'} {word} is {of[best]:.4g}, {best}.**"
-    if not found:
-        return f"{said} No original was run to compare with."
-    cells = {label: cells[name] for label, cells in found.items()}
+    cells = {label: cells[name] for label, cells in found.items() if cells[name].seeds}
+    if not cells:
+        return f"{said} No row has an original to compare with."
     sure = [f"{label} ({mean(one.seeds):+.3g})" for label, one in cells.items() if one.sure]
-    if len(next(iter(cells.values())).seeds) < 2:
+    if max(len(one.seeds) for one in cells.values()) < 2:
         return f"{said} One seed: no difference from the original is sure."
     tests = "paired t-test" + " over seeds, and test over items" * any(one.items is not None for one in cells.values())
     return f"{said} Surely different from {whom} ({tests}, p < 0.05): {', '.join(sure) or 'none'}."

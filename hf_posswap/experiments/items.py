@@ -28,7 +28,7 @@ def averaged(figures: dict[str, float | list | torch.Tensor]) -> dict[str, dict]
 
 
 def items_of(runs: list[dict], name: str) -> np.ndarray | None:
-    """Return a figure of a row on each item, (N,), the mean over seeds; None if a run has kept no items, or others.
+    """Return a figure of a row on each item, (N,), the mean over seeds; None if a run kept no items, or another number.
 
     If each seed draws its own items, the means are of different ones, but as independent as single ones.
     """

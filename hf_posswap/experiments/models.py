@@ -59,14 +59,14 @@ def load_original(name: str) -> PreTrainedModel:
 def load_model(
     config: SwapOptions, auto_class: type, *, max_positions: int | None = None, fit_batches: Callable[[], list] | None = None,
     fit_learning_rate: float = 1e-3, tokenizer: PreTrainedTokenizerBase | None = None,
-    prepare: Callable[[PreTrainedModel, set[str]], None] | None = None, progress: bool = True, **options,
+    prepare: Callable[[PreTrainedModel, set[str]], None] | None = None, **options,
 ) -> PreTrainedModel:  # fmt: skip
     """Load the checkpoint with one of transformers' Auto classes, and give it the positions of the run.
 
     A head that the checkpoint lacks is drawn with the run's seed, so it is the same for every scheme. `max_positions` is what
     the recipe needs, unless the user gives it. `fit_batches()` returns the text for the start `fit` (see `text_batches`).
-    `prepare(model, missing)` is called before the swap with the names of weights that the checkpoint lacks: a recipe can train
-    a new head there that all schemes start from.
+    `prepare(model, missing)` is called before the swap of a checkpoint, with the names of weights that it lacks: a recipe can
+    train a new head there that all schemes start from.
     """
     announce(f"loading {config.model}: {config.scheme}, start {config.start}, seed {config.seed}")
     set_seed(config.seed)
@@ -89,7 +89,7 @@ def load_model(
         if prepare is not None:
             prepare(model, set(loading["missing_keys"]))
     if config.scheme != ORIGINAL:
-        give_positions(model, config, longest, fit_batches, learning_rate=fit_learning_rate, progress=progress)
+        give_positions(model, config, longest, fit_batches, learning_rate=fit_learning_rate)
     return model.to(PartialState().device).eval()
 
 

@@ -86,7 +86,7 @@ def read_config(config_class: type[RunOptions], file: Path | None, given: dict) 
         try:
             text = file.read_text(encoding="utf-8")
             lines, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text) or {}
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no UTF-8, a date that is none
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no UTF-8
             raise PosswapError(f"{file} is no YAML ({' '.join(str(error).split())}): write `option: value` lines") from None
         if not isinstance(values, dict):
             raise PosswapError(f"{file} must hold `option: value` lines, not {type(values).__name__}")
@@ -120,7 +120,7 @@ def _as_declared(value, hint):
     if float in (hint, *get_args(hint)) and isinstance(value, int | str) and not isinstance(value, bool):
         try:
             return float(value)
-        except (ValueError, OverflowError):
+        except ValueError:
             pass  # the caller reports that it is no number
     return value
 

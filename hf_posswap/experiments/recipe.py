@@ -44,7 +44,8 @@ from hf_posswap.terminal import run_program
 from hf_posswap.training.launching import check_processes, save_trained
 
 __all__ = ["RecipeConfig", "cost", "load_model", "load_tokenizer", "main"]  # what your own recipe needs
-NO_FILE = ("scheme", "start", "metric", "_column", "_config", "_split")  # options that may be called as a file is, by chance
+# Options whose value may also be the name of a file, by chance: wandb writes into a folder `wandb`.
+NO_FILE = ("scheme", "start", "metric", "phase", "report_to", "_column", "_config", "_split")
 
 
 def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool], dict]) -> None:
@@ -102,7 +103,9 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
             print(f"wrote {output / 'result.json'}")
 
     # \b makes the help keep the line breaks of a paragraph.
-    command.__doc__ = (module.__doc__ or "").replace("\n\n    ", "\n\n\b\n    ")
+    about = (module.__doc__ or "").replace("\n\n    ", "\n\n\b\n    ")
+    figures = "\n".join(f"    {name}: {meaning}" for name, meaning in config_class.FIGURES.items())
+    command.__doc__ = f"{about}\n\nFigures, by how their names begin:\n\n\b\n{figures}" if figures else about
     command.__signature__ = command_line(config_class, Path("runs") / program.replace("_", "-"))
     with held:
         run_program(program, command)

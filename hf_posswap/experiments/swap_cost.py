@@ -4,14 +4,10 @@
     hf-posswap compare --start cold --start swap --start fit --output runs/gpt2 -- --model gpt2 --train-file my.txt
     python recipes/swap_cost.py --model stdlib-gpt2 --scheme rotary --output runs/rotary   # one scheme, one seed
 
-Figures are measured after the swap (and fit), and again, as `tuned_...`, after --max-steps of tuning, equal for all schemes:
-
-- Encoder: `cosine_N`, the cosine of its mean-pooled states with the original's on held-out blocks of N tokens. It is tuned by
-  distillation from the original.
-- Causal model: `perplexity_N` on the same held-out tokens in blocks of one, two and four times the trained length N, and `kl`,
-  from the original's predictions at the trained length. It is tuned on its own loss. The original repeats its table past it.
-- Both: `word_order`, how often it is noticed that two neighbours in a sentence were swapped, by a linear probe on an encoder's
-  frozen states, or by which of the two sentences a causal model finds likelier. 0.5 is chance.
+Figures are measured after the swap (and fit), and again, as `tuned_...`, after --max-steps of tuning, equal for all schemes. An
+encoder is tuned by distillation from the original, a causal model on its own loss. The causal model is measured in blocks of
+one, two and four times its trained length, past which the original repeats its table. For `word_order`, a linear probe on an
+encoder's frozen states tells the swapped sentence from the intact one, or which of the two a causal model finds likelier.
 """
 
 from dataclasses import dataclass, replace

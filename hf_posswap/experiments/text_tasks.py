@@ -70,7 +70,7 @@ def documents(config: TextOptions, split: Split, *, causal: bool) -> list[str]:
 
 
 class RunText:
-    """The text of a run and the checkpoint that reads it; both are read when they are first needed."""
+    """The text of a run, in tokens of its checkpoint; text and tokenizer are read when they are first needed."""
 
     def __init__(self, config: TextOptions, *, reads_on: bool = False):
         family, self.causal = load_family(config.model)

@@ -9,6 +9,7 @@ from hf_posswap.errors import PosswapError
 # The schedules of transformers.get_scheduler that need only warm-up steps and total steps.
 SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup", "cosine_with_restarts", "inverse_sqrt", "polynomial")
 SAMPLING_STRATEGIES = ("random", "group_by_length")
+PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 # How a run is carried out, and with which seed: two runs that differ only in these have the same budget.
 NOT_BUDGET = {
@@ -18,7 +19,7 @@ NOT_BUDGET = {
 
 
 def check_numbers(config) -> None:
-    """Raise for an option below the least that LEAST of its class, or of a parent, names, or a seed that NumPy does not take.
+    """Raise for an option below its bound in LEAST, of the class or a parent, or a seed that NumPy does not take.
 
     None means not given.
     """
@@ -78,8 +79,9 @@ class TrainingConfig:
             raise PosswapError("max_grad_norm=0 would clip gradients to nothing: give a large number to clip none")
         if self.batch_size % (parts := self.gradient_accumulation_steps):
             raise PosswapError(f"batch_size={self.batch_size} does not divide into gradient_accumulation_steps={parts}")
-        for name, known in (("lr_scheduler_type", SCHEDULES), ("train_sampling_strategy", SAMPLING_STRATEGIES)):
-            if getattr(self, name) not in known:
+        names = {"lr_scheduler_type": SCHEDULES, "train_sampling_strategy": SAMPLING_STRATEGIES, "mixed_precision": PRECISIONS}
+        for name, known in names.items():
+            if getattr(self, name) not in (None, *known):
                 raise PosswapError(f"{name}={getattr(self, name)!r} is not known; known are {', '.join(known)}")
         if self.torch_compile is not None:
             from accelerate.utils import DynamoBackend

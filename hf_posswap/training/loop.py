@@ -197,7 +197,8 @@ def _with_fitting_batches(loop: _Loop, *, resume: bool) -> tuple[torch.nn.Module
     config, model = loop.config, loop.model
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise PosswapError("auto_find_batch_size works on one process: find gradient_accumulation_steps there, then pass it")
-    parts = (resume and accumulation_steps_of(loop.output)) or config.gradient_accumulation_steps
+    resumed = resume and accumulation_steps_of(loop.output)
+    parts = resumed or config.gradient_accumulation_steps
     start = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
     while True:
         try:
@@ -213,7 +214,7 @@ def _with_fitting_batches(loop: _Loop, *, resume: bool) -> tuple[torch.nn.Module
             "memory does not suffice: starting again with %d gradient_accumulation_steps of %d sequences, the same batch of %d",
             *(parts, config.batch_size // parts, config.batch_size),
         )
-        if loop.output and not resume:
+        if loop.output and not resumed:
             remove_checkpoints(loop.output)
         model.zero_grad(set_to_none=True)
         model.load_state_dict(start)

@@ -49,8 +49,7 @@ class RunLog:
         self.stopping = False
         # Of each step: this process's share of the loss; the same on all of them: gradient norm, tokens, learning rate.
         self.pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]] = []
-        self._interval = 1
-        self._without_gradient = 0 if not run.losses else math.nan  # NaN: not counted, since this is not the first step
+        self._interval, self._without_gradient = 1, 0
         self._started, self._read = time.perf_counter() - run.seconds, time.perf_counter()
 
     @contextmanager
@@ -112,7 +111,7 @@ class RunLog:
             wrong = f"the gradients' norm became {norm}"
         if wrong:
             raise PosswapError(f"{wrong} at step {step}: lower learning_rate ({config.learning_rate:g}) or raise warmup_ratio")
-        # With a loss of exactly zero there is nothing left to learn, which is no error.
+        # With a loss of exactly zero there is nothing left to learn, which is no error. NaN: no longer counted.
         self._without_gradient = self._without_gradient + 1 if norm == 0 and loss != 0 else math.nan
         if self._without_gradient == _STEPS_WITHOUT_GRADIENT:
             raise PosswapError(f"gradients are zero since the first step, loss {loss:.4g}: does compute_loss detach?")

@@ -97,7 +97,10 @@ class Checkpoints:
 
 
 class StopRequest:
-    """Inside `with`, the first SIGTERM or Ctrl-C is only noted; the next one has its usual effect."""
+    """Inside `with`, the first SIGTERM or Ctrl-C is only noted; the next one has its usual effect.
+
+    What is ignored stays so: a background job of a shell script ignores Ctrl-C.
+    """
 
     def __init__(self, *, active: bool):
         # Python lets only its main thread handle signals.
@@ -107,7 +110,8 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if self.active:
-            self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+            heeded = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._note) for number in heeded}
         return self
 
     def __exit__(self, *_) -> None:
