@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import CASES, refused
+from conftest import CASES, WORDS, refused
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModel,
@@ -14,6 +14,7 @@ from transformers import (
     BertForMaskedLM,
     BertForNextSentencePrediction,
     BertModel,
+    BertTokenizer,
     DistilBertForSequenceClassification,
     ElectraForMaskedLM,
     GPT2Config,
@@ -130,6 +131,13 @@ def test_rotary_heads_of_kin(make_swapped, bert_tokenizer, head):
     _equal(model, native.model, _tokens(100, first=bert_tokenizer.cls_token_id if marked else None))
     left_out = ("pooler.weight", "pooler.bias") if head.__name__ == "AlbertModel" else ()
     assert set(native.certificate.random) == {16, 128} and native.certificate.left_out == left_out
+
+
+def test_cls_before_padding(make_swapped):
+    """The certificate's random tokens hold neither [CLS] nor padding, also where these are 0 and 1, as RoBERTa's are."""
+    tokenizer = BertTokenizer(vocab={word: n for n, word in enumerate(["[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]", *WORDS])})
+    model = make_swapped("roberta", posswap.Rotary(), max_positions=128, pad_token_id=1)
+    assert posswap.export_native(model, tokenizer).certificate.largest < 1e-4
 
 
 @pytest.mark.parametrize("family", ["albert", "biogpt", "electra", "esm", "opt", "roberta"])
