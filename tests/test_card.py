@@ -13,9 +13,11 @@ from huggingface_hub import ModelCard
 from transformers import GPT2DoubleHeadsModel
 
 import hf_posswap as posswap
+from hf_posswap.experiments.comparison import load_runs
 from hf_posswap.provenance import weight_hashes
+from hf_posswap.schemes import parse_scheme
 from hf_posswap.sharing.card import BEGIN, END, _body
-from hf_posswap.sharing.record import RESULTS_FILE, read_results
+from hf_posswap.sharing.record import RESULTS_FILE, _comparison, read_results
 
 ROOT = Path(__file__).parent.parent
 BASE = "local:tiny"
@@ -166,6 +168,49 @@ def test_whose_weights(swapped, tmp_path):
     assert [path.name for path in (swapped / "posswap_results").iterdir()] == ["3d-mine.png"]
 
 
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("retrieval", "nothing was trained, on data/gutenberg. Fits read up to 65,536 tokens, 40 or 200 steps a layer."),
+        ("long_embedder/2048", "nothing was trained"),
+        ("read_on/tuned", "each run had 500 steps of 4,096 tokens, peak learning rate 0.0006"),
+    ],
+)
+def test_results_without_training(place, says, monkeypatch):
+    """Results of recipes that do not train, or train after they measure, fit into a card, too; it says what rows differ in."""
+    monkeypatch.setattr("hf_posswap.sharing.card.plots", lambda *_: {})
+    content, file = read_results(ROOT / "recipes/results/card"), ROOT / "recipes/results" / place / "comparison.json"
+    own = next(run["config"]["scheme"] for run in load_runs([file]) if run["config"]["scheme"] != "original")
+    content["model"]["position_scheme"] = parse_scheme(own).to_dict()
+    content["comparisons"] = [_comparison(file, parse_scheme(own), ROOT)]
+    assert says in _body(content, "x", {})[0]
+
+
+def test_a_run_on_other_data(swapped, tmp_path):
+    """Metadata name the data of the run whose weights these are, and the card those of all runs."""
+    for data in "ab":
+        for scheme in ("original", "rotary:theta=500"):
+            _run(
+                place := tmp_path / "runs" / data / scheme[:3],
+                scheme=scheme,
+                weights={"a": None, "b": weight_hashes(swapped)}[data],
+            )
+            rewrite(place / "result.json", lambda run, data=data: run["config"].update(dataset=f"org/{data}"))
+    compared = {"vary": ["dataset"], "runs": load_runs([tmp_path / "runs"])}
+    (tmp_path / "comparison.json").write_text(json.dumps(compared))
+    card = ModelCard.load(posswap.write_card(swapped, results=[tmp_path / "comparison.json"], base_model=BASE))
+    assert {one.dataset_type for one in card.data.eval_results} == {"org/b"} and ", on org/a or org/b." in card.text
+
+
+def test_the_base_is_remembered(make_model, tmp_path):
+    """A revision that the folder does not say, and that was given once, stays in a card that is written again."""
+    model = posswap.swap(make_model("bert"), "none")
+    model.config.position_scheme["base_model"] = {"id": "org/tiny", "revision": None}
+    model.save_pretrained(tmp_path)
+    for given in ("org/tiny@f00", None):
+        assert "revision `f00`" in posswap.write_card(tmp_path, base_model=given).read_text()
+
+
 def test_a_file_in_the_way(fitted, results):
     """Where pictures would lie is a file: nothing is written."""
     folder, _ = fitted
@@ -249,7 +294,7 @@ def test_span_and_export(make_model, tmp_path, family, scheme, span, exportable)
     ("change", "says"),
     [
         (lambda r: r["config"].pop("seed"), "no seed in its config"),
-        (lambda r: r["config"].pop("max_steps"), "'max_steps' is a required property"),
+        (lambda r: r["config"].pop("fit_tokens"), "'fit_tokens' is a required property"),
         (lambda r: r["config"].update(max_steps=7), "unequal budgets: max_steps"),
         (lambda r: r["config"].update(model="<script>alert(1)</script>"), "would read as markup"),
         (lambda r: r["config"].update(dataset="glue\n---\nlicense: mit"), "would read as markup"),
@@ -408,6 +453,7 @@ def test_leaderboard(swapped, fitted, results, program):
     code, out, _ = program("leaderboard", swapped, folder)
     assert code == 0 and "accuracy 512" in out
     refused("given twice", posswap.leaderboard, [swapped, swapped])
+    refused("no run has the option 'max_stepz'", posswap.leaderboard, [swapped], vary=["max_stepz"])
     refused("no run has the figure 'f2'", posswap.leaderboard, [swapped], figures=["f2"])
     file = folder / RESULTS_FILE
     content = json.loads(file.read_text())

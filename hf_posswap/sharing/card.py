@@ -218,13 +218,15 @@ def _fit_entry(fit: dict) -> EvalResult:
 
 def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: dict) -> tuple[dict, list[EvalResult]]:
     runs, vary = comparison["runs"], comparison["vary"]
-    recipe, config, meaning = runs[0]["recipe"], runs[0]["config"], runs[0].get("meaning", {})
+    recipe, meaning = runs[0]["recipe"], runs[0].get("meaning", {})
     kept = _of_these_weights(runs, model)
 
     def said(option: str) -> str:
-        values = dict.fromkeys(run["config"][option] for run in runs)
+        values = dict.fromkeys(run["config"].get(option) for run in runs)
         return " or ".join(f"{value:,}" if isinstance(value, int) else str(value) for value in values)
 
+    budgets = (("max_steps", "batch_size", ""), ("tune_steps", "tune_tokens", " tokens"))
+    trained = [budget for budget in budgets if any(run["config"].get(budget[0]) for run in runs)]
     starts = dict.fromkeys(run["config"]["start"] for run in runs if run["config"]["scheme"] != "original")
     shown = [name for name in meaning for run in runs for one in run["figures"] if f"{one}_".startswith(f"{name}_")]
     figures = plots(runs, vary)
@@ -235,9 +237,9 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
         "starts": {start: _STARTS.get(start, start) for start in starts},
         "meaning": {name: meaning[name] for name in shown},
         "said": said,
-        "comes_with_us": config["model"] in EMBEDDED_MODELS,
-        "config": config,
-        "data": data_of(config),
+        "steps": "".join(f"{said(steps)} steps of {said(size)}{unit}" for steps, size, unit in trained),
+        "comes_with_us": all(run["config"]["model"] in EMBEDDED_MODELS for run in runs),
+        "data": " or ".join(dict.fromkeys(data_of(run["config"]) for run in runs)),
         "rows": list(dict.fromkeys(row_label(run, vary) for run in own_rows(runs, scheme))),
         "kept": (row_label(kept[0], vary), kept[0]["config"]["seed"]) if kept else None,
         "table": markdown(runs, vary=vary),
@@ -249,8 +251,8 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
         EvalResult(
             task_type=_TASKS.get(recipe, "other"),
             task_name=f"{_OURS}{recipe}",
-            dataset_type=config.get("dataset") or recipe,
-            dataset_name=data_of(config),
+            dataset_type=kept[0]["config"].get("dataset") or recipe,
+            dataset_name=data_of(kept[0]["config"]),
             metric_type=re.sub(r"_\d+$", "", name),
             metric_name=f"{name}, seed {kept[0]['config']['seed']}",
             metric_value=value,

@@ -38,8 +38,10 @@ def leaderboard(places: Sequence[str | Path], *, vary: Sequence[str] = (), figur
                 tables.setdefault(f"{run['recipe']}: {data_of(config)}", []).append(row)
     if not tables:
         raise DataError(f"none of {', '.join(names)} has a comparison: hf-posswap card FOLDER --results RUNS puts one there")
-    parts = []
-    figure_names([run for runs in tables.values() for run in runs], figures)  # raises for one that no run has
+    parts, every = [], [run for runs in tables.values() for run in runs]
+    figure_names(every, figures)  # raises for one that no run has
+    if unknown := [name for name in vary if not any(name in run["config"] for run in every)]:
+        raise PosswapError(f"no run has the option {unknown[0]!r}, which may vary: correct it, or leave it out")
     for title, runs in tables.items():
         here = [name for name in sorted(known) if any(name in run["config"] for run in runs)]
         check_budgets(runs, here)

@@ -57,9 +57,11 @@ def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str 
     kind, entry, about = _read_model(folder)
     scheme = scheme_of(entry, folder)
     before = read_json(folder / RESULTS_FILE) if (folder / RESULTS_FILE).is_file() else {}
-    old = before.get("model") if isinstance(before.get("model"), dict) else {}
+    old = before.get("model", {})
     if old.get("family") != about["family"]:  # the folder held another model
         old = {}
+    known = entry.get("base_model") or {}
+    known = known if known.get("id") else {}
     if results is None:
         comparisons = before.get("comparisons") if old.get("weights") == weights else []
     else:
@@ -76,7 +78,7 @@ def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str 
             "position_scheme": scheme.to_dict(),
             "span": entry.get("span"),
             "trained_positions": entry["trained_positions"],
-            "base_model": _base_model(entry.get("base_model"), base_model, old.get("base_model"), folder),
+            "base_model": _base_model(known, base_model, old.get("base_model", {}), folder),
         },
         "fit": _report(folder / FIT_FILE, "report", scheme),
         "parity": _report(folder / PARITY_FILE, "certificate", scheme),
@@ -148,27 +150,26 @@ def _report(path: Path, name: str, scheme: Scheme | None = None) -> dict | None:
     return report
 
 
-def _base_model(known: dict | None, given: str | None, before: dict | None, folder: Path) -> dict:
+def _base_model(known: dict, given: str | None, before: dict, folder: Path) -> dict:
     """Return the base model: from the folder, from the user, or from the card that was there before."""
-    known = known if isinstance(known, dict) and known.get("id") else None
-    if known is not None and not is_repo_id(known["id"]):
-        raise CheckpointError(f"{folder} has the base {known['id']!r:.100}, which is no name on the Hub: save the model again")
     if given is None:
-        if known is not None:
-            return {"id": known["id"], "revision": known.get("revision"), "on_hub": True}
-        if isinstance(before, dict) and (not before.get("on_hub") or is_repo_id(before.get("id"))):
-            return before
-        what = f"{folder} does not say what it was swapped from"
-        raise PosswapError(f"{what}: give base_model (--base-model), owner/name[@revision], or {LOCAL}NAME")
+        if not (found := known or before):
+            what = f"{folder} does not say what it was swapped from"
+            raise PosswapError(f"{what}: give base_model (--base-model), owner/name[@revision], or {LOCAL}NAME")
+        name, on_hub = found["id"], found.get("on_hub", True)
+        if on_hub and not is_repo_id(name):
+            raise CheckpointError(f"{folder} has the base {name!r:.100}, which is no name on the Hub: save the model again")
+        revision = found.get("revision") or (before.get("revision") if before.get("id") == name else None)
+        return {"id": name, "revision": revision, "on_hub": on_hub}
     on_hub = not given.startswith(LOCAL)
     name, _, revision = given.partition("@") if on_hub else (given.removeprefix(LOCAL), "", None)
     if on_hub and not is_repo_id(name):
         raise PosswapError(f"base_model={given!r} is no name on the Hub: owner/name, or {LOCAL}NAME")
     if not on_hub and (not name or "/" in name or "\\" in name):
         raise PosswapError(f"base_model={given!r}: give a name after {LOCAL}, not a path")
-    if known is not None and name != known["id"]:
+    if name != known.get("id", name):
         raise PosswapError(f"{folder} was swapped from {known['id']}, not from {name}: leave out base_model")
-    return {"id": name, "revision": revision or (known or {}).get("revision"), "on_hub": on_hub}
+    return {"id": name, "revision": revision or known.get("revision"), "on_hub": on_hub}
 
 
 def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:
