@@ -49,7 +49,8 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel
             raise CheckpointError(f"{name} has no weights for {lost}, which would be random: give a checkpoint that has them")
     left, made = (", ".join(sorted(info[keys])[:3]) for keys in ("unexpected_keys", "missing_keys"))
     if left and known is None:
-        raise CheckpointError(f"{name} is a {named}, which is not known here, so {left} ... would be lost: swap it in Python")
+        what = f"{name} is a {named}, which is not known here" if named else f"config.json of {name} names no class"
+        raise CheckpointError(f"{what}, so {left} ... would be lost: load it with its class, and swap it in Python")
     if left:
         say(f"in {name}, and not read: {len(info['unexpected_keys'])} weights, such as {left}")
     if made:

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub import errors, hf_hub_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -22,7 +21,7 @@ from hf_posswap.architectures import Architecture, find_family, longest_input
 from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.provenance import check_new, write_json
-from hf_posswap.scheme_entry import DIGEST, config_entry, is_repo_id, on_hub, scheme_in, span_in
+from hf_posswap.scheme_entry import DIGEST, config_entry, on_hub, scheme_in, span_in
 from hf_posswap.surgery import check_longest, position_modules, state_of
 from hf_posswap.swapping import original, restore, swap
 from hf_posswap.target import check_no_adapters, find_target
@@ -116,12 +115,8 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
         raise CheckpointError(f"folder_or_id={folder_or_id!r:.100} must be a folder of save_delta, or owner/name on the Hub")
     folder = Path(folder_or_id)
     if not folder.is_dir():
-        if not is_repo_id(str(folder_or_id)):
-            raise CheckpointError(f"there is no folder {folder_or_id}, and it is no name on the Hub (owner/name): correct it")
-        try:
-            folder = Path(snapshot_download(str(folder_or_id), revision=revision, allow_patterns=[ABOUT, WEIGHTS]))
-        except LocalEntryNotFoundError as error:
-            raise CheckpointError(f"there is no folder {folder_or_id}, and the Hub cannot be reached: {error}") from error
+        folder = download(str(folder_or_id), ABOUT, revision).parent
+        download(str(folder_or_id), WEIGHTS, folder.name)  # of the same commit
     for name in (ABOUT, WEIGHTS):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder_or_id} has no {name}, so it is no position delta: give a folder of save_delta")
@@ -159,6 +154,26 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
         for name, value in wanted.items():
             value.copy_(weights[name])
     return base_model
+
+
+# Messages for errors of the Hub; the first that matches is used, since some are subclasses of others.
+_HUB_SAYS = {
+    errors.HFValidationError: "{name} is neither a folder nor a name on the Hub (owner/name)",
+    errors.RepositoryNotFoundError: "there is no model {name} on the Hub that you may read",
+    errors.RevisionNotFoundError: "{name} has no revision {revision}",
+    errors.LocalEntryNotFoundError: "{name} could not be read: the Hub cannot be reached, and it is not in the cache",
+    errors.EntryNotFoundError: "{name} has no {file}: it was not shared with hf_posswap",
+    errors.HfHubHTTPError: "{name} could not be read: the Hub answered with an error; try again",
+}
+
+
+def download(name: str, file: str, revision: str | None) -> Path:
+    """Return a file of a repository on the Hub, as it lies in the cache; raise CheckpointError if there is none."""
+    try:
+        return Path(hf_hub_download(name, file, revision=revision))
+    except tuple(_HUB_SAYS) as error:
+        says = next(words for kind, words in _HUB_SAYS.items() if isinstance(error, kind))
+        raise CheckpointError(says.format(name=name, file=file, revision=revision)) from None
 
 
 def weights_hash(model: PreTrainedModel) -> str:

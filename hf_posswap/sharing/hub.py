@@ -32,7 +32,7 @@ OF_ONE_MODEL = {  # and not of another one in its place
 NAMES = OF_ONE_MODEL | {
     *(CARD_FILE, "LICENSE", "NOTICE", ".gitattributes", "model.safetensors.index.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *("vocab.txt", "vocab.json", "merges.txt"),
+    *("vocab.txt", "vocab.json", "merges.txt", "bpe.codes"),
 }
 MODULE = r"\d+_\w+/(\w*config\.json|model\.safetensors)"  # the further modules of a sentence-transformers pipeline
 PATTERNS = rf"[\w.-]+\.(safetensors|png)|{PICTURES}/[\w.-]+\.png|{re.escape(EVAL_RESULTS)}/[\w.-]+\.yaml|{MODULE}"

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import transformers
-from huggingface_hub import errors as hub_errors
-from huggingface_hub import hf_hub_download
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -25,7 +23,7 @@ from hf_posswap.pipelines import kind_of
 from hf_posswap.provenance import published, read_json, weight_hashes
 from hf_posswap.scheme_entry import is_repo_id, read_config_entry, scheme_in
 from hf_posswap.schemes import Scheme, parse_scheme
-from hf_posswap.sharing.delta import ABOUT
+from hf_posswap.sharing.delta import ABOUT, download
 from hf_posswap.sharing.parity import PARITY_FILE
 
 FORMAT = 1
@@ -243,17 +241,6 @@ def _check(content: dict, where: str, *, comparison: bool = False) -> None:
         raise DataError(f"{where} does not fit {SCHEMA.name}: {place}: {says}")
 
 
-# Messages for errors of the Hub; the first that matches is used, since some are subclasses of others.
-_HUB_SAYS = {
-    hub_errors.HFValidationError: "{name} is neither a folder nor a name on the Hub (owner/name)",
-    hub_errors.RepositoryNotFoundError: "there is no model {name} on the Hub that you may read",
-    hub_errors.RevisionNotFoundError: "{name} has no revision {revision}",
-    hub_errors.LocalEntryNotFoundError: "{name} could not be read: the Hub cannot be reached, and it is not in the cache",
-    hub_errors.EntryNotFoundError: "{name} has no results: it was not shared with hf_posswap",
-    hub_errors.HfHubHTTPError: "{name} could not be read: the Hub answered with an error; try again",
-}
-
-
 def read_results(folder_or_id: str | Path) -> dict:
     """Return the checked `RESULTS_FILE` of a folder, or of a Hub repository: owner/name or owner/name@revision.
 
@@ -268,11 +255,7 @@ def read_results(folder_or_id: str | Path) -> dict:
             raise CheckpointError(f"{folder} has no {RESULTS_FILE}: write it with `hf-posswap card {folder}`")
     else:
         name, _, revision = str(folder_or_id).partition("@")
-        try:
-            path = Path(hf_hub_download(name, RESULTS_FILE, revision=revision or None))
-        except tuple(_HUB_SAYS) as error:
-            says = next(words for kind, words in _HUB_SAYS.items() if isinstance(error, kind))
-            raise CheckpointError(says.format(name=name, revision=revision)) from None
+        path = download(name, RESULTS_FILE, revision or None)
     content = read_json(path)
     if (version := content.get("format")) != FORMAT:
         raise CheckpointError(f"{folder_or_id} has format {version!r}, not {FORMAT}: upgrade with pip install -U hf_posswap")
