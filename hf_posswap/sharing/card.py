@@ -110,10 +110,7 @@ def write_card(
     content = gather(folder, None if results is None else [Path(place) for place in results], base_model)
     name = repo_id or re.sub(r"[^\w.-]", "-", folder.resolve().name)
     pictures = {}  # path -> figure
-    try:
-        text, index = _body(content, name, pictures)
-    except (LookupError, jinja2.UndefinedError) as error:  # parts that the schema takes one by one, but that do not fit
-        raise CheckpointError(f"the fit or results of {folder} lack {error}: write them again, or remove them") from None
+    text, index = _body(content, name, pictures)
     card = _merge(folder / CARD_FILE, text, _metadata(content, license), index, name.rpartition("/")[2])
     entries = _eval_results(content, eval_results)
     with tempfile.TemporaryDirectory(prefix=".posswap-", dir=folder) as aside:  # an error leaves the folder unchanged
@@ -127,9 +124,8 @@ def write_card(
             (aside / EVAL_RESULTS / "hf_posswap.yaml").write_text(yaml.safe_dump(entries, sort_keys=False))
         (aside / CARD_FILE).write_text(card, encoding="utf-8")
         written = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
-        for path in written:  # first, since a file may be in the way
-            (folder / path).parent.mkdir(exist_ok=True)
         for path in sorted(written, key=lambda path: path.name == CARD_FILE):  # the card, which points at the others, last
+            (folder / path).parent.mkdir(exist_ok=True)
             (aside / path).replace(folder / path)
     # Remove pictures and figures of an earlier card.
     for path in [*(folder / PICTURES).glob("*.png"), folder / EVAL_RESULTS / "hf_posswap.yaml"]:

@@ -172,20 +172,17 @@ def _base_model(known: dict, given: str | None, before: dict, folder: Path) -> d
 
 def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:
     """Read a comparison.json, or the runs below a folder."""
-    file, give = place / "comparison.json" if place.is_dir() else place, "give what `hf-posswap compare` or a recipe wrote"
     if not place.exists():
-        raise DataError(f"there are no results in {place}: {give}")
-    found = read_json(file) if file.is_file() else {"vary": [], "runs": load_runs([place])}
-    if not isinstance(found.get("runs"), list) or not isinstance(found.get("vary"), list):
-        raise DataError(f"{file} is no comparison: {give}")
-    runs = [run for run in found["runs"] if isinstance(run, dict)]
-    runs = [{name: run[name] for name in _OF_A_RUN if name in run} | _digests(run) for run in runs]
-    _check({"vary": found["vary"], "runs": runs}, str(file), comparison=True)
+        raise DataError(f"there are no results in {place}: give what `hf-posswap compare` or a recipe wrote")
+    file = place / "comparison.json" if place.is_dir() else place
+    vary, found = (read_json(file).get("vary", []), load_runs([file])) if file.is_file() else ([], load_runs([place]))
+    runs = [{name: run[name] for name in _OF_A_RUN if name in run} | _digests(run) for run in found]
+    _check({"vary": vary, "runs": runs}, str(file), comparison=True)
     runs = [published(run) for run in runs]
     if not own_rows(runs, scheme):
         there = ", ".join(sorted({run["config"]["scheme"] for run in runs}))
         raise DataError(f"{file} has no run with {scheme}, the scheme of {folder}; it has {there}")
-    return {"vary": found["vary"], "runs": runs}
+    return {"vary": vary, "runs": runs}
 
 
 def _digests(run: dict) -> dict[str, dict[str, str]]:
@@ -231,8 +228,6 @@ def _check(content: dict, where: str, *, comparison: bool = False) -> None:
         json.dumps(content, allow_nan=False)
     except ValueError:
         raise DataError(f"{where} holds figures that are NaN or infinite: the runs have diverged, leave them out") from None
-    except RecursionError:
-        raise DataError(f"{where} is nested too deeply to be results") from None
     if error is not None:
         place = "/".join(map(str, error.absolute_path)) or "the file"
         says = error.message if len(error.message) < 300 else error.message[:200] + " ..."

@@ -60,7 +60,7 @@ def load_relative_key(
     own = {"position_scheme": entry, "max_position_embeddings": max_positions or trained}
     fields = {name: value for name, value in fields.items() if name not in ("model_type", "architectures", "auto_map")}
     config = config_class(**fields | own)
-    found = (getattr(auto_class, "_model_mapping", None) or {}).get(config_class)
+    found = (getattr(auto_class, "_model_mapping", None) or {}).get(config_class, None)
     if found is None:
         raise UnsupportedModelError(f"{auto_class.__name__} is no Auto class with a BERT: AutoModel and AutoModelFor... are")
     model_class = found[0] if isinstance(found, tuple) else found
