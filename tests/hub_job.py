@@ -278,7 +278,7 @@ def delta_and_leaderboard(hub, folder, model):
         (lambda: posswap.leaderboard(["tester/delta@nope"]), "no revision nope"),
         (lambda: posswap.leaderboard(["tester/bare"]), "it was not shared with hf_posswap"),
         (lambda: posswap.load_delta(base, "tester/delta", revision="nope"), "no revision nope"),
-        (lambda: posswap.load_delta(base, "tester/absent"), "there is no model tester/absent"),
+        (lambda: posswap.load_delta(base, "tester/absent"), "there is no folder tester/absent, and no such model"),
         (lambda: posswap.load_delta(base, "a/b/c"), "neither a folder nor a name"),
     ):
         with refused(words):

@@ -153,9 +153,9 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
 # Messages for errors of the Hub; the first that matches is used, since some are subclasses of others.
 _HUB_SAYS = {
     errors.HFValidationError: "{name} is neither a folder nor a name on the Hub (owner/name)",
-    errors.RepositoryNotFoundError: "there is no model {name} on the Hub that you may read",
+    errors.RepositoryNotFoundError: "there is no folder {name}, and no such model on the Hub that you may read",
     errors.RevisionNotFoundError: "{name} has no revision {revision}",
-    errors.LocalEntryNotFoundError: "{name} could not be read: the Hub cannot be reached, and it is not in the cache",
+    errors.LocalEntryNotFoundError: "there is no folder {name}; the Hub cannot be reached, and its cache has no {file} of it",
     errors.EntryNotFoundError: "{name} has no {file}: it was not shared with hf_posswap",
     errors.HfHubHTTPError: "{name} could not be read: the Hub answered with an error; try again",
 }

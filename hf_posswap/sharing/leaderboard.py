@@ -1,13 +1,11 @@
 """Leaderboards: the results of several shared models in one table for each recipe and data set."""
 
-import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments.comparison import background, check_budgets, figure_names, markdown
-from hf_posswap.sharing.record import SCHEMA, data_of, own_rows, read_results, scheme_of
+from hf_posswap.sharing.record import data_of, own_rows, read_results, scheme_of
 
 
 def leaderboard(places: Sequence[str | Path], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
@@ -23,9 +21,6 @@ def leaderboard(places: Sequence[str | Path], *, vary: Sequence[str] = (), figur
     names = [str(Path(place).resolve()) if Path(place).is_dir() else str(place) for place in places]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise PosswapError(f"a place is given twice: {', '.join(twice)}")
-    plain = json.loads(SCHEMA.read_text())["$defs"]["plain"]["pattern"]
-    if bad := [name for name in map(str, places) if not re.search(plain, name)]:
-        raise PosswapError(f"{bad[0]!r} has characters that Markdown would read as markup: rename the folder")
     tables, known = {}, {"from", "model", *vary}
     for place in places:
         content = read_results(place)

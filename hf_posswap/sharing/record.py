@@ -118,8 +118,7 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
 
 def _class_name(config: PreTrainedConfig, folder: Path) -> str | None:
     """Return the class that config.json names, for the card's code; raise unless it is ours or transformers'."""
-    named = config.architectures or [None]
-    name = named[0] if isinstance(named, list) else named
+    name = (config.architectures or [None])[0]
     known = getattr(transformers, str(name), None)
     ours = [kind.__name__ for kind in SWAPPED_CLASSES.values()]
     if name is None or name in ours or (isinstance(known, type) and issubclass(known, PreTrainedModel)):
@@ -187,7 +186,7 @@ def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:
 
 def _digests(run: dict) -> dict[str, dict[str, str]]:
     """Return the inputs of a run, if it notes them: for each option that names files, one SHA-256 of all their hashes."""
-    if not isinstance(inputs := run.get("inputs"), dict):
+    if not (inputs := run.get("inputs")):
         return {}
     texts = {name: json.dumps(files, sort_keys=True) for name, files in inputs.items() if not isinstance(files, str)}
     return {"inputs": inputs | {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}}
