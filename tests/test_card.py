@@ -124,7 +124,7 @@ def test_whose_weights(swapped, tmp_path):
     refused("the results have 2 runs that measured", posswap.write_card, swapped, **asked)  # whose figure would it be?
     _run(tmp_path / "other/original", seed=0)
     _run(tmp_path / "other/rotary", seed=0, scheme="rotary:theta=500")
-    card = posswap.write_card(swapped, results=[tmp_path / "other"], base_model=BASE)
+    card = posswap.write_card(swapped, results=str(tmp_path / "other"), base_model=BASE)
     text = card.read_text()
     assert not (swapped / ".eval_results" / "hf_posswap.yaml").exists()
     assert "those of *" not in text and "one seed, hence no spread" in text and not ModelCard.load(card).data.eval_results
@@ -387,7 +387,7 @@ def test_leaderboard(swapped, fitted, results, program):
     assert code == 0 and "accuracy 512" in out
     refused("given twice", posswap.leaderboard, [swapped, swapped])
     refused("no run has the option 'max_stepz'", posswap.leaderboard, [swapped], vary=["max_stepz"])
-    refused("no run has the figure 'f2'", posswap.leaderboard, [swapped], figures=["f2"])
+    refused("no run has the figure 'f2'", posswap.leaderboard, swapped, figures=["f2"])
     rewrite(
         folder / RESULTS_FILE, lambda found: [run["config"].update(max_steps=101) for run in found["comparisons"][0]["runs"]]
     )

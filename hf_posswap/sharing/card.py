@@ -64,7 +64,7 @@ _PIPELINES = {
 def write_card(
     folder: str | Path,
     *,
-    results: Sequence[str | Path] | None = None,
+    results: str | Path | Sequence[str | Path] | None = None,
     base_model: str | None = None,
     license: str | None = None,
     repo_id: str | None = None,
@@ -74,8 +74,8 @@ def write_card(
 
     Args:
         folder: The folder of a swapped model, of an export by `export_native`, or of a delta.
-        results: Folders that `hf-posswap compare` or a recipe wrote, with runs of this model's scheme. None: the results in
-            the card so far, as long as the weights are the same.
+        results: A folder, or several, that `hf-posswap compare` or a recipe wrote, with runs of this model's scheme. None: the
+            results in the card so far, as long as the weights are the same.
         base_model: The model that was swapped, if the folder does not say: "owner/name", "owner/name@revision", or
             "local:name" for a model that is not on the Hub.
         license: The Hub's identifier of the weights' licence, usually that of the base model.
@@ -107,7 +107,7 @@ def write_card(
         raise PosswapError(f"repo_id={repo_id!r} is no name for a repository: give owner/name")
     if license is not None and not re.fullmatch(r"[A-Za-z0-9.+-]+", license):
         raise PosswapError(f"license={license!r} is no identifier of a licence: give one such as apache-2.0 or mit")
-    content = gather(folder, None if results is None else [Path(place) for place in results], base_model)
+    content = gather(folder, results, base_model)
     name = repo_id or re.sub(r"[^\w.-]", "-", folder.resolve().name)
     pictures = {}  # path -> figure
     text, index = _body(content, name, pictures)

@@ -25,7 +25,7 @@ from hf_posswap.sharing.record import RESULTS_FILE
 
 # Files of a shared model, at the top of its folder. Others are refused, not skipped: pickles can run code when they are loaded,
 # and notes, access tokens and remains of training do not belong to a model.
-OF_ONE_MODEL = {  # and not of another one in its place
+OF_ONE_MODEL = {  # deleted from the repository when another model takes its place there
     *(RESULTS_FILE, FIT_FILE, PARITY_FILE, ABOUT, STUB, "config.json", "generation_config.json"),
     *("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"),
 }
@@ -45,7 +45,7 @@ def share(
     folder: str | Path,
     repo_id: str,
     *,
-    results: Sequence[str | Path] | None = None,
+    results: str | Path | Sequence[str | Path] | None = None,
     base_model: str | None = None,
     license: str | None = None,
     private: bool | None = None,

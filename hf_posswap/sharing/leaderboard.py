@@ -8,7 +8,7 @@ from hf_posswap.experiments.comparison import background, check_budgets, figure_
 from hf_posswap.sharing.record import data_of, own_rows, read_results, scheme_of
 
 
-def leaderboard(places: Sequence[str | Path], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
+def leaderboard(places: str | Path | Sequence[str | Path], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
     """Return Markdown tables, one for each recipe and data set, with the results of several folders or repositories.
 
     A table has rows of each model's own scheme and of its original, under one budget: options other than the base model must
@@ -18,6 +18,7 @@ def leaderboard(places: Sequence[str | Path], *, vary: Sequence[str] = (), figur
         CheckpointError: A folder or repository has no results.
         PosswapError: Budgets differ, or no run has a figure.
     """
+    places = [places] if isinstance(places, str | Path) else places
     names = [str(Path(place).resolve()) if Path(place).is_dir() else str(place) for place in places]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise PosswapError(f"a place is given twice: {', '.join(twice)}")

@@ -36,7 +36,7 @@ _OF_A_RUN = ("format", "recipe", "question", "meaning", "command", "commit", "no
 _OF_A_RUN += ("versions", "hardware", "config", "figures", "cost", "weights")
 
 
-def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str | None = None) -> dict:
+def gather(folder: Path, results: str | Path | Sequence[str | Path] | None = None, base_model: str | None = None) -> dict:
     """Return the content of `RESULTS_FILE` for a folder with a swapped model, its native export or a delta.
 
     `results` are folders of `compare` or of single runs; None: those in the folder's own file, if it is of these weights.
@@ -63,7 +63,8 @@ def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str 
     if results is None:
         comparisons = before.get("comparisons") if old.get("weights") == weights else []
     else:
-        places = list(dict.fromkeys(Path(place).resolve() for place in results))
+        given = [results] if isinstance(results, str | Path) else results
+        places = dict.fromkeys(Path(place).resolve() for place in given)
         comparisons = [_comparison(place, scheme, folder) for place in places]
     content = {
         "format": FORMAT,
