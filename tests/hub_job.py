@@ -18,7 +18,6 @@ import datasets
 import pytest
 import torch
 from hub import File, Hub, Repo
-from huggingface_hub import HfApi
 from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, BertForMaskedLM, BertModel
 
 import hf_posswap as posswap
@@ -27,6 +26,7 @@ from hf_posswap.data.text import read_documents
 
 SCENARIOS = {}
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
+TOKENS = torch.arange(5, 25)[None]
 
 
 def scenario(function):
@@ -48,11 +48,11 @@ def refused(says):
     assert os.environ["HF_TOKEN"] not in str(raised.value)
 
 
-def new_model(folder, seed):
+def new_model(folder, seed, **options):
     """Write a swapped model whose layers are too small for anything but a test; each scenario has one."""
     torch.manual_seed(seed)
     model = BertForMaskedLM(BertConfig(**SIZES, initializer_range=0.3)).eval()
-    posswap.swap(model, "rotary:theta=500").save_pretrained(folder)
+    posswap.swap(model, "rotary:theta=500").save_pretrained(folder, **options)
     return model
 
 
@@ -61,11 +61,10 @@ def push(folder, repo_id, **options):
     return posswap.share(folder, repo_id, base_model="local:tiny", license="mit", **options)
 
 
-def another_process(program, *arguments, **variables):
+def another_process(program, **variables):
     """Run a program next to this file; return the JSON that it prints last."""
-    command, environment = [sys.executable, "-c", program, *map(str, arguments)], os.environ | variables
-    options = {"capture_output": True, "text": True, "timeout": 300, "cwd": Path(__file__).parent, "env": environment}
-    done = subprocess.run(command, check=False, **options)
+    command, place = [sys.executable, "-c", program], Path(__file__).parent
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=place, env=os.environ | variables)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -73,13 +72,13 @@ def another_process(program, *arguments, **variables):
 @scenario
 def push_and_pull(hub, folder, model):
     """All files arrive, the model loads as it was; a second push of the same sends nothing; a changed card alone is sent."""
+    (folder / "bpe.codes").write_text("t h 5")  # of a PhoBERT's tokenizer
     assert push(folder, "tester/first") == f"{hub.endpoint}/tester/first"
-    expected = {"README.md", "posswap_results.json", "config.json", "model.safetensors", "modeling_hf_posswap.py"}
+    expected = {"README.md", "bpe.codes", "posswap_results.json", "config.json", "model.safetensors", "modeling_hf_posswap.py"}
     assert files(hub, "tester/first") == expected, files(hub, "tester/first")
     assert 'from_pretrained("tester/first")' in hub.repos["tester/first"].read("README.md").decode()
     pulled = AutoModelForMaskedLM.from_pretrained("tester/first")
-    tokens = torch.arange(5, 25)[None]
-    assert torch.equal(pulled(tokens).logits, model(tokens).logits)
+    assert torch.equal(pulled(TOKENS).logits, model(TOKENS).logits)
     commits = len(hub.repos["tester/first"].commits)
     push(folder, "tester/first")
     assert len(hub.repos["tester/first"].commits) == commits
@@ -112,10 +111,7 @@ def the_base_is_recorded(hub, folder, model):
 def another_model(hub, folder, model):
     """Weights, card and results of what was there before go: they are not read in the place of the new, sharded ones."""
     push(folder, "tester/changing")
-    model = new_model(folder / "second", seed=99)
-    for path in (folder / "second").glob("*"):
-        path.unlink()
-    model.save_pretrained(folder / "second", max_shard_size="10KB")
+    model = new_model(folder / "second", seed=99, max_shard_size="10KB")
     push(folder / "second", "tester/changing")
     assert "model.safetensors" not in files(hub, "tester/changing")
     headless = posswap.swap(BertModel(BertConfig(**SIZES)), "rotary")
@@ -123,9 +119,8 @@ def another_model(hub, folder, model):
     push(folder / "third", "tester/changing")
     assert b"pipeline_tag: feature-extraction" in hub.repos["tester/changing"].read("README.md")
     push(folder / "second", "tester/changing", overwrite=True)
-    tokens = torch.arange(5, 25)[None]
     pulled = AutoModelForMaskedLM.from_pretrained("tester/changing")
-    assert torch.equal(pulled(tokens).logits, model(tokens).logits)
+    assert torch.equal(pulled(TOKENS).logits, model(TOKENS).logits)
 
 
 @scenario
@@ -154,6 +149,8 @@ def pull_request(hub, folder, model):
         push(folder, "other/new")
     with refused("there is no model other/new"):
         push(folder, "other/new", create_pr=True)
+    with patch.dict(os.environ, HF_TOKEN="hf_wrong_and_secret"), refused(r"log in \(hf auth login, or HF_TOKEN\)"):
+        push(folder, "tester/unknown")
 
 
 @scenario
@@ -171,6 +168,11 @@ def busy(hub, folder, model):
 @scenario
 def giving_up(hub, folder, model):
     """After some tries it says so; nothing is lost, nothing half there, and the same call goes on without sending twice."""
+    hub.fail_next("POST", "/api/repos/create", 0, times=9)
+    with refused(f"All files are in {folder}"):
+        push(folder, "tester/later")
+    assert (folder / "README.md").is_file() and "tester/later" not in hub.repos
+    hub.planned.clear()
     hub.fail_next("POST", "/commit/", 503, times=6, **{"Retry-After": "0"})
     with refused("the Hub answered 503"):
         push(folder, "tester/later")
@@ -179,25 +181,11 @@ def giving_up(hub, folder, model):
     push(folder, "tester/later")
     assert "model.safetensors" in files(hub, "tester/later") and hub.stored() == stored
     hub.repos["other/slow"] = Repo()
-    hub.fail_next("POST", "/commit/", 502)  # it may have been opened: another one would be a second
-    with refused("the Hub answered 502"):
-        push(folder, "other/slow", create_pr=True)
-    hub.fail_next("POST", "/commit/", 0)
-    with refused("could not be reached"):
-        push(folder, "other/slow", create_pr=True)
+    for status, says in ((502, "the Hub answered 502"), (0, "could not be reached")):
+        hub.fail_next("POST", "/commit/", status)  # the pull request may be open: another try would open a second one
+        with refused(says):
+            push(folder, "other/slow", create_pr=True)
     assert not hub.planned and not hub.repos["other/slow"].pull_requests()
-
-
-@scenario
-def out_of_reach(hub, folder, model):
-    """Cut before anything is there: what is written here stays, and says where."""
-    hub.fail_next("POST", "/api/repos/create", 0, times=9)
-    try:
-        with refused(f"All files are in {folder}"):
-            push(folder, "tester/nowhere")
-    finally:
-        hub.planned.clear()
-    assert (folder / "README.md").is_file() and "tester/nowhere" not in hub.repos
 
 
 @scenario
@@ -205,7 +193,6 @@ def somebody_else(hub, folder, model):
     """A commit in between is not written over."""
     push(folder, "tester/shared")
     repo = hub.repos["tester/shared"]
-
     hub.before_next("POST", "/commit/", lambda _: repo.add("NOTES.md", b"mine"))
     (folder / "README.md").write_text((folder / "README.md").read_text() + "\nMore.\n")
     with refused("somebody has changed tester/shared meanwhile"):
@@ -213,20 +200,6 @@ def somebody_else(hub, folder, model):
     assert repo.read("NOTES.md") == b"mine" and b"More." not in repo.read("README.md")
     push(folder, "tester/shared")
     assert repo.read("NOTES.md") == b"mine" and b"More." in repo.read("README.md")
-
-
-@scenario
-def wrong_token(hub, folder, model):
-    """A token that the Hub does not know: told to log in, and the token is nowhere."""
-    right = os.environ["HF_TOKEN"]
-    os.environ["HF_TOKEN"] = "hf_wrong_and_secret"
-    try:
-        with refused(r"log in \(hf auth login, or HF_TOKEN\)"):
-            push(folder, "tester/unknown")
-    finally:
-        os.environ["HF_TOKEN"] = right
-    written = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
-    assert "tester/unknown" not in hub.repos and b"hf_wrong" not in written
 
 
 @scenario
@@ -247,7 +220,7 @@ def a_card_that_is_there(hub, folder, model):
 
 @scenario
 def what_is_not_sent(hub, folder, model):
-    """Pickles, leftovers of training, links out of the folder, broken weights, strange indices, names: before any request."""
+    """Pickles, leftovers of training, foreign code, broken weights, strange indices, links, names: before any request."""
     requests = hub.requests
     with refused("is no name for a repository"):
         push(folder, "tester/a/b")
@@ -255,43 +228,37 @@ def what_is_not_sent(hub, folder, model):
         push(folder, "never")
     (folder / ".git").mkdir()
     (folder / ".git" / "config").write_text("token")  # left alone
-
-    def try_with(name, make, words):
+    (folder.parent / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    runs = "is run: save the model again"
+    unknown = ("training_args.bin", "checkpoint-5/optimizer.pt", "evil.py", "token.json", "more/config.json")
+    foreign = {"auto_map": {"AutoTokenizer": ["o/x--a.Evil", None]}}
+    index = {"weight_map": {"a": "../secret.safetensors"}}
+    for name, change, says in (
+        *((name, lambda _: b"{}", "no part of a shared model") for name in unknown),
+        ("modeling_hf_posswap.py", lambda code: code + b"import os\n", runs),
+        ("modeling_hf_posswap.py", lambda code: code.replace(b"BertModel,", b"BertEvil,"), runs),
+        ("modeling_hf_posswap.py", lambda code: code.replace(b"    PosswapBertModel,\n", b""), runs),
+        ("config.json", lambda text: text.replace(b"hf_posswap.PosswapBertM", b"evil.PosswapM"), runs),
+        ("tokenizer_config.json", lambda _: json.dumps(foreign).encode(), runs),
+        ("more.safetensors", lambda _: b"\x10" * 40, "cannot be read"),
+        ("model.safetensors.index.json", lambda _: json.dumps(index).encode(), "is no file next to it"),
+    ):
         path = folder / name
         path.parent.mkdir(exist_ok=True)
-        make(path)
-        with refused(words):
+        before = path.read_bytes() if path.exists() else None
+        path.write_bytes(change(before))
+        assert path.read_bytes() != before
+        with refused(says):
             push(folder, "tester/never")
-        path.unlink()
-
-    for name in ("training_args.bin", "checkpoint-5/optimizer.pt", "evil.py", "token.json", "more/config.json"):
-        try_with(name, lambda p: p.write_bytes(b"{}"), "no part of a shared model")
-    stub = folder / "modeling_hf_posswap.py"
-    for path, change in (
-        (stub, lambda text: text + "import os\n"),
-        (stub, lambda text: text.replace("    PosswapBertModel,\n", "    PosswapBertEvil,\n")),
-        (stub, lambda text: text.replace("    PosswapBertModel,\n", "")),
-        (folder / "config.json", lambda text: text.replace('"modeling_hf_posswap.PosswapBertModel"', '"o/x--a.Evil"')),
-        (folder / "tokenizer_config.json", lambda _: json.dumps({"auto_map": {"AutoTokenizer": ["o/x--a.Evil", None]}})),
-    ):
-        text = path.read_text() if path.exists() else ""
-        path.write_text(change(text))
-        assert path.read_text() != text
-        with refused("is run: save the model again"):
-            push(folder, "tester/never")
-        path.write_text(text) if text else path.unlink()
-    try_with("more.png", lambda p: p.write_bytes(b"x"), "is no picture")
-    try_with("pipe.png", os.mkfifo, "is no file")
-    try_with("link.json", lambda p: p.symlink_to("/etc/hostname"), "leads out of the folder")
-    try_with("more.safetensors", lambda p: p.write_bytes(b"\x10" * 40), "cannot be read")
-    (folder.parent / "secret.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
-    index = {"weight_map": {"a": "../secret.safetensors"}}
-    try_with("model.safetensors.index.json", lambda p: p.write_text(json.dumps(index)), "is no file next to it")
-    weights = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").unlink()
+        path.write_bytes(before) if before else path.unlink()
+    (folder / "link.json").symlink_to("/etc/hostname")
+    with refused("leads out of the folder"):
+        push(folder, "tester/never")
+    (folder / "link.json").unlink()
+    weights = (folder / "model.safetensors").rename(folder.parent / "aside")
     with refused("has no weights"):
         push(folder, "tester/never")
-    (folder / "model.safetensors").write_bytes(weights)
+    weights.rename(folder / "model.safetensors")
     assert not (folder / "README.md").exists() and hub.requests == requests
     push(folder, "tester/always")
     assert not [name for name in files(hub, "tester/always") if ".git" in name]
@@ -304,46 +271,36 @@ def delta_and_leaderboard(hub, folder, model):
     posswap.save_delta(posswap.swap(copy.deepcopy(base), "relative:clip=4"), folder / "delta", base_model=base)
     push(folder / "delta", "tester/delta")
     assert str(posswap.describe(posswap.load_delta(base, "tester/delta")).new) == "relative:clip=4"
-    hub.repos["tester/bare"] = Repo()
-    for place, words in (
-        ("tester/delta", "none of tester/delta has a comparison"),
-        (f"tester/delta@{hub.repos['tester/delta'].resolve('main')}", "has a comparison"),
-        ("tester/delta@nope", "no revision nope"),
-        ("tester/absent", "there is no model tester/absent"),
-        ("tester/bare", "it was not shared with hf_posswap"),
-        ("a/b/c", "neither a folder nor a name"),
+    posswap.restore(base)
+    hub.repos["tester/bare"], commit = Repo(), hub.repos["tester/delta"].resolve("main")
+    for call, words in (
+        (lambda: posswap.leaderboard([f"tester/delta@{commit}"]), f"none of tester/delta@{commit} has a comparison"),
+        (lambda: posswap.leaderboard(["tester/delta@nope"]), "no revision nope"),
+        (lambda: posswap.leaderboard(["tester/bare"]), "it was not shared with hf_posswap"),
+        (lambda: posswap.load_delta(base, "tester/delta", revision="nope"), "no revision nope"),
+        (lambda: posswap.load_delta(base, "tester/absent"), "there is no folder tester/absent, and no such model"),
+        (lambda: posswap.load_delta(base, "a/b/c"), "neither a folder nor a name"),
     ):
         with refused(words):
-            posswap.leaderboard([place])
+            call()
 
 
 # In a process of its own, which has not imported hf_posswap before it trusts the code that came with the weights.
 PULL = """
-import json, sys, torch
+import json, torch
 from transformers import AutoModelForMaskedLM
-trusted = AutoModelForMaskedLM.from_pretrained("tester/pushed", trust_remote_code=True)
-import hf_posswap as posswap
-base = posswap.load_delta(AutoModelForMaskedLM.from_pretrained(sys.argv[1]), "tester/bare-delta")
-print(json.dumps([model(torch.arange(5, 25)[None]).logits.tolist() for model in (trusted, base)]))
+model = AutoModelForMaskedLM.from_pretrained("tester/pushed", trust_remote_code=True)
+print(json.dumps(model(torch.arange(5, 25)[None]).logits.tolist()))
 """
 
 
 @scenario
 def pushed_by_transformers(hub, folder, model):
-    """push_to_hub and upload_folder do as well: the model loads by trust_remote_code alone, the delta onto its base."""
-    posswap.restore(model).save_pretrained(folder / "base")
-    base, model = (AutoModelForMaskedLM.from_pretrained(folder / "base") for _ in range(2))
-    posswap.swap(model, "relative:clip=4")
-    with torch.no_grad():
-        for attention in model.architecture.self_attentions(model.base_model):
-            attention.positions.key_table.normal_(0, 0.3)
+    """push_to_hub does as well: the model loads by trust_remote_code alone."""
     model.push_to_hub("tester/pushed")
     assert {"config.json", "model.safetensors", "modeling_hf_posswap.py"} <= files(hub, "tester/pushed")
-    posswap.save_delta(model, folder / "delta", base_model=base)
-    HfApi().create_repo("tester/bare-delta")
-    HfApi().upload_folder(repo_id="tester/bare-delta", folder_path=folder / "delta")
-    for pulled in another_process(PULL, folder / "base", HF_HOME=str(folder / "home")):
-        torch.testing.assert_close(torch.tensor(pulled), model(torch.arange(5, 25)[None]).logits, rtol=1e-4, atol=1e-4)
+    pulled = another_process(PULL, HF_HOME=str(folder / "home"))
+    torch.testing.assert_close(torch.tensor(pulled), model(TOKENS).logits, rtol=1e-4, atol=1e-4)
 
 
 SENTENCES = [f"The cat sat on {number} {'mats' if number % 2 else 'hats'}." for number in range(60)]
@@ -365,11 +322,9 @@ def parquet(folder, columns, features=None):
 
 def glue(folder):
     """Return CoLA as GLUE has it, whose test labels are secret."""
-    rows = {"sentence": SENTENCES, "label": [number % 2 for number in range(60)]}
-    part = {name: values[:20] for name, values in rows.items()}
-    secret = {"sentence": SENTENCES[:5], "label": [-1] * 5}
-    splits = {"train": rows, "validation": part, "test": secret}
-    return data_set("cola", **{split: parquet(folder, columns, COLA) for split, columns in splits.items()})
+    labels = {"train": [number % 2 for number in range(60)], "validation": [0, 1] * 10, "test": [-1] * 5}
+    tables = {split: {"sentence": SENTENCES[: len(some)], "label": some} for split, some in labels.items()}
+    return data_set("cola", **{split: parquet(folder, table, COLA) for split, table in tables.items()})
 
 
 def read(name):
@@ -392,8 +347,8 @@ def reading(hub, folder, model):
         hub.repos[f"datasets/{name}"].commit("main", tree)
     expected = [["wrong", "right"], 60, 20, SENTENCES[0]]
     assert read("glue/cola") == read("nyu-mll/glue:cola") == expected
-    text = read_documents("wikitext:wikitext-2-raw-v1", split="validation")
-    assert text == [" = A title = \n", "The cat sat on the mat. \n"], text
+    texts = [" = A title = \n", "The cat sat on the mat. \n"]
+    assert read_documents("wikitext:wikitext-2-raw-v1", split="validation") == texts
     for name, says in (
         ("glue/nothing", "nothing.*cola"),
         ("other/private", "exist"),
@@ -419,13 +374,6 @@ def faults_while_reading(hub, folder, model):
             with refused(f"^cannot read the Hub data set {name}, cola: "):
                 read(f"{name}/cola")
             hub.planned.clear()
-            hub.fail_next("GET", "/cola/validation-", status)
-            try:
-                read(f"{name}/cola")
-                assert status == 0  # a cut connection may be asked again at once
-            except posswap.PosswapError as error:
-                assert str(error).startswith("cannot read the Hub data set"), error
-            hub.planned.clear()
             assert read(f"{name}/cola")[1:3] == [60, 20]
 
 
@@ -433,16 +381,16 @@ def main(root: Path) -> None:
     """Run all scenarios."""
     chunks = root / "xet"
     chunks.mkdir(parents=True)
+    found = {}
     with Hub.serve(chunks, port=int(os.environ["HF_ENDPOINT"].rpartition(":")[2])) as hub:
-        found = {}
         for seed, (name, function) in enumerate(SCENARIOS.items()):
+            hub.planned.clear()
             try:
                 function(hub, root / name, new_model(root / name, seed))
                 found[name] = ""
             except BaseException:
                 found[name] = traceback.format_exc()
-                hub.planned.clear()
-        print(json.dumps(found))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ import json
 
 import pytest
 import torch
-from conftest import CASES, refused
+import transformers
+from conftest import CASES, WORDS, refused
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModel,
@@ -14,6 +15,7 @@ from transformers import (
     BertForMaskedLM,
     BertForNextSentencePrediction,
     BertModel,
+    BertTokenizer,
     DistilBertForSequenceClassification,
     ElectraForMaskedLM,
     GPT2Config,
@@ -24,8 +26,8 @@ from transformers import (
 )
 
 import hf_posswap as posswap
+from hf_posswap.architectures import longest_input
 from hf_posswap.checkpoint import SWAPPED_CLASSES
-from hf_posswap.contract.subject import auto_class
 from hf_posswap.sharing.native_decoders import GPT_NEOX as ALL_GPT_NEOX
 from hf_posswap.sharing.native_encoders import ESM, JINA
 from hf_posswap.sharing.native_encoders import ROFORMER as ALL_ROFORMER
@@ -33,7 +35,7 @@ from hf_posswap.sharing.native_encoders import ROFORMER as ALL_ROFORMER
 GPT_NEOX = {ours: theirs for ours, theirs in ALL_GPT_NEOX.items() if ours.config_class is GPT2Config}
 ROFORMER = {ours: theirs for ours, theirs in ALL_ROFORMER.items() if ours.config_class is BertConfig}
 KIN = {ours: theirs for ours, theirs in (JINA | ESM | ALL_ROFORMER | ALL_GPT_NEOX).items() if ours not in ROFORMER | GPT_NEOX}
-HEADS = {kind.__name__: kind for kind in SWAPPED_CLASSES if kind.config_class in (BertConfig, GPT2Config)}
+HEADS = [kind.__name__ for kind in SWAPPED_CLASSES if kind.config_class in (BertConfig, GPT2Config)]
 ADDED = ("sinusoidal", "sinusoidal-raw-t2t", "ladder-concatenate", "learned-interpolate", "none", "learned")
 SCALINGS = [
     None,
@@ -132,25 +134,29 @@ def test_rotary_heads_of_kin(make_swapped, bert_tokenizer, head):
     assert set(native.certificate.random) == {16, 128} and native.certificate.left_out == left_out
 
 
-@pytest.mark.parametrize("family", ["albert", "biogpt", "electra", "esm", "opt", "roberta"])
-def test_tables_of_kin(make_swapped, family):
-    """Sinusoids become the plain table in families whose table has rows in front, another size or another place."""
-    native = posswap.export_native(make_swapped(family, "sinusoidal", max_positions=64))
-    assert type(native.model) is auto_class(family)._model_mapping[type(native.model.config)]
-    assert native.certificate.largest == 0
+def test_cls_before_padding(make_swapped):
+    """The certificate's random tokens hold neither [CLS] nor padding, also where these are 0 and 1, as RoBERTa's are."""
+    tokenizer = BertTokenizer(vocab={word: n for n, word in enumerate(["[CLS]", "[PAD]", "[SEP]", "[UNK]", "[MASK]", *WORDS])})
+    model = make_swapped("roberta", posswap.Rotary(), max_positions=128, pad_token_id=1)
+    assert posswap.export_native(model, tokenizer).certificate.largest < 1e-4
 
 
-@pytest.mark.parametrize(("head", "case"), [(head, ADDED[turn % 6]) for turn, head in enumerate(HEADS)])
-def test_additive_heads(make_swapped, head, case):
-    """What is added to the embeddings becomes the family's own table: every head, to the last bit."""
-
-    family = "gpt2" if head.startswith("GPT2") else "bert"
-    decoder = {"is_decoder": True} if head == "BertLMHeadModel" else {}
-    model = make_swapped(family, CASES[case].scheme, head=HEADS[head], max_positions=CASES[case].max_positions, **decoder)
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        *((kind, ADDED[turn % 6]) for turn, kind in enumerate(HEADS)),
+        *((f"{kind}Model", "sinusoidal-halves") for kind in ("Albert", "BioGpt", "Electra", "Esm", "OPT", "Roberta")),
+    ],
+)
+def test_tables(make_swapped, kind, case):
+    """What is added to the embeddings becomes the family's own table, wherever its rows begin: every head, to the last bit."""
+    head = getattr(transformers, kind)
+    family, options = head.config_class.model_type, {"is_decoder": True} if kind == "BertLMHeadModel" else {}
+    model = make_swapped(family, CASES[case].scheme, head=head, max_positions=CASES[case].max_positions, **options)
     native = posswap.export_native(model)
-    assert type(native.model) is HEADS[head] and native.certificate.largest == 0
+    assert type(native.model) is head and native.certificate.largest == 0
     assert native.model.config.model_type == family and not hasattr(native.model.config, "position_scheme")
-    _equal(model, native.model, _tokens(model.config.max_position_embeddings), 1e-9)
+    _equal(model, native.model, _tokens(longest_input(model.config)), 1e-9)
 
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling and f"{scaling['rope_type']}-{len(scaling)}")
@@ -269,8 +275,7 @@ def test_adapters_and_tokenizers(make_swapped, bert_tokenizer, tmp_path):
     merged = adapted.merge_and_unload()
     _equal(merged, posswap.export_native(merged).model, _tokens(30))
     merged.classifier_like = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    with pytest.raises(posswap.UnsupportedModelError, match="weights are torch.bfloat16 and torch.float32: give it one dtype"):
-        posswap.export_native(merged)
+    refused("weights are torch.bfloat16 and torch.float32: give it one dtype", posswap.export_native, merged)
     small = make_swapped("bert", posswap.Rotary(), vocab_size=20)
     refused("tokens and the model 20", posswap.export_native, small, bert_tokenizer)
 

@@ -181,8 +181,8 @@ def test_what_is_refused(checkpoint, make_model, tmp_path, kind):
     RobertaConfig(position_embedding_type="relative_key").save_pretrained(tmp_path / "roberta")
     with pytest.raises(posswap.UnsupportedModelError, match="roberta with 'relative_key' .* only bert's"):
         posswap.load_relative_key(tmp_path / "roberta")
-    with pytest.raises(posswap.UnsupportedModelError, match="AutoModelForObjectDetection has no BERT"):
-        posswap.load_relative_key(folder, AutoModelForObjectDetection)
+    for other in (AutoModelForObjectDetection, BertModel):
+        refused(f"{other.__name__} is no Auto class with a BERT", posswap.load_relative_key, folder, other)
     refused("unknown option 'revison'", posswap.load_relative_key, folder, revison="main")
     refused("max_positions=8", posswap.load_relative_key, folder, max_positions=8)
     table = "bert.encoder.layer.1.attention.self.distance_embedding.weight"

@@ -35,7 +35,7 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel
     source = model_source(name)
     config = _config(source, trust_remote_code)
     by_name = {kind.__name__: kind for pair in SWAPPED_CLASSES.items() for kind in pair}
-    named = next((one for one in config.architectures or () if isinstance(one, str)), None)
+    named = next(iter(config.architectures or ()), None)
     known, family = by_name.get(named), find_family(config.model_type)
     if config.model_type.startswith("posswap-"):  # load the swapped class even if the plain one is named
         known = SWAPPED_CLASSES.get(known, known)
@@ -49,7 +49,8 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel
             raise CheckpointError(f"{name} has no weights for {lost}, which would be random: give a checkpoint that has them")
     left, made = (", ".join(sorted(info[keys])[:3]) for keys in ("unexpected_keys", "missing_keys"))
     if left and known is None:
-        raise CheckpointError(f"{name} is a {named}, which is not known here, so {left} ... would be lost: swap it in Python")
+        what = f"{name} is a {named}, which is not known here" if named else f"config.json of {name} names no class"
+        raise CheckpointError(f"{what}, so {left} ... would be lost: load it with its class, and swap it in Python")
     if left:
         say(f"in {name}, and not read: {len(info['unexpected_keys'])} weights, such as {left}")
     if made:
@@ -93,8 +94,6 @@ def _config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
         kind = written.get("model_type")
         if not isinstance(kind, str):
             raise CheckpointError(f"config.json of {source} names no model_type: add the family, bert or gpt2")
-        if not isinstance(written.get("architectures") or [], list):
-            raise CheckpointError(f"config.json of {source} names no list of architectures: give the one of these weights")
         if find_family(kind) is None and not (trust_remote_code and "auto_map" in written):
             raise unsupported(kind, f"{source}, a {kind!r} model")
         return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)

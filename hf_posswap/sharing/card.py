@@ -64,7 +64,7 @@ _PIPELINES = {
 def write_card(
     folder: str | Path,
     *,
-    results: Sequence[str | Path] | None = None,
+    results: str | Path | Sequence[str | Path] | None = None,
     base_model: str | None = None,
     license: str | None = None,
     repo_id: str | None = None,
@@ -74,8 +74,8 @@ def write_card(
 
     Args:
         folder: The folder of a swapped model, of an export by `export_native`, or of a delta.
-        results: Folders that `hf-posswap compare` or a recipe wrote, with runs of this model's scheme. None: the results in
-            the card so far, as long as the weights are the same.
+        results: A folder, or several, that `hf-posswap compare` or a recipe wrote, with runs of this model's scheme. None: the
+            results in the card so far, as long as the weights are the same.
         base_model: The model that was swapped, if the folder does not say: "owner/name", "owner/name@revision", or
             "local:name" for a model that is not on the Hub.
         license: The Hub's identifier of the weights' licence, usually that of the base model.
@@ -107,13 +107,10 @@ def write_card(
         raise PosswapError(f"repo_id={repo_id!r} is no name for a repository: give owner/name")
     if license is not None and not re.fullmatch(r"[A-Za-z0-9.+-]+", license):
         raise PosswapError(f"license={license!r} is no identifier of a licence: give one such as apache-2.0 or mit")
-    content = gather(folder, None if results is None else [Path(place) for place in results], base_model)
+    content = gather(folder, results, base_model)
     name = repo_id or re.sub(r"[^\w.-]", "-", folder.resolve().name)
     pictures = {}  # path -> figure
-    try:
-        text, index = _body(content, name, pictures)
-    except (LookupError, jinja2.UndefinedError) as error:  # parts that the schema takes one by one, but that do not fit
-        raise CheckpointError(f"the fit or results of {folder} lack {error}: write them again, or remove them") from None
+    text, index = _body(content, name, pictures)
     card = _merge(folder / CARD_FILE, text, _metadata(content, license), index, name.rpartition("/")[2])
     entries = _eval_results(content, eval_results)
     with tempfile.TemporaryDirectory(prefix=".posswap-", dir=folder) as aside:  # an error leaves the folder unchanged
@@ -127,9 +124,8 @@ def write_card(
             (aside / EVAL_RESULTS / "hf_posswap.yaml").write_text(yaml.safe_dump(entries, sort_keys=False))
         (aside / CARD_FILE).write_text(card, encoding="utf-8")
         written = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
-        for path in written:  # first, since a file may be in the way
-            (folder / path).parent.mkdir(exist_ok=True)
         for path in sorted(written, key=lambda path: path.name == CARD_FILE):  # the card, which points at the others, last
+            (folder / path).parent.mkdir(exist_ok=True)
             (aside / path).replace(folder / path)
     # Remove pictures and figures of an earlier card.
     for path in [*(folder / PICTURES).glob("*.png"), folder / EVAL_RESULTS / "hf_posswap.yaml"]:
@@ -218,13 +214,15 @@ def _fit_entry(fit: dict) -> EvalResult:
 
 def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: dict) -> tuple[dict, list[EvalResult]]:
     runs, vary = comparison["runs"], comparison["vary"]
-    recipe, config, meaning = runs[0]["recipe"], runs[0]["config"], runs[0].get("meaning", {})
+    recipe, meaning = runs[0]["recipe"], runs[0].get("meaning", {})
     kept = _of_these_weights(runs, model)
 
     def said(option: str) -> str:
-        values = dict.fromkeys(run["config"][option] for run in runs)
+        values = dict.fromkeys(run["config"].get(option) for run in runs)
         return " or ".join(f"{value:,}" if isinstance(value, int) else str(value) for value in values)
 
+    budgets = (("max_steps", "batch_size", ""), ("tune_steps", "tune_tokens", " tokens"))
+    trained = [budget for budget in budgets if any(run["config"].get(budget[0]) for run in runs)]
     starts = dict.fromkeys(run["config"]["start"] for run in runs if run["config"]["scheme"] != "original")
     shown = [name for name in meaning for run in runs for one in run["figures"] if f"{one}_".startswith(f"{name}_")]
     figures = plots(runs, vary)
@@ -235,9 +233,9 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
         "starts": {start: _STARTS.get(start, start) for start in starts},
         "meaning": {name: meaning[name] for name in shown},
         "said": said,
-        "comes_with_us": config["model"] in EMBEDDED_MODELS,
-        "config": config,
-        "data": data_of(config),
+        "steps": "".join(f"{said(steps)} steps of {said(size)}{unit}" for steps, size, unit in trained),
+        "comes_with_us": all(run["config"]["model"] in EMBEDDED_MODELS for run in runs),
+        "data": " or ".join(dict.fromkeys(data_of(run["config"]) for run in runs)),
         "rows": list(dict.fromkeys(row_label(run, vary) for run in own_rows(runs, scheme))),
         "kept": (row_label(kept[0], vary), kept[0]["config"]["seed"]) if kept else None,
         "table": markdown(runs, vary=vary),
@@ -249,8 +247,8 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
         EvalResult(
             task_type=_TASKS.get(recipe, "other"),
             task_name=f"{_OURS}{recipe}",
-            dataset_type=config.get("dataset") or recipe,
-            dataset_name=data_of(config),
+            dataset_type=kept[0]["config"].get("dataset") or recipe,
+            dataset_name=data_of(kept[0]["config"]),
             metric_type=re.sub(r"_\d+$", "", name),
             metric_name=f"{name}, seed {kept[0]['config']['seed']}",
             metric_value=value,

@@ -8,12 +8,10 @@ model but the pooler, so the base model may have any head.
 
 import hashlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub import errors, hf_hub_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -22,7 +20,7 @@ from hf_posswap.architectures import Architecture, find_family, longest_input
 from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.provenance import check_new, write_json
-from hf_posswap.scheme_entry import DIGEST, config_entry, is_repo_id, on_hub, scheme_in, span_in
+from hf_posswap.scheme_entry import DIGEST, config_entry, on_hub, scheme_in, span_in
 from hf_posswap.surgery import check_longest, position_modules, state_of
 from hf_posswap.swapping import original, restore, swap
 from hf_posswap.target import check_no_adapters, find_target
@@ -112,16 +110,10 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
     target, architecture = find_target(base_model)  # of a pipeline, the model inside
     if isinstance(target, SwappedModel):
         raise PosswapError("this model is swapped already: load the delta onto the unswapped checkpoint")
-    if not isinstance(folder_or_id, (str, Path)):
-        raise CheckpointError(f"folder_or_id={folder_or_id!r:.100} must be a folder of save_delta, or owner/name on the Hub")
     folder = Path(folder_or_id)
     if not folder.is_dir():
-        if not is_repo_id(str(folder_or_id)):
-            raise CheckpointError(f"there is no folder {folder_or_id}, and it is no name on the Hub (owner/name): correct it")
-        try:
-            folder = Path(snapshot_download(str(folder_or_id), revision=revision, allow_patterns=[ABOUT, WEIGHTS]))
-        except LocalEntryNotFoundError as error:
-            raise CheckpointError(f"there is no folder {folder_or_id}, and the Hub cannot be reached: {error}") from error
+        folder = download(str(folder_or_id), ABOUT, revision).parent
+        download(str(folder_or_id), WEIGHTS, folder.name)  # of the same commit
     for name in (ABOUT, WEIGHTS):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder_or_id} has no {name}, so it is no position delta: give a folder of save_delta")
@@ -131,7 +123,7 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
         version, kind, longest = about["format"], about["model_type"], about["max_positions"]
         entry, digest = dict(about["position_scheme"]), about["base_model"]["sha256"]
         known = f"{about['base_model'].get('id')}, revision {about['base_model'].get('revision')}"
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{folder_or_id} cannot be read ({error!r}): the delta is broken, download it again") from None
     if version != FORMAT:
         raise CheckpointError(f"{folder_or_id} has delta format {version!r}, not {FORMAT}: pip install -U hf_posswap")
@@ -148,37 +140,54 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
     wanted = _position_weights(target, architecture)
     if near and "guarded" not in entry and architecture.table(target.base_model).keeps_table:  # see PositionEmbedding.guard
         weights = {name: torch.cat([rows, torch.zeros_like(rows[:1])]) for name, rows in weights.items()}
-    kinds = [{name: (one.shape, one.is_floating_point()) for name, one in some.items()} for some in (weights, wanted)]
-    wrong = {name for name, _ in kinds[0].items() ^ kinds[1].items()}
-    wrong |= {name for name, value in weights.items() if not torch.isfinite(value).all()}
-    if wrong:
+    shapes = [{(name, one.shape) for name, one in some.items()} for some in (weights, wanted)]
+    if wrong := ", ".join(sorted({name for name, _ in shapes[0] ^ shapes[1]})):
         restore(base_model)
-        names = ", ".join(sorted(wrong))
-        raise CheckpointError(f"{folder_or_id} does not hold the weights of its scheme (see {names}): download the delta again")
+        raise CheckpointError(f"{folder_or_id} does not hold the weights of its scheme (see {wrong}): download the delta again")
     with torch.no_grad():
         for name, value in wanted.items():
             value.copy_(weights[name])
     return base_model
 
 
+# Messages for errors of the Hub; the first that matches is used, since some are subclasses of others.
+_HUB_SAYS = {
+    errors.HFValidationError: "{name} is neither a folder nor a name on the Hub (owner/name)",
+    errors.RepositoryNotFoundError: "there is no folder {name}, and no such model on the Hub that you may read",
+    errors.RevisionNotFoundError: "{name} has no revision {revision}",
+    errors.LocalEntryNotFoundError: "there is no folder {name}; the Hub cannot be reached, and its cache has no {file} of it",
+    errors.EntryNotFoundError: "{name} has no {file}: it was not shared with hf_posswap",
+    errors.HfHubHTTPError: "{name} could not be read: the Hub answered with an error; try again",
+}
+
+
+def download(name: str, file: str, revision: str | None) -> Path:
+    """Return a file of a repository on the Hub, as it lies in the cache; raise CheckpointError if there is none."""
+    try:
+        return Path(hf_hub_download(name, file, revision=revision))
+    except tuple(_HUB_SAYS) as error:
+        says = next(words for kind, words in _HUB_SAYS.items() if isinstance(error, kind))
+        raise CheckpointError(says.format(name=name, file=file, revision=revision)) from None
+
+
 def weights_hash(model: PreTrainedModel) -> str:
     """Return the SHA-256 of names, dtypes, shapes and values of the headless model's weights, without its pooler."""
-    return _hash(sorted(_weights(model).items()))
+    return _hash(_weights(model))
 
 
 def saved_weights_hash(folder: Path) -> str:
     """Return `weights_hash` of the swapped model in a folder, whose files are mapped, not read at once."""
-    return _hash(sorted((name, value) for name, value in _saved(folder)[0].items() if _counts(name)))
+    return _hash({name: value for name, value in _saved(folder)[0].items() if _counts(name)})
 
 
 def head_hashes(model: PreTrainedModel) -> dict[str, str]:
     """Return the SHA-256 of each weight that is not of the headless model, by name."""
-    return {name: _hash([(name, value)]) for name, value in _head(model).items()}
+    return {name: _hash({name: value}) for name, value in _head(model).items()}
 
 
 def saved_head_hashes(folder: Path) -> dict[str, str]:
     """Return `head_hashes` of the swapped model in a folder, without weights that are tied, which files leave out."""
-    return {name: _hash([(name, value)]) for name, value in _saved(folder)[1].items()}
+    return {name: _hash({name: value}) for name, value in _saved(folder)[1].items()}
 
 
 def _saved(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -191,9 +200,9 @@ def _saved(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
     return (base, head) if base else (found, {})  # a headless model's names have no prefix
 
 
-def _hash(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+def _hash(weights: dict[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
-    for name, value in weights:
+    for name, value in sorted(weights.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()

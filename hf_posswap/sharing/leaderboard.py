@@ -1,16 +1,14 @@
 """Leaderboards: the results of several shared models in one table for each recipe and data set."""
 
-import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments.comparison import background, check_budgets, figure_names, markdown
-from hf_posswap.sharing.record import SCHEMA, data_of, own_rows, read_results, scheme_of
+from hf_posswap.sharing.record import data_of, own_rows, read_results, scheme_of
 
 
-def leaderboard(places: Sequence[str | Path], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
+def leaderboard(places: str | Path | Sequence[str | Path], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
     """Return Markdown tables, one for each recipe and data set, with the results of several folders or repositories.
 
     A table has rows of each model's own scheme and of its original, under one budget: options other than the base model must
@@ -20,12 +18,10 @@ def leaderboard(places: Sequence[str | Path], *, vary: Sequence[str] = (), figur
         CheckpointError: A folder or repository has no results.
         PosswapError: Budgets differ, or no run has a figure.
     """
+    places = [places] if isinstance(places, str | Path) else places
     names = [str(Path(place).resolve()) if Path(place).is_dir() else str(place) for place in places]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise PosswapError(f"a place is given twice: {', '.join(twice)}")
-    plain = json.loads(SCHEMA.read_text())["$defs"]["plain"]["pattern"]
-    if bad := [name for name in map(str, places) if not re.search(plain, name)]:
-        raise PosswapError(f"{bad[0]!r} has characters that Markdown would read as markup: rename the folder")
     tables, known = {}, {"from", "model", *vary}
     for place in places:
         content = read_results(place)
@@ -38,8 +34,10 @@ def leaderboard(places: Sequence[str | Path], *, vary: Sequence[str] = (), figur
                 tables.setdefault(f"{run['recipe']}: {data_of(config)}", []).append(row)
     if not tables:
         raise DataError(f"none of {', '.join(names)} has a comparison: hf-posswap card FOLDER --results RUNS puts one there")
-    parts = []
-    figure_names([run for runs in tables.values() for run in runs], figures)  # raises for one that no run has
+    parts, every = [], [run for runs in tables.values() for run in runs]
+    figure_names(every, figures)  # raises for one that no run has
+    if unknown := [name for name in vary if not any(name in run["config"] for run in every)]:
+        raise PosswapError(f"no run has the option {unknown[0]!r}, which may vary: correct it, or leave it out")
     for title, runs in tables.items():
         here = [name for name in sorted(known) if any(name in run["config"] for run in runs)]
         check_budgets(runs, here)

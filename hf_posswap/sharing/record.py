@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import transformers
-from huggingface_hub import errors as hub_errors
-from huggingface_hub import hf_hub_download
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -25,7 +23,7 @@ from hf_posswap.pipelines import kind_of
 from hf_posswap.provenance import published, read_json, weight_hashes
 from hf_posswap.scheme_entry import is_repo_id, read_config_entry, scheme_in
 from hf_posswap.schemes import Scheme, parse_scheme
-from hf_posswap.sharing.delta import ABOUT
+from hf_posswap.sharing.delta import ABOUT, download
 from hf_posswap.sharing.parity import PARITY_FILE
 
 FORMAT = 1
@@ -38,7 +36,7 @@ _OF_A_RUN = ("format", "recipe", "question", "meaning", "command", "commit", "no
 _OF_A_RUN += ("versions", "hardware", "config", "figures", "cost", "weights")
 
 
-def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str | None = None) -> dict:
+def gather(folder: Path, results: str | Path | Sequence[str | Path] | None = None, base_model: str | None = None) -> dict:
     """Return the content of `RESULTS_FILE` for a folder with a swapped model, its native export or a delta.
 
     `results` are folders of `compare` or of single runs; None: those in the folder's own file, if it is of these weights.
@@ -57,13 +55,16 @@ def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str 
     kind, entry, about = _read_model(folder)
     scheme = scheme_of(entry, folder)
     before = read_json(folder / RESULTS_FILE) if (folder / RESULTS_FILE).is_file() else {}
-    old = before.get("model") if isinstance(before.get("model"), dict) else {}
+    old = before.get("model", {})
     if old.get("family") != about["family"]:  # the folder held another model
         old = {}
+    known = entry.get("base_model") or {}
+    known = known if known.get("id") else {}
     if results is None:
         comparisons = before.get("comparisons") if old.get("weights") == weights else []
     else:
-        places = list(dict.fromkeys(Path(place).resolve() for place in results))
+        given = [results] if isinstance(results, str | Path) else results
+        places = dict.fromkeys(Path(place).resolve() for place in given)
         comparisons = [_comparison(place, scheme, folder) for place in places]
     content = {
         "format": FORMAT,
@@ -76,7 +77,7 @@ def gather(folder: Path, results: Sequence[Path] | None = None, base_model: str 
             "position_scheme": scheme.to_dict(),
             "span": entry.get("span"),
             "trained_positions": entry["trained_positions"],
-            "base_model": _base_model(entry.get("base_model"), base_model, old.get("base_model"), folder),
+            "base_model": _base_model(known, base_model, old.get("base_model", {}), folder),
         },
         "fit": _report(folder / FIT_FILE, "report", scheme),
         "parity": _report(folder / PARITY_FILE, "certificate", scheme),
@@ -118,8 +119,7 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
 
 def _class_name(config: PreTrainedConfig, folder: Path) -> str | None:
     """Return the class that config.json names, for the card's code; raise unless it is ours or transformers'."""
-    named = config.architectures or [None]
-    name = named[0] if isinstance(named, list) else named
+    name = (config.architectures or [None])[0]
     known = getattr(transformers, str(name), None)
     ours = [kind.__name__ for kind in SWAPPED_CLASSES.values()]
     if name is None or name in ours or (isinstance(known, type) and issubclass(known, PreTrainedModel)):
@@ -148,50 +148,46 @@ def _report(path: Path, name: str, scheme: Scheme | None = None) -> dict | None:
     return report
 
 
-def _base_model(known: dict | None, given: str | None, before: dict | None, folder: Path) -> dict:
+def _base_model(known: dict, given: str | None, before: dict, folder: Path) -> dict:
     """Return the base model: from the folder, from the user, or from the card that was there before."""
-    known = known if isinstance(known, dict) and known.get("id") else None
-    if known is not None and not is_repo_id(known["id"]):
-        raise CheckpointError(f"{folder} has the base {known['id']!r:.100}, which is no name on the Hub: save the model again")
     if given is None:
-        if known is not None:
-            return {"id": known["id"], "revision": known.get("revision"), "on_hub": True}
-        if isinstance(before, dict) and (not before.get("on_hub") or is_repo_id(before.get("id"))):
-            return before
-        what = f"{folder} does not say what it was swapped from"
-        raise PosswapError(f"{what}: give base_model (--base-model), owner/name[@revision], or {LOCAL}NAME")
+        if not (found := known or before):
+            what = f"{folder} does not say what it was swapped from"
+            raise PosswapError(f"{what}: give base_model (--base-model), owner/name[@revision], or {LOCAL}NAME")
+        name, on_hub = found["id"], found.get("on_hub", True)
+        if on_hub and not is_repo_id(name):
+            raise CheckpointError(f"{folder} has the base {name!r:.100}, which is no name on the Hub: save the model again")
+        revision = found.get("revision") or (before.get("revision") if before.get("id") == name else None)
+        return {"id": name, "revision": revision, "on_hub": on_hub}
     on_hub = not given.startswith(LOCAL)
     name, _, revision = given.partition("@") if on_hub else (given.removeprefix(LOCAL), "", None)
     if on_hub and not is_repo_id(name):
         raise PosswapError(f"base_model={given!r} is no name on the Hub: owner/name, or {LOCAL}NAME")
     if not on_hub and (not name or "/" in name or "\\" in name):
         raise PosswapError(f"base_model={given!r}: give a name after {LOCAL}, not a path")
-    if known is not None and name != known["id"]:
+    if name != known.get("id", name):
         raise PosswapError(f"{folder} was swapped from {known['id']}, not from {name}: leave out base_model")
-    return {"id": name, "revision": revision or (known or {}).get("revision"), "on_hub": on_hub}
+    return {"id": name, "revision": revision or known.get("revision"), "on_hub": on_hub}
 
 
 def _comparison(place: Path, scheme: Scheme, folder: Path) -> dict:
     """Read a comparison.json, or the runs below a folder."""
-    file, give = place / "comparison.json" if place.is_dir() else place, "give what `hf-posswap compare` or a recipe wrote"
     if not place.exists():
-        raise DataError(f"there are no results in {place}: {give}")
-    found = read_json(file) if file.is_file() else {"vary": [], "runs": load_runs([place])}
-    if not isinstance(found.get("runs"), list) or not isinstance(found.get("vary"), list):
-        raise DataError(f"{file} is no comparison: {give}")
-    runs = [run for run in found["runs"] if isinstance(run, dict)]
-    runs = [{name: run[name] for name in _OF_A_RUN if name in run} | _digests(run) for run in runs]
-    _check({"vary": found["vary"], "runs": runs}, str(file), comparison=True)
+        raise DataError(f"there are no results in {place}: give what `hf-posswap compare` or a recipe wrote")
+    file = place / "comparison.json" if place.is_dir() else place
+    vary, found = (read_json(file).get("vary", []), load_runs([file])) if file.is_file() else ([], load_runs([place]))
+    runs = [{name: run[name] for name in _OF_A_RUN if name in run} | _digests(run) for run in found]
+    _check({"vary": vary, "runs": runs}, str(file), comparison=True)
     runs = [published(run) for run in runs]
     if not own_rows(runs, scheme):
         there = ", ".join(sorted({run["config"]["scheme"] for run in runs}))
         raise DataError(f"{file} has no run with {scheme}, the scheme of {folder}; it has {there}")
-    return {"vary": found["vary"], "runs": runs}
+    return {"vary": vary, "runs": runs}
 
 
 def _digests(run: dict) -> dict[str, dict[str, str]]:
     """Return the inputs of a run, if it notes them: for each option that names files, one SHA-256 of all their hashes."""
-    if not isinstance(inputs := run.get("inputs"), dict):
+    if not (inputs := run.get("inputs")):
         return {}
     texts = {name: json.dumps(files, sort_keys=True) for name, files in inputs.items() if not isinstance(files, str)}
     return {"inputs": inputs | {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}}
@@ -232,25 +228,12 @@ def _check(content: dict, where: str, *, comparison: bool = False) -> None:
         json.dumps(content, allow_nan=False)
     except ValueError:
         raise DataError(f"{where} holds figures that are NaN or infinite: the runs have diverged, leave them out") from None
-    except RecursionError:
-        raise DataError(f"{where} is nested too deeply to be results") from None
     if error is not None:
         place = "/".join(map(str, error.absolute_path)) or "the file"
         says = error.message if len(error.message) < 300 else error.message[:200] + " ..."
         if error.validator == "pattern" and "u0000" in str(error.validator_value):
             says = f"{error.instance!r:.200} has characters that Markdown, HTML or YAML would read as markup: rename it"
         raise DataError(f"{where} does not fit {SCHEMA.name}: {place}: {says}")
-
-
-# Messages for errors of the Hub; the first that matches is used, since some are subclasses of others.
-_HUB_SAYS = {
-    hub_errors.HFValidationError: "{name} is neither a folder nor a name on the Hub (owner/name)",
-    hub_errors.RepositoryNotFoundError: "there is no model {name} on the Hub that you may read",
-    hub_errors.RevisionNotFoundError: "{name} has no revision {revision}",
-    hub_errors.LocalEntryNotFoundError: "{name} could not be read: the Hub cannot be reached, and it is not in the cache",
-    hub_errors.EntryNotFoundError: "{name} has no results: it was not shared with hf_posswap",
-    hub_errors.HfHubHTTPError: "{name} could not be read: the Hub answered with an error; try again",
-}
 
 
 def read_results(folder_or_id: str | Path) -> dict:
@@ -267,11 +250,7 @@ def read_results(folder_or_id: str | Path) -> dict:
             raise CheckpointError(f"{folder} has no {RESULTS_FILE}: write it with `hf-posswap card {folder}`")
     else:
         name, _, revision = str(folder_or_id).partition("@")
-        try:
-            path = Path(hf_hub_download(name, RESULTS_FILE, revision=revision or None))
-        except tuple(_HUB_SAYS) as error:
-            says = next(words for kind, words in _HUB_SAYS.items() if isinstance(error, kind))
-            raise CheckpointError(says.format(name=name, revision=revision)) from None
+        path = download(name, RESULTS_FILE, revision or None)
     content = read_json(path)
     if (version := content.get("format")) != FORMAT:
         raise CheckpointError(f"{folder_or_id} has format {version!r}, not {FORMAT}: upgrade with pip install -U hf_posswap")
