@@ -45,16 +45,20 @@ def test_nan_keeps_the_last_good_checkpoint(make_model, tmp_path, bad):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_save_and_stop(make_model, tmp_path, number):
     """The step is finished, a checkpoint saved, handlers are put back; resumed, the run is the uninterrupted one."""
-    config, before = TrainingConfig(max_steps=6, batch_size=8, learning_rate=1e-2), signal.getsignal(number)
+    config, before = TrainingConfig(max_steps=6, batch_size=8, learning_rate=1e-2), signal.default_int_handler
+    outside = signal.signal(number, before)  # a shell's background jobs are born ignoring Ctrl-C
 
     def stop(model, run):
         if len(run.losses) == 4 - 1:
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)  # a launcher forwards what the terminal has sent already
 
-    with pytest.raises(Interrupted, match="--resume"):
-        trained(make_model("gpt2", resid_pdrop=0.1), config, output=tmp_path, after_step=stop)
-    assert signal.getsignal(number) is before
+    try:
+        with pytest.raises(Interrupted, match="--resume"):
+            trained(make_model("gpt2", resid_pdrop=0.1), config, output=tmp_path, after_step=stop)
+        assert signal.getsignal(number) is before
+    finally:
+        signal.signal(number, outside)
     assert checkpoint_names(tmp_path) == ["step-00000004"]
     resumed, run = trained(make_model("gpt2", seed=9, resid_pdrop=0.1), config, output=tmp_path, resume=True)
     expected, whole = trained(make_model("gpt2", resid_pdrop=0.1), config)
