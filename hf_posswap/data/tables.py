@@ -164,6 +164,8 @@ def read_table(path: str | Path) -> "datasets.Dataset":
         raise DataError(f"{path} is a folder: give one file in it" if path.is_dir() else f"no such file: {path}")
     if kind is None or (kind == "parquet" and path.suffix.lower() == ".gz"):
         raise DataError(f"{path} is no table that can be read: give {', '.join(KINDS)}, or all but .parquet with .gz")
+    if not path.stat().st_size:  # what datasets says of it differs between versions
+        raise DataError(f"{path} has no rows")
     # The words "null" and "NA" are text; only an empty cell is missing.
     options = {"keep_default_na": False, "na_values": [""]} if kind == "csv" else {}
     if tabs := path.name.lower().removesuffix(".gz").endswith(".tsv"):
@@ -173,9 +175,8 @@ def read_table(path: str | Path) -> "datasets.Dataset":
             content = hashlib.file_digest(file, "sha256").hexdigest()[:16]
         # datasets takes names for patterns: rows[1].csv would read rows1.csv
         rows = datasets.load_dataset(kind, content, data_files=glob.escape(str(path)), split="train", **options)
-    except (datasets.exceptions.DatasetsError, ValueError, StopIteration) as error:  # StopIteration: an empty json file
-        empty = isinstance(error, StopIteration) or type(error.__cause__).__name__ == "EmptyDataError"
-        if empty or "no data" in str(error):
+    except (datasets.exceptions.DatasetsError, ValueError) as error:
+        if type(error.__cause__).__name__ == "EmptyDataError" or "no data" in str(error):
             raise DataError(f"{path} has no rows") from None
         reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise DataError(f"{path} cannot be read as {kind} in UTF-8: {reason}") from None
