@@ -100,9 +100,10 @@ class SwappedModel(InitialisesPositions):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
-        """As in transformers, but position parameters that the checkpoint lacks are an error, never initialised."""
+        """As in transformers, but position parameters that the checkpoint lacks are an error, and so are pickled weights."""
+        kwargs |= {"output_loading_info": True, "use_safetensors": True}
         try:
-            model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+            model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         except SafetensorError as error:
             place = f"the weights of {pretrained_model_name_or_path}"
             raise CheckpointError(f"{place} cannot be read ({error}), truncated or corrupted: get them again") from error

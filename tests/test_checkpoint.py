@@ -239,11 +239,14 @@ def test_broken_config(make_swapped, entry, message, tmp_path):
 
 @pytest.mark.parametrize(("family", "size"), [("bert", 0), ("bert-decoder", 4), ("gpt2", 100), ("bert", 20_000)])
 def test_truncated_weights(make_swapped, family, size, tmp_path):
-    """A weight file that was cut short is refused in our words, wherever it was cut."""
+    """A weight file that was cut short is refused in our words, wherever it was cut; so is one that is pickled."""
     make_swapped(family, "rotary").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
     refused("truncated or corrupted", AUTO[family].from_pretrained, tmp_path)
+    path.unlink()
+    torch.save(make_swapped(family, "rotary").state_dict(), tmp_path / "pytorch_model.bin")
+    refused("no file named model.safetensors", AUTO[family].from_pretrained, tmp_path, error=OSError)
 
 
 LOST = [

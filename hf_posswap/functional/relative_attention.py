@@ -14,6 +14,7 @@ from hf_posswap.functional.relative_window import Plan, WindowedAttention
 IMPLEMENTATIONS = ("auto", "fused", "window", "triton")
 
 
+@torch.compiler.disable  # with dynamic shapes, compiled writes to strided views are wrong
 def relative_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -31,8 +32,7 @@ def relative_attention(
     """Return attention with Shaw's clipped relative positions, (B, H, Q, D); see the formula at the top of this module.
 
     Differentiable once, in all five tensors, which share a dtype and a device. A row whose keys are all masked gives zeros. A
-    masked key or value must be finite: NaN times zero is NaN, as in torch's own attention. Not for `torch.compile`, whose
-    writes to strided views are wrong with dynamic shapes.
+    masked key or value must be finite: NaN times zero is NaN, as in torch's own attention.
 
     Args:
         query: (B, H, Q, D), the last Q places of the sequence: query i sits at place i + K - Q. Q <= K.
