@@ -109,7 +109,7 @@ def test_broken_files(delta):
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:100])
     refused("the delta is broken", posswap.load_delta, base, folder, error=posswap.CheckpointError)
     (name, first), *others = weights.items()
-    for damaged in (dict(others), weights | {name: first[:-1].clone()}):
+    for damaged in (dict(others), weights | {name: first[:-1].clone()}, weights | {name: first * float("nan")}):
         save_file(damaged, folder / WEIGHTS)
         says = rf"does not hold the weights of its scheme \(see {name}\)"
         refused(says, posswap.load_delta, base, folder, error=posswap.CheckpointError)

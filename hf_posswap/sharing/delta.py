@@ -141,7 +141,8 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
     if near and "guarded" not in entry and architecture.table(target.base_model).keeps_table:  # see PositionEmbedding.guard
         weights = {name: torch.cat([rows, torch.zeros_like(rows[:1])]) for name, rows in weights.items()}
     shapes = [{(name, one.shape) for name, one in some.items()} for some in (weights, wanted)]
-    if wrong := ", ".join(sorted({name for name, _ in shapes[0] ^ shapes[1]})):
+    broken = {name for name, one in weights.items() if not torch.isfinite(one).all()}
+    if wrong := ", ".join(sorted(broken | {name for name, _ in shapes[0] ^ shapes[1]})):
         restore(base_model)
         raise CheckpointError(f"{folder_or_id} does not hold the weights of its scheme (see {wrong}): download the delta again")
     with torch.no_grad():
