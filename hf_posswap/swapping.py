@@ -300,6 +300,8 @@ def _check_max_positions(max_positions: int | None, start: Snapshot) -> int:
 
 def _check_span(span: int | None, first: int, max_positions: int) -> Span | None:
     if span is None:
+        if first != 4:
+            raise PosswapError(f"first={first!r} is about a span, of which there is none: give span, too, or leave first out")
         return None
     for name, value, least in (("span", span, 1), ("first", first, 0)):
         if type(value) is not int or not least <= value <= max_positions:

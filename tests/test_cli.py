@@ -66,7 +66,7 @@ def test_swap_then_describe(folder, tmp_path, program):
         (("--scheme", "rotary", "--fit-tokens", "999"), "--fit-tokens is about a fit"),
         (("--scheme", "rotary", "--fit", "auto", "--fit-tokens", "0"), "greater than or equal to 1"),
         (("--scheme", "rotary", "--reconstruct", "0"), "--reconstruct is about a fit"),
-        (("--scheme", "rotary", "--first", "9"), "--first is about a span: pass --span, too"),
+        (("--scheme", "rotary", "--first", "9"), "first=9 is about a span, of which there is none: give span, too"),
         (("--scheme", "rotary", "--fit", "auto", "--reconstruct", "-1"), "greater than or equal to 0"),
         (("--scheme", "rotary", "--text-column", "text"), "--text-column is about a fit"),
     ],

@@ -262,6 +262,7 @@ def dispatched(model, device_map=None):
 
 BAD_CALLS = {
     "no rate": (None, {"learning_rate": 0.0}, "a number above 0"),
+    "rate as text": (None, {"learning_rate": "1e-3"}, "a number above 0"),
     "not swapped": (posswap.restore, {}, "call posswap.swap"),
     "negative": (None, {"reconstruct": -1}, "0 or more"),
     "float": (None, {"reconstruct": 1.5}, "0 or more"),

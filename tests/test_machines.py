@@ -50,7 +50,7 @@ class Caches(RuleBasedStateMachine):
     @initialize(which=st.sampled_from(MODELS), rows=st.integers(1, 3), length=st.integers(1, 9), data=st.data())
     def start(self, which, rows, length, data):
         family, scheme, span = which
-        self.model = posswap.swap(tiny_model(family, "sdpa").double(), scheme, span=span, first=2)
+        self.model = posswap.swap(tiny_model(family, "sdpa").double(), scheme, span=span, **({"first": 2} if span else {}))
         move(position_parameters(self.model), 0.3)
         self.run, self.cache = self.model, DynamicCache(config=self.model.config)
         self.ids = self.mask = self.begins = torch.zeros(rows, 0, dtype=torch.long)

@@ -31,9 +31,7 @@ def swap_command(
     output: Annotated[Path, typer.Option(help="A new folder for the swapped model and its tokenizer.")],
     max_positions: Annotated[int | None, typer.Option(help="The longest input; the checkpoint's own by default.")] = None,
     span: Annotated[int | None, typer.Option(help="Attend only to keys at a distance below this. Default: to all.")] = None,
-    first: Annotated[
-        int | None, typer.Option(help="With --span: every token also sees this many at the beginning. Default: 4.")
-    ] = None,
+    first: Annotated[int, typer.Option(help="With --span: every token also sees this many at the beginning.")] = 4,
     cold: Annotated[bool, typer.Option("--cold", help="Drop the old table without a warm start.")] = False,
     fit: Annotated[
         str | None,
@@ -57,10 +55,8 @@ def swap_command(
     given = {"--fit-tokens": fit_tokens, "--reconstruct": reconstruct, "--text-column": text_column}
     if fit is None and (idle := [name for name, value in given.items() if value is not None]):
         raise PosswapError(f"{idle[0]} is about a fit: pass --fit FILE or --fit auto, too")
-    if span is None and first is not None:
-        raise PosswapError("--first is about a span: pass --span, too")
     chosen = parse_scheme(scheme)
-    options = {"max_positions": max_positions, "warm_start": not cold, "span": span, "first": 4 if first is None else first}
+    options = {"max_positions": max_positions, "warm_start": not cold, "span": span, "first": first}
     with new_folder(output) as folder:
         whole = open_whole(model, trust_remote_code=trust_remote_code)
         loaded, piped = unwrap(whole), is_pipeline(whole)

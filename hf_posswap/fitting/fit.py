@@ -218,7 +218,7 @@ def _check(
     """Return the original to fit to; PosswapError says why there is none."""
     if type(reconstruct) is not int or reconstruct < 0:
         raise PosswapError(f"reconstruct={reconstruct!r} must be a number of steps, 0 or more")
-    if not 0 < learning_rate < float("inf"):
+    if not isinstance(learning_rate, int | float) or not 0 < learning_rate < float("inf"):  # "1e-3" of a YAML file
         raise PosswapError(f"learning_rate={learning_rate!r} must be a number above 0")
     if torch.is_inference_mode_enabled():
         raise PosswapError("a fit needs gradients and cannot run inside torch.inference_mode(): call it outside")
