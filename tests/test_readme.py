@@ -143,7 +143,7 @@ def test_python_blocks(readme, tmp_path, monkeypatch, capsys):
     here = {"documents": [prose[:60_000]], "texts": [prose[start : start + 1_000] for start in range(0, 9_000, 1_000)]}
     for block, output in blocks:
         block = re.sub('"(bert-base-uncased|sentence-transformers/.*)"', '"small"', block)
-        block = block.replace("max_length=512)", "max_length=64, tokens=2048)").replace(
+        block = block.replace("2048, window=512)", "64, tokens=2048)").replace(
             "posswap.fit(model, text)", "posswap.fit(model, text, reconstruct=1)"
         )
         block = block.replace("window=128)", "window=128, reconstruct=1)").replace("max_positions=4096", "max_positions=512")
