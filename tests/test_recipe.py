@@ -303,7 +303,7 @@ def test_models_by_start(checkpoint):
 
 
 def test_wrong_checkpoints(checkpoint, bert_tokenizer, tmp_path):
-    """A folder without a tokenizer, or with one that knows more tokens than the model, is refused, and a swapped one."""
+    """A folder without a tokenizer, or with too many tokens, is refused, and a swapped one, and a head of other labels."""
     refused("do not belong together", load_tokenizer, checkpoint)
     bert_tokenizer.add_tokens([f"word{n}" for n in range(100)])
     bert_tokenizer.save_pretrained(checkpoint)
@@ -312,6 +312,9 @@ def test_wrong_checkpoints(checkpoint, bert_tokenizer, tmp_path):
     swapped.save_pretrained(tmp_path / "swapped")
     wrong = RecipeConfig(model=str(tmp_path / "swapped"))
     refused("unswapped", load_model, wrong, AutoModelForSequenceClassification, error=posswap.UnsupportedModelError)
+    plain = RecipeConfig(model=checkpoint)
+    load_model(plain, AutoModelForSequenceClassification, num_labels=3).save_pretrained(checkpoint)
+    refused("save its model.base_model", load_model, plain, AutoModelForSequenceClassification, num_labels=2)
 
 
 def test_a_lone_process_of_two(start, monkeypatch, tmp_path):

@@ -85,7 +85,10 @@ def load_model(
     if config.start == "scratch":
         model = auto_class.from_config(family)
     else:
-        model, loading = auto_class.from_pretrained(source, config=family, output_loading_info=True)
+        report = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, loading = auto_class.from_pretrained(source, config=family, **report)
+        if other := sorted(name for name, *_ in loading["mismatched_keys"]):
+            raise PosswapError(f"{config.model} has a head of other labels ({other[0]}): save its model.base_model, take that")
         if prepare is not None:
             prepare(model, set(loading["missing_keys"]))
     if config.scheme != ORIGINAL:
