@@ -28,7 +28,7 @@ from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost
 from hf_posswap.experiments.recipe import main
 from hf_posswap.experiments.text_tasks import MaskedBlocks, RunText, TextConfig, mask_tokens, masked_lm_loss, train_head
-from hf_posswap.measure.losses import loss_by_position, mean_loss, row_losses, row_perplexities, token_losses
+from hf_posswap.measure.losses import lm_head, loss_by_position, mean_loss, row_losses, row_perplexities, token_losses
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.run_log import announce
 
@@ -75,6 +75,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     head = {}
 
     def prepare(model: PreTrainedModel, missing: set[str]) -> None:
+        lm_head(model)  # raises before the fit for one that has none in one module
         if not causal and missing:
             length = min(block_size, trained)
             short, asked = (shorter_blocks(long, tokenizer, length) for long in (blocks, cuts[lengths[-1]]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import WORDS, refused
 from safetensors.torch import load_file
-from transformers import AutoModelForMaskedLM, BertForMaskedLM
+from transformers import AutoModelForMaskedLM, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
 from hf_posswap.data.text import read_documents, shorter_blocks, spread, token_blocks
 from hf_posswap.experiments.recipe import main
@@ -198,12 +198,16 @@ def test_masked_language_modeling(bert, text, result, tmp_path):
 
 
 def test_a_head_of_its_own(save, start, result, bert_tokenizer, text, tmp_path):
-    """A checkpoint with a head keeps it, and does not take another."""
+    """A checkpoint with a head keeps it, and does not take another; a head of several modules is refused before the fit."""
     given = {"model": save("bert", head=BertForMaskedLM, vocab_size=len(bert_tokenizer)), "train_file": text}
     found = result("language_modeling", **given, **TINY)
     assert found["details"]["new_head"] is None and not (tmp_path / "out" / "head.safetensors").exists()
     code, err = start("language_modeling", **given, head="x", output=tmp_path / "no")
     assert code == 2 and "head of its own" in err
+    sizes = {"vocab_size": len(bert_tokenizer), "dim": 32, "hidden_dim": 32, "n_layers": 1, "n_heads": 2}
+    DistilBertForMaskedLM(DistilBertConfig(**sizes)).save_pretrained(given["model"])
+    code, err = start("language_modeling", **given, scheme="rotary", start="fit", output=tmp_path / "two")
+    assert code == 2 and "not DistilBERT" in err and "fitting" not in err
 
 
 def test_language_modeling_resumes(bert, text, start, result, tmp_path, monkeypatch):
