@@ -69,6 +69,7 @@ def test_swap_then_describe(folder, tmp_path, program):
         (("--scheme", "rotary", "--first", "9"), "first=9 is about a span, of which there is none: give span, too"),
         (("--scheme", "rotary", "--fit", "auto", "--reconstruct", "-1"), "greater than or equal to 0"),
         (("--scheme", "rotary", "--text-column", "text"), "--text-column is about a fit"),
+        (("--scheme", "rotary", "--fit", "auto", "--text-column", "text"), "--fit auto reads none"),
     ],
 )
 def test_refusals_leave_nothing_behind(folder, tmp_path, program, arguments, says):

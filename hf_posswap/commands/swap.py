@@ -55,6 +55,8 @@ def swap_command(
     given = {"--fit-tokens": fit_tokens, "--reconstruct": reconstruct, "--text-column": text_column}
     if fit is None and (idle := [name for name, value in given.items() if value is not None]):
         raise PosswapError(f"{idle[0]} is about a fit: pass --fit FILE or --fit auto, too")
+    if fit == "auto" and text_column is not None:
+        raise PosswapError("--text-column is about a table, and --fit auto reads none: pass --fit FILE, or leave it out")
     chosen = parse_scheme(scheme)
     options = {"max_positions": max_positions, "warm_start": not cold, "span": span, "first": first}
     with new_folder(output) as folder:
