@@ -229,7 +229,7 @@ def read_pairs(path: str | Path) -> tuple[list[str], list[str], list[float]]:
 
 def _column(table: "datasets.Dataset", column: str, source, option: str) -> list:
     if column not in table.column_names:
-        raise DataError(f"{source} has no column {column!r}; it has {table.column_names}: pass {option}=")
+        raise DataError(f"{source} has no column {column!r}; it has {table.column_names}: pass {option}=, or rename one")
     return table[column][:]
 
 
