@@ -83,7 +83,6 @@ def test_after_step_looks_and_changes_nothing(make_model, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"max_steps": 0}, "at least 1"),
         ({"checkpoint_every": -1}, "at least 0"),
         ({"warmup_ratio": 10.0}, "a share of the steps, from 0 to 1"),
         ({"max_grad_norm": 0.0}, "clip gradients to nothing"),
