@@ -35,7 +35,6 @@ SCHEME_ERRORS = [
     ("rotary:theta=big", r"theta='big' must be a number"),
     ("rotary:theta=1", r"theta=1 must be a number above 1"),
     ("rotary:theta=.inf", r"theta=inf must be a number"),
-    ("rotary:theta=.nan", r"theta=nan must be a number"),
     ("rotary:fraction=0", r"fraction=0 must be a number above 0"),
     ("rotary:fraction=1.5", r"fraction=1.5 must lie in \(0, 1\]"),
     ("rotary:fraction=0.2", r"fraction=0.2 of head_dim 16 is 3 dimensions.*fraction=0.125 \(2 dimensions\) or fraction=0.25"),

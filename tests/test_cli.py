@@ -56,12 +56,10 @@ def test_swap_then_describe(folder, tmp_path, program):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--scheme", "rotray"), "did you mean 'rotary'"),
         (("--scheme", "RoPE"), "it is 'rotary' here"),
         (("--scheme", "shaw:clip=8"), "it is 'relative' here"),
         (("--scheme", "nope"), "it is 'none' here"),
         (("--scheme", "t5"), "it is 'buckets' here"),
-        (("--scheme", "relative:clip=0"), "clip=0"),
         (("--scheme", "rotary", "--max-positions", "3"), "max_positions=3"),
         (("--scheme", "rotary", "--fit-tokens", "999"), "--fit-tokens is about a fit"),
         (("--scheme", "rotary", "--fit", "auto", "--fit-tokens", "0"), "greater than or equal to 1"),

@@ -309,7 +309,6 @@ def test_length_extrapolation_without_a_fine_tune(gpt2, text, result):
     ("name", "options", "says"),
     [
         ("language_modeling", {"block_size": 64}, "the original reads 32 tokens, not 64"),
-        ("language_modeling", {"block_size": 64, "scheme": "learned"}, "cannot hold max_positions=64"),
         ("language_modeling", {"block_size": 64, "scheme": "rotary", "max_positions": 48}, "less than the 64 tokens"),
         ("language_modeling", {"batch_size": 4000}, "fewer than one batch of 4000"),
         ("language_modeling", {"lengths": 9000, "scheme": "rotary"}, "fewer than one block"),
@@ -317,7 +316,6 @@ def test_length_extrapolation_without_a_fine_tune(gpt2, text, result):
         ("language_modeling", {"lengths": 1}, "lengths=1 must be at least 4"),
         ("read_on", {"factor": 4, "tune_steps": 2, "tune_tokens": 192}, "tune_tokens=192 must be a multiple of 128"),
         ("read_on", {"generate": -1}, "generate=-1 must be at least 0"),
-        ("length_extrapolation", {"scheme": "learned", "factors": (1, 2)}, "cannot hold max_positions"),
         ("length_extrapolation", {"start": "scratch"}, "language_modeling.py"),
         ("length_extrapolation", {"factors": (2, 1)}, "in rising order"),
         ("length_extrapolation", {"stride": 32}, "from 1 to 31"),

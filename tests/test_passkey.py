@@ -291,7 +291,6 @@ def test_it_learns(recipe, config, checkpoint, tmp_path, family, monkeypatch):
         ({"train_lengths": (16,)}, "length=16 is too short: keys and question take"),
         ({"max_positions": 100}, "max_positions=100 is less than the 150 tokens"),
         ({"scheme": "original"}, "the original reads 64 tokens, not 150"),
-        ({"filler": "lorem"}, "filler='lorem' is not known"),
         ({"decoys": 12}, "decoys=12 must be from 0 to"),
         ({"model": "no-head", "train": False}, "no question-answering head"),
         ({"depths": (0.5, 1.2)}, "depths=.*must be from 0"),

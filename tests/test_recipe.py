@@ -142,8 +142,6 @@ def test_configurations(recipe):
         ("depth: five", "depth must be int, not 'five'"),
         ("depth: true", "depth must be int, not True"),
         ("lengths: 4", "lengths must be"),
-        ("start: warm", "start='warm'.*known are cold, swap"),
-        ("dropout: 1", "dropout must be bool"),
         ("[1, 2]", "must hold `option: value` lines, not list"),
         ("mixed_precision: ''", "mixed_precision is empty: give a value, or leave it out"),
         ("depth: 5\ndepth: 6", "depth is there twice"),
@@ -151,9 +149,8 @@ def test_configurations(recipe):
         ("scheme: rotery", "rotery"),
         ("fit_tokens: 0", "fit_tokens=0 must be at least 1"),
         ("seed: -1", "seed=-1 must be from 0"),
-        ("learning_rate: -1", "learning_rate=-1.0 must be finite and at least 0"),
         ("weight_decay: .nan", "weight_decay=nan must be"),
-        ("learning_rate: .inf", "learning_rate=inf must be"),
+        ("learning_rate: .inf", "learning_rate=inf must be finite and at least 0"),
     ],
 )
 def test_bad_files(tmp_path, text, says):

@@ -73,8 +73,6 @@ class PasskeyTexts:
         filler: Literal["repeat", "text"] = "repeat",
         decoys: int = 0,
     ):
-        if filler not in ("repeat", "text"):
-            raise DataError(f"filler={filler!r} is not known; known are repeat, text")
         if not 0 <= decoys < CANDIDATES:
             raise DataError(f"decoys={decoys} must be from 0 to {CANDIDATES - 1}")
         self.causal, self.decoys = causal, decoys
