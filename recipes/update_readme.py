@@ -37,11 +37,13 @@ PICTURES = {
     "its own table breaks at once;\nrelative and rotary positions fitted to 256 tokens fade slowly; a sliding window holds",
 }
 
-RANGES = (256, 512, 1024, 2048, 4096)  # the ends of those of reading on, in tokens
 
 # Other pages that show figures of a result file.
 SHOWN_IN = {
-    "README.md": ("card/", "fit/minilm/", "fit/stdlib-gpt2/", "read_on/far/", "read_on/span-262k/"),
+    "README.md": (
+        *("card/", "fit/minilm/", "fit/stdlib-gpt2/", "fit/stdlib-gpt2-400/", "read_on/far/", "read_on/span-16384/"),
+        "read_on/span-262k/",
+    ),
     "notebooks/02_see_the_schemes.ipynb": ("ladder/",),
     "notebooks/04_read_the_results.ipynb": ("cola/", "length_extrapolation/", "movie_reviews/", "passkey/", "sst2/"),
 }
@@ -123,18 +125,22 @@ def environment() -> Environment:
         off = kept(folder, row, name) - kept(base or folder, other, name)
         return f"{off.mean():+.3f} ± {half_width(parted(off)):.3f}"
 
+    def ranges(folder: str, kind: str) -> list[str]:
+        """Return the names of losses by range, such as "loss_256", those of the first tokens first."""
+        return [name for name in figures[folder]["original"] if name.removeprefix(kind).isdigit()]
+
     def worst(folder: str, *labels: str, kind: str = "loss_") -> str:
-        """Return the largest that these rows' losses are above the original's at the five ranges, with its interval."""
-        named = [(label, f"{kind}{n}") for label in labels for n in RANGES]
+        """Return the largest that these rows' losses are above the original's at any range, with its interval."""
+        named = [(label, name) for label in labels for name in ranges(folder, kind)]
         return gap(folder, *max(named, key=lambda one: of(folder)(*one) - of(folder)("original", one[1])))
 
     def apart(folder: str, row: str, kind: str = "loss_") -> str:
-        """Return how much a row's losses are above the original's at the five ranges of reading on, rounded as in tables."""
+        """Return how much a row's losses are above the original's at each range of reading on, rounded as in tables."""
 
         def value(label: str, name: str) -> float:
             return of(folder)(label, name) if (found := kept(folder, label, name)) is None else found.mean()
 
-        return ", ".join(f"{value(row, f'{kind}{n}') - value('original', f'{kind}{n}'):+.3f}" for n in RANGES)
+        return ", ".join(f"{value(row, name) - value('original', name):+.3f}" for name in ranges(folder, kind))
 
     def holds(*conditions: bool) -> str:
         if not all(conditions):
@@ -281,7 +287,7 @@ def draw() -> None:
     }  # fmt: skip
     for (picture, title), (folder, chosen) in zip(PICTURES.items(), shown.items(), strict=True):
         found = rows(RESULTS / folder / "comparison.json")
-        sizes = [n for n in RANGES if f"loss_{n}" in found["original"]]
+        sizes = [int(size) for name in found["original"] if (size := name.removeprefix("loss_")).isdigit()]
         lines = {name: {n: [exp(x) for x in found[row][f"{kind}_{n}"]] for n in sizes} for name, (row, kind) in chosen.items()}
         figure = plot_loss_by_length(lines, 256, "", label="perplexity")
         figure.suptitle(title, fontsize=10)
