@@ -177,6 +177,8 @@ def test_folders_stay_whole(make_pipeline, kind, tmp_path, program):
     card = ModelCard.load(folder / "README.md")
     assert card.data.library_name == "sentence-transformers" and card.data.pipeline_tag == KINDS[kind][1]
     assert f'{kind}("swapped")' in card.text and "AutoTokenizer" not in card.text.partition("What the swap cost")[0]
+    ours, _, theirs = card.text.partition("<!-- written by hf_posswap: end -->")  # before a way to load that does not work
+    assert "import hf_posswap" in ours and "_model_id" not in ours and "_model_id" in theirs
     (folder / "1_CNN").mkdir()
     (folder / "1_CNN" / "cnn_config.json").write_text("{}")  # a further module has a config of its own name
     assert {"modules.json", "1_CNN/cnn_config.json"} <= set(check_files(folder))

@@ -315,6 +315,8 @@ def _split(path: Path, text: str) -> tuple[str, str, bool]:
         return found[1], found[2], True
     if re.search(rf"^({re.escape(BEGIN)}|{re.escape(END)})$", text, re.MULTILINE):
         raise CheckpointError(f"{path} has lost one of hf_posswap's comments ({BEGIN} ... {END}): put it back, or remove both")
+    if re.search(r'\("\w+_model_id"', text):  # what sentence-transformers writes begins with a way to load that ours corrects
+        return "", f"\n{text.strip()}\n", False
     return text.rstrip() + "\n\n" if text.strip() else "", "", False
 
 
