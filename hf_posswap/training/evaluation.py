@@ -7,6 +7,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
+from hf_posswap.errors import PosswapError
 from hf_posswap.evaluating import evaluating
 from hf_posswap.training.batching import pad
 from hf_posswap.training.launching import check_processes
@@ -18,8 +19,10 @@ def predict(model: PreTrainedModel, rows: list[dict], pad_token_id: int, batch_s
 
     The model is moved to this process's device. `batch_size` is per process.
 
-    PosswapError: there are fewer processes than were asked for.
+    PosswapError: there are no rows, or fewer processes than were asked for.
     """
+    if not rows:
+        raise PosswapError("there is nothing to evaluate: the data set is empty")
     # All Accelerators share their accumulation steps: this one must not change those of a training run that calls it.
     steps = GradientAccumulationPlugin(**GradientState().plugin_kwargs)
     accelerator = Accelerator(gradient_accumulation_plugin=steps)
