@@ -109,15 +109,16 @@ def test_the_example():
 
 
 def test_whose_weights(swapped, tmp_path):
-    """A run that has kept these weights is named, and its row alone is the model's own."""
+    """A run that has kept these weights is named, and its row alone is the model's own, with what they did at its end."""
     for seed, kept in enumerate(({"model.safetensors": "another"}, weight_hashes(swapped))):
         _run(tmp_path / f"runs/original-{seed}", seed=seed)
         _run(tmp_path / f"runs/rotary-{seed}", seed=seed, scheme="rotary:theta=500.0", weights=kept, save_model=True)
+    rewrite(tmp_path / "runs/rotary-1/result.json", lambda run: run["figures"].update(start_loss=1, loss_64=1, tuned_loss_64=2))
     asked = {"results": [tmp_path / "runs"], "base_model": BASE, "eval_results": ["org/bench:task:accuracy"]}
     card = posswap.write_card(swapped, **asked)
     assert "those of *rotary:theta=500.0, swap*, seed 1." in card.read_text()
     found = {one.metric_name: one.metric_value for one in ModelCard.load(card).data.eval_results}
-    assert found == {"accuracy, seed 1": 0.51, "accuracy_512, seed 1": 0.25}
+    assert found == {"accuracy, seed 1": 0.51, "accuracy_512, seed 1": 0.25, "tuned_loss_64, seed 1": 2}
     text = (swapped / ".eval_results" / "hf_posswap.yaml").read_text()
     assert "id: org/bench" in text and "value: 0.51" in text and "seed 1" in text
     rewrite(tmp_path / "runs/rotary-0/result.json", lambda run: run.update(weights=weight_hashes(swapped)))

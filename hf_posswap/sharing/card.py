@@ -253,8 +253,7 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
             metric_name=f"{name}, seed {kept[0]['config']['seed']}",
             metric_value=value,
         )
-        for name, value in (kept[0]["figures"] if kept and _on_unseen_text(kept[0]) else {}).items()
-        if value is not None
+        for name, value in (_of_the_end(kept[0]) if kept and _on_unseen_text(kept[0]) else {}).items()
     ]
     return section, entries
 
@@ -262,6 +261,13 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
 def _of_these_weights(runs: list[dict], model: dict) -> list[dict]:
     """Return the runs that saved exactly the weights in the folder; others measured a model like it."""
     return [run for run in runs if run.get("weights") == model["weights"]]
+
+
+def _of_the_end(run: dict) -> dict[str, float]:
+    """Return a run's figures of the weights that it saved, not of those before and during training, nor of the original."""
+    other = re.compile(r"start_.*|.*_original|majority" + r"|to_.*|.*_\d+" * (run["recipe"] == "heal"))
+    found = {name: value for name, value in run["figures"].items() if value is not None and not other.fullmatch(name)}
+    return {name: value for name, value in found.items() if f"tuned_{name}" not in found}
 
 
 def _on_unseen_text(run: dict) -> bool:
@@ -351,7 +357,7 @@ def _eval_results(content: dict, asked: Sequence[str]) -> list[dict]:
             raise PosswapError(f"eval_results={one!r} must be DATASET:TASK:FIGURE, such as nyu-mll/glue:cola:matthews")
         dataset, task, figure = parts
         runs = [run for comparison in content["comparisons"] for run in _of_these_weights(comparison["runs"], content["model"])]
-        runs = [run for run in runs if run["figures"].get(figure) is not None and _on_unseen_text(run)]
+        runs = [run for run in runs if figure in _of_the_end(run) and _on_unseen_text(run)]
         if len(runs) != 1:
             what = f"eval_results={one!r}: the results have {len(runs)} runs that measured it on these weights, not one"
             raise PosswapError(f"{what}: share the folder `model` of a run with --save-model, and pass that run as results")
