@@ -22,9 +22,10 @@ from typing import Annotated
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from hf_posswap.architectures import family_of
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost, load_model
+from hf_posswap.experiments.models import cost, load_family, load_model
 from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.experiments.recipe import main
 from hf_posswap.measure.listops import TOKEN_IDS, ListOpsExamples, depth, listops_expressions
@@ -88,10 +89,12 @@ def _options(config: ListOpsConfig, positions: int) -> dict:
     options = {"num_labels": 10, "pad_token_id": TOKEN_IDS["[PAD]"]}
     if config.start == "scratch":
         options |= {name: getattr(config, size) for size, name in _SIZES.items() if getattr(config, size) is not None}
-        options |= {"max_position_embeddings": config.max_positions or positions, "vocab_size": len(TOKEN_IDS)}
-        options |= {"bos_token_id": TOKEN_IDS["[CLS]"], "eos_token_id": TOKEN_IDS["[SEP]"]}
+        options |= {"vocab_size": len(TOKEN_IDS), "bos_token_id": TOKEN_IDS["[CLS]"], "eos_token_id": TOKEN_IDS["[SEP]"]}
         if config.hidden_size is not None:
             options["intermediate_size"] = 4 * config.hidden_size  # GPT-2 computes its own, and ignores this
+        family, _ = load_family(config.model, **options)
+        family_of(family).set_longest_input(family, config.max_positions or positions)  # RoBERTa counts from its padding on
+        options["max_position_embeddings"] = family.max_position_embeddings
     return options
 
 

@@ -113,7 +113,7 @@ def checkpoint(save):
     [
         ("gpt2", {"scheme": "rotary"}),
         ("bert", {"scheme": "relative:clip=4", "hidden_size": 16, "num_layers": 1, "num_heads": 4}),
-        ("bert", {"scheme": "original"}),
+        ("roberta", {"scheme": "original"}),
         ("bert", {"scheme": "sinusoidal", "start": "swap"}),  # fewer positions than the checkpoint has are no error
     ],
 )
