@@ -186,7 +186,9 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
     )
     loss = PairsWithBrake(embedder, config.brake, config.cached)
     trainer = SentenceTransformerTrainer(model=embedder, args=arguments, train_dataset=dataset, loss=loss)
-    trainer.train(resume_from_checkpoint=(resume and any(output.glob("checkpoint-*"))) or None)
+    whole = [state.parent for state in output.glob("checkpoint-*/trainer_state.json")] if resume else []  # written last
+    newest = max(whole, key=lambda place: int(place.name.removeprefix("checkpoint-")), default=None)
+    trainer.train(resume_from_checkpoint=newest and str(newest))
     embedder.eval()
 
 

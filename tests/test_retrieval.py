@@ -219,6 +219,7 @@ def test_a_stopped_embedder_goes_on(long_embedder, monkeypatch, save, family, tm
     monkeypatch.setattr(module.PairsWithBrake, "forward", stops)
     with pytest.raises(KeyboardInterrupt):
         run("stopped", **options)
+    (tmp_path / "stopped/trainer/checkpoint-3").mkdir()  # as of a process that was killed while it wrote
     resumed = run("stopped", resume=True, **options)
     assert resumed["figures"] == whole["figures"] and len(steps) == 5
     for one, other in zip(resumed["model"].parameters(), whole["model"].parameters(), strict=True):
