@@ -93,6 +93,8 @@ def _options(config: ListOpsConfig, positions: int) -> dict:
         if config.hidden_size is not None:
             options["intermediate_size"] = 4 * config.hidden_size  # GPT-2 computes its own, and ignores this
         family, _ = load_family(config.model, **options)
+        if (size := family.hidden_size) % (heads := family.num_attention_heads):
+            raise PosswapError(f"hidden_size={size} does not divide into num_heads={heads}: choose a multiple, or other heads")
         family_of(family).set_longest_input(family, config.max_positions or positions)  # RoBERTa counts from its padding on
         options["max_position_embeddings"] = family.max_position_embeddings
     return options

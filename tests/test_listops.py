@@ -161,5 +161,9 @@ def test_bad_input(recipe, checkpoint, tmp_path):
         ({"examples": 0}, "examples=0 must be at least 1"),
     ):
         refused(says, recipe.ListOpsConfig, **options)
-    config = recipe.ListOpsConfig(model=checkpoint("bert"), scheme="rotary", max_positions=12, max_steps=1, **TINY)
-    refused("max_positions=12 is less than the 13 tokens", recipe.run, config, tmp_path, False)
+    for options, says in (
+        ({"max_positions": 12}, "max_positions=12 is less than the 13 tokens"),
+        ({"hidden_size": 30, "num_heads": 4}, "hidden_size=30 does not divide into num_heads=4"),
+    ):
+        config = recipe.ListOpsConfig(model=checkpoint("bert"), scheme="rotary", max_steps=1, **TINY, **options)
+        refused(says, recipe.run, config, tmp_path, False)

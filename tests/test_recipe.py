@@ -312,6 +312,10 @@ def test_wrong_checkpoints(checkpoint, bert_tokenizer, tmp_path):
     plain = RecipeConfig(model=checkpoint)
     load_model(plain, AutoModelForSequenceClassification, num_labels=3).save_pretrained(checkpoint)
     refused("save its model.base_model", load_model, plain, AutoModelForSequenceClassification, num_labels=2)
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text('{"scheme": "rotary"}')
+    refused(f"give {tmp_path}/run/model", load_tokenizer, str(tmp_path / "run"))
+    refused("there is no folder", load_tokenizer, str(tmp_path / "nothing"))
 
 
 def test_a_lone_process_of_two(start, monkeypatch, tmp_path):

@@ -303,6 +303,7 @@ def test_no_document_twice_in_a_batch(long_embedder, watch, monkeypatch):
         ({"learning_rate": -0.1}, "learning_rate=-0.1 must be"),
         ({"scheme": "rotary", "start": "swap", "max_positions": 48}, "max_positions=48 is less than the 64 tokens"),
         ({"tokens": 4000}, "no text has 3,998 tokens"),
+        ({"model": "tests"}, "tests cannot be loaded as an embedder"),
     ],
 )
 def test_refusals(long_embedder, change, says):

@@ -33,7 +33,7 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel
     PosswapError: the model does not exist, is broken, or is of a family that cannot be swapped.
     """
     source = model_source(name)
-    config = _config(source, trust_remote_code)
+    config = open_config(source, trust_remote_code)
     by_name = {kind.__name__: kind for pair in SWAPPED_CLASSES.items() for kind in pair}
     named = next(iter(config.architectures or ()), None)
     known, family = by_name.get(named), find_family(config.model_type)
@@ -41,7 +41,7 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel
         known = SWAPPED_CLASSES.get(known, known)
     kind = known or (AutoModelForCausalLM if config.model_type.endswith("gpt2") else AutoModel)
     say(f"loading {name}")
-    with _one_line(f"the weights of {name} cannot be loaded", "copy or download them again"):
+    with one_line(f"the weights of {name} cannot be loaded", "copy or download them again"):
         model, info = kind.from_pretrained(source, output_loading_info=True, trust_remote_code=trust_remote_code)
     for lost in info["missing_keys"] if family is not None else ():
         place, _, last = lost.rpartition(".")
@@ -61,20 +61,20 @@ def open_model(name: str, *, trust_remote_code: bool = False) -> PreTrainedModel
 def open_whole(name: str, *, trust_remote_code: bool = False):
     """Load the pipeline of sentence-transformers in a folder or repository, or else a model, as `open_model` does."""
     source = model_source(name)
-    _config(source, trust_remote_code)
+    open_config(source, trust_remote_code)
     kind = kind_of(source)
     if kind is None:
         return open_model(name, trust_remote_code=trust_remote_code)
     with extra():
         import sentence_transformers
     say(f"loading {name}, a {kind}")
-    with _one_line(f"{name} cannot be loaded as a {kind}", "copy or download it again"):
+    with one_line(f"{name} cannot be loaded as a {kind}", "copy or download it again"):
         return getattr(sentence_transformers, kind)(source, device="cpu", trust_remote_code=trust_remote_code)
 
 
 def open_tokenizer(name: str, *, trust_remote_code: bool = False):
     """Return the model's tokenizer, or None if there is none (transformers then makes up a tiny one)."""
-    with _one_line(f"the tokenizer of {name} cannot be read", "copy or download it again"):
+    with one_line(f"the tokenizer of {name} cannot be read", "copy or download it again"):
         tokenizer = AutoTokenizer.from_pretrained(model_source(name), trust_remote_code=trust_remote_code)
     return tokenizer if len(tokenizer) > 10 else None
 
@@ -87,16 +87,19 @@ def loading(model, folder: Path) -> str:
     return f"AutoModel...from_pretrained({place})" if name.startswith("Posswap") else f"{name}.from_pretrained({place})"
 
 
-def _config(source: str, trust_remote_code: bool) -> PreTrainedConfig:
+def open_config(source: str, trust_remote_code: bool = False, **options) -> PreTrainedConfig:
+    """Return the config of a folder or Hub id with a model of a known family, swapped or not, with `options` for fields."""
     _check_place(source)
-    with _one_line(f"config.json of {source} cannot be read", "give the config that was saved with the weights"):
+    with one_line(f"config.json of {source} cannot be read", "give the config that was saved with the weights"):
         written, _ = PreTrainedConfig.get_config_dict(source)
         kind = written.get("model_type")
         if not isinstance(kind, str):
-            raise CheckpointError(f"config.json of {source} names no model_type: add the family, bert or gpt2")
+            kept = Path(source) / "model"  # of a recipe with --save-model
+            remedy = f"give {kept}" if kept.is_dir() else "give the folder of a model, or add its family, bert or gpt2"
+            raise CheckpointError(f"config.json of {source} names no model_type: {remedy}")
         if find_family(kind) is None and not (trust_remote_code and "auto_map" in written):
             raise unsupported(kind, f"{source}, a {kind!r} model")
-        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **options)
 
 
 def _check_place(source: str) -> None:
@@ -125,7 +128,7 @@ def _check_place(source: str) -> None:
 
 
 @contextmanager
-def _one_line(fact: str, remedy: str) -> Iterator[None]:
+def one_line(fact: str, remedy: str) -> Iterator[None]:
     """Around a call of transformers: turns any error that a broken file causes into a CheckpointError of one line."""
     try:
         yield

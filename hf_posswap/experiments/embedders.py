@@ -9,6 +9,7 @@ from accelerate import PartialState
 
 from hf_posswap.architectures import longest_input
 from hf_posswap.assets import model_source
+from hf_posswap.commands.opening import one_line
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.tables import read_pairs
 from hf_posswap.errors import PosswapError
@@ -48,7 +49,8 @@ class EmbedderOptions(TextOptions, SwapOptions):
 
 def load_embedder(name: str) -> SentenceTransformer:
     """Load a pipeline, or a plain encoder with mean pooling."""
-    return SentenceTransformer(model_source(name), device=str(PartialState().device))
+    with one_line(f"{name} cannot be loaded as an embedder", "give the folder or Hub id of one, or of an encoder"):
+        return SentenceTransformer(model_source(name), device=str(PartialState().device))
 
 
 def swap_embedder(

@@ -8,10 +8,11 @@ import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils import set_seed
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.architectures import ARCHITECTURES, longest_input
 from hf_posswap.assets import model_source
+from hf_posswap.commands.opening import open_config
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.options import SwapOptions
@@ -26,7 +27,7 @@ from hf_posswap.training.run_log import announce
 
 def load_family(name: str, **options) -> tuple[PreTrainedConfig, bool]:
     """Return the config of an unswapped checkpoint (built-in name, folder or Hub id), and whether it is causal."""
-    config = AutoConfig.from_pretrained(model_source(name), **options)
+    config = open_config(model_source(name), **options)
     if config.model_type not in ARCHITECTURES:
         known = ", ".join(sorted(ARCHITECTURES))
         raise UnsupportedModelError(f"{name} is a {config.model_type!r} model; give an unswapped one of {known}")
@@ -36,7 +37,7 @@ def load_family(name: str, **options) -> tuple[PreTrainedConfig, bool]:
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a checkpoint; one without a padding token pads with its end-of-text token."""
     source = model_source(name)
-    family, tokenizer = AutoConfig.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    family, tokenizer = open_config(source), AutoTokenizer.from_pretrained(source)
     if not 10 < len(tokenizer) <= family.vocab_size:  # transformers makes up a tiny one for a folder without a tokenizer
         sizes = f"tokenizer ({len(tokenizer)} tokens) and model ({family.vocab_size})"
         raise PosswapError(f"{name}: {sizes} do not belong together: save the model's own beside it")
