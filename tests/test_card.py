@@ -282,7 +282,6 @@ def test_folders_that_are_refused(swapped, fitted, results, make_model, tmp_path
         (swapped, {"base_model": None}, "give base_model"),
         (swapped, {"base_model": "a/b/c"}, "is no name on the Hub"),
         (swapped, {"base_model": "local:<img src=x>"}, "would read as markup"),
-        (swapped, {"results": [tmp_path / "empty"]}, "no result.json"),
         (swapped, {"results": [tmp_path / "nothing"]}, "there are no results in"),
         (swapped, {"results": [results], "eval_results": ["glue"]}, "must be DATASET:TASK:FIGURE"),
         (swapped, {"results": [results], "eval_results": ["a/b:t:accuracy"]}, "have 0 runs that measured"),

@@ -157,7 +157,6 @@ def test_bad_input(recipe, checkpoint, tmp_path):
     """Sizes of a checkpoint, starts that need text, and positions that are too few are refused before training."""
     for options, says in (
         ({"num_layers": 2, "start": "swap"}, "for --start scratch"),
-        ({"start": "fit"}, "ListOps has none"),
         ({"examples": 0}, "examples=0 must be at least 1"),
     ):
         refused(says, recipe.ListOpsConfig, **options)

@@ -29,8 +29,7 @@ def load_family(name: str, **options) -> tuple[PreTrainedConfig, bool]:
     """Return the config of an unswapped checkpoint (built-in name, folder or Hub id), and whether it is causal."""
     config = open_config(model_source(name), **options)
     if config.model_type not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise UnsupportedModelError(f"{name} is a {config.model_type!r} model; give an unswapped one of {known}")
+        raise UnsupportedModelError(f"{name} has been swapped already: give the unswapped model that it was made of")
     return config, ARCHITECTURES[config.model_type].is_causal(config)
 
 
