@@ -277,7 +277,7 @@ def test_schemes_of_others(compare, tmp_path):
     file, output = str(tmp_path / "their_scheme.py"), tmp_path / "out"
     arguments = [str(tmp_path / "count.py"), "--scheme", "theirs", "--scheme", "none", "--seed", "4", "--output", str(output)]
     code, says = compare(*arguments, "--", "--max-steps", "5")
-    assert code == 2 and "unknown scheme 'theirs'" in says and not output.exists()
+    assert code == 2 and "unknown scheme 'theirs'" in says and "once its module is imported" in says and not output.exists()
     try:
         code, says = compare(*arguments, "--schemes-from", file, "--", "--max-steps", "5")
         assert code == 0, says
