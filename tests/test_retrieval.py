@@ -73,7 +73,7 @@ def test_recipe(recipe, save, bert_tokenizer, beir, tmp_path):
     (tmp_path / "words.csv").write_text("sentence1,sentence2,label\na,b,high\n")
     refused("holds the text 'high': give numbers", module.Config, **given | {"sts": str(tmp_path / "words.csv")})
     refused("two data sets of --beir are named 'tiny-beir'", module.Config, **given | {"beir": (str(beir), "other/tiny-beir")})
-    for options in ({"scheme": "rotary", "span": 8}, {"read": "chunks", "chunk": 16}):
+    for options in ({"scheme": "rotary", "span": 8}, {"scheme": "alibi"}, {"read": "chunks", "chunk": 16}):
         found = module.run(module.Config(**given, **options), tmp_path, False)
         by_chunk = {"passkey_by_chunk_96", "needle_by_chunk_96"} if "read" in options else set()
         assert set(found["figures"]) == {"passkey_96", "needle_96", "beir_tiny-beir"} | by_chunk

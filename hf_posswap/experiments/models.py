@@ -101,8 +101,10 @@ def give_positions(model, config: SwapOptions, longest: int, fit_batches: Callab
 
     For the start `fit` only the main process fits, on the text that `fit_batches()` returns, and the others get its weights.
     """
-    warm = config.start in ("swap", "fit")
-    swap(model, config.scheme, max_positions=longest, warm_start=warm, span=config.span, first=config.first)
+    options = {"max_positions": longest, "warm_start": config.start in ("swap", "fit"), "span": config.span}
+    if config.span is not None or config.first != type(config).first:  # a default of the recipe's own means nothing without
+        options["first"] = config.first
+    swap(model, config.scheme, **options)
     if config.start != "fit":
         return
     if fit_batches is None:
