@@ -40,6 +40,7 @@ class ListOpsConfig(RecipeConfig):
     QUESTION = "Can a model work out nested expressions (ListOps)?"
     FIGURES = {"accuracy": "of held-out expressions", "majority": "what guessing the commonest answer gets"}
     FORBIDDEN_STARTS = {"fit": "a fit reads text, and ListOps has none"}
+    READS_TEXT = False
     LEAST = dict.fromkeys(("train_examples", "examples", *_SIZES), 1)
 
     start: str = "scratch"

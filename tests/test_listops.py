@@ -153,6 +153,16 @@ def test_training_and_test_do_not_overlap(recipe, checkpoint, tmp_path, watch):
     assert (len(trained), len(tested)) == (60, 40) and not set(trained) & set(tested)
 
 
+def test_a_saved_model(recipe, make_model, tmp_path, program):
+    """It has no tokenizer, whose tokens would be others than the symbols, and needs none."""
+    make_model("bert").save_pretrained(tmp_path / "bare")
+    options = "--max-steps 1 --batch-size 4 --train-examples 9 --examples 5 --min-length 4 --max-length 12 --report-to none"
+    given = (*options.split(), "--scheme", "rotary", "--save-model", "--model", tmp_path / "bare", "--output", tmp_path / "out")
+    code, _, err = program(*given, main=lambda: recipe.main(recipe.ListOpsConfig, recipe.run))
+    found = {path.name for path in (tmp_path / "out/model").iterdir()}
+    assert code == 0 and found == {"config.json", "model.safetensors", "modeling_hf_posswap.py"}, err
+
+
 def test_bad_input(recipe, checkpoint, tmp_path):
     """Sizes of a checkpoint, starts that need text, and positions that are too few are refused before training."""
     for options, says in (

@@ -30,6 +30,7 @@ class RunOptions:
     QUESTION: ClassVar[str] = ""  # what the recipe asks, in a line
     FIGURES: ClassVar[dict[str, str]] = {}  # beginning of a figure's name -> what it means
     FORBIDDEN_STARTS: ClassVar[dict[str, str]] = {}  # start -> why this recipe does not take it
+    READS_TEXT: ClassVar[bool] = True  # with the checkpoint's tokenizer, which a saved model then gets
     LEAST: ClassVar[dict[str, float]] = {}  # option -> its least value, of each of them where there are several
     # Option of the command line -> further options of the YAML file that it overrides.
     REPLACES: ClassVar[dict[str, tuple[str, ...]]] = {}

@@ -87,7 +87,7 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
         if keep:
             if model is None:
                 raise PosswapError(f"{program} makes no model to keep: leave out --save-model")
-            _save_model(model, config.model, output / "model")
+            _save_model(model, config, output / "model")
         if PartialState().is_main_process:
             spec = sys.modules["__main__"].__spec__  # set if a module was started with -m
             run_by = f"python -m {spec.name}" if spec else f"python {without_home(sys.argv[0])}"
@@ -111,13 +111,13 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
         run_program(program, command)
 
 
-def _save_model(model: PreTrainedModel, source: str, folder: Path) -> None:
+def _save_model(model: PreTrainedModel, config: SwapOptions, folder: Path) -> None:
     if is_pipeline(model):  # it saves its own tokenizer
         if PartialState().is_main_process:
             model.save_pretrained(str(folder))
         return
-    tokenizer = load_tokenizer(source)
-    tokenizer.model_max_length = longest_input(model.config)
     save_trained(model, folder)
-    if PartialState().is_main_process:
+    if PartialState().is_main_process and config.READS_TEXT:
+        tokenizer = load_tokenizer(config.model)
+        tokenizer.model_max_length = longest_input(model.config)
         tokenizer.save_pretrained(folder)
