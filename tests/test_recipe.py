@@ -139,7 +139,7 @@ def test_configurations(recipe):
     [
         ("REPLACES: {}", "unknown option 'REPLACES'; known are .*depth"),
         ("depth: true", "depth must be int, not True"),
-        ("lengths: 4", "lengths must be"),
+        ("lengths: 4", r"lengths must be list\[int, \.\.\.\], not 4"),
         ("[1, 2]", "must hold `option: value` lines, not list"),
         ("mixed_precision: ''", "mixed_precision is empty: give a value, or leave it out"),
         ("depth: 5\ndepth: 6", "depth is there twice"),

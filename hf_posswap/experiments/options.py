@@ -101,7 +101,7 @@ def read_config(config_class: type[RunOptions], file: Path | None, given: dict) 
             try:
                 type_validator(name, values[name], hints[name])
             except TypeError:
-                kind = inspect.formatannotation(hints[name])
+                kind = inspect.formatannotation(hints[name]).replace("tuple", "list")  # as YAML has it
                 raise PosswapError(f"{file}: {name} must be {kind}, not {value!r}") from None
         for name in given:
             for replaced in config_class.REPLACES.get(name, ()):
