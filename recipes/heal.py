@@ -67,14 +67,18 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     block_size = config.block_size or text.block_size
     if not 2 < block_size <= longest:
         raise PosswapError(f"block_size={block_size} must be from 3 to {longest}, the length {config.model} was trained at")
+    if (config.skip_to or 0) > longest:
+        raise PosswapError(f"skip_to={config.skip_to}: the original, which reads the same positions, has {longest}: lower it")
     to_train, to_select, _ = split_tokens(token_lists(text.training, text.tokenizer), block_size)
     blocks = cut_blocks(to_train, text.tokenizer, block_size)
     check_enough(blocks, config)
     aside = spread(cut_blocks(to_select, text.tokenizer, block_size), config.evaluation_tokens)
     held = text.held(longest, 4 * longest) if causal else text.held(text.block_size, longest)
     held = held[longest] if causal else list(held.values())
+    original = load_original(config.model)
+    loss = distillation_loss(original, text_weight=config.text_weight)  # whose errors are no news after a fit
     model = text.load(fit_learning_rate=config.fit_learning_rate)
-    original = load_original(config.model).to(model.device)
+    original.to(model.device)
     announce("measuring before the first step")
     reported, selected = (
         (blocks, token_losses(original, blocks) if causal else [pooled_states(original, rows) for rows in blocks])
@@ -102,9 +106,8 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         if len(run.losses) in looks:
             run.points.append({"step": len(run.losses), "tokens": run.tokens, **averaged(measure(model, *reported))["figures"]})
 
-    rows, loss = [{"input_ids": row} for row in blocks], distillation_loss(original, text_weight=config.text_weight)
     place = {"output": folder, "resume": resume, "description": "distillation"}
-    model, done = train(model, rows, config, compute_loss=loss, after_step=look, **place)
+    model, done = train(model, [{"input_ids": row} for row in blocks], config, compute_loss=loss, after_step=look, **place)
     curve = [begin, *done.points]
     # With --text-weight the model also learns from the text, so low damage is not the aim.
     judged = "ratio" if causal and config.text_weight else "damage"

@@ -83,10 +83,13 @@ def test_select_text_is_not_trained_on(recipe, heal, monkeypatch, name):
         ({"start": "scratch"}, "random weights have nothing to win back.*known are cold, swap, fit"),
         ({"block_size": 33}, "from 3 to 32"),
         ({"batch_size": 1000}, "fewer than one batch"),
+        ({"skip_to": 40}, "has 32: lower it"),
+        ({"text_weight": 1.5}, "must be from 0 to 1"),
     ],
 )
-def test_bad_options(heal, changes, says):
-    """What cannot be run is refused with what can."""
+def test_bad_options(heal, recipe, monkeypatch, changes, says):
+    """What cannot be run is refused with what can, before any fit."""
+    monkeypatch.setattr(recipe.RunText, "load", None)
     refused(says, heal, **changes)
 
 

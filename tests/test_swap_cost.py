@@ -122,8 +122,10 @@ def test_seeds_matter(options, tmp_path):
     assert first == pytest.approx(again) and first["kl"] != other["kl"] and first["tuned_kl"] != other["tuned_kl"]
 
 
-def test_bad_options():
+def test_bad_options(save, tmp_path):
     """Bad options are refused before anything is loaded."""
+    config = SwapCostConfig(model=str(save("bert")), skip_to=40)
+    refused("skip_to=40: the original.* has 32: lower it", run, config, tmp_path, False)
     refused("what a checkpoint loses; known are cold, swap, fit", SwapCostConfig, start="scratch")
     refused("word_order_sentences=2", SwapCostConfig, word_order_sentences=2)
 

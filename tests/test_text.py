@@ -34,6 +34,10 @@ def test_text_file_and_folder(tmp_path):
         (tmp_path / f"copy-{number}.txt").write_text(f"text {number // 2}")
     train, held = (read_documents(tmp_path, split=split) for split in ("train", "validation"))
     assert len(train) + len(held) == 81 and held and not set(train) & set(held)
+    (tmp_path / "few").mkdir()
+    for number in (0, 1):
+        (tmp_path / "few" / f"{number}.txt").write_text(train[number])
+    refused("held-out text as validation_file", read_documents, tmp_path / "few", split="validation")
 
 
 @pytest.mark.parametrize(

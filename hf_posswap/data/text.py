@@ -119,7 +119,8 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
     documents = [text for text in documents if text.strip()]
     if not documents:
         part = "" if split is None else f" in its {split!r} part"
-        raise DataError(f"{source} has no text{part}; give more text, or another text_column")
+        other = "held-out text as validation_file" if split == "validation" else "another text_column"
+        raise DataError(f"{source} has no text{part}; give more text, or {other}")
     return documents
 
 

@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_posswap.data.text import stdlib_prose
+from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_original
@@ -63,6 +64,8 @@ def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
     """Swap, measure, tune, measure again."""
     text = RunText(config)
     trained, causal, tokenizer = text.trained, text.causal, text.tokenizer
+    if not causal and (config.skip_to or 0) > trained:
+        raise PosswapError(f"skip_to={config.skip_to}: the original, which reads the same positions, has {trained}: lower it")
     lengths = [n * trained for n in (1, 2, 4)] if causal else sorted({min(TUNING_LENGTH, trained), trained})
     cuts, tuning = text.held(*lengths), text.blocks(lengths[0])
     ours = config.dataset or config.train_file
