@@ -166,7 +166,7 @@ def masked_lm_loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> to
     chosen = batch["labels"] != -100
     head = lm_head(getattr(model, "module", model))  # DDP wraps the model, and the wrapper must be called below
     with head.register_forward_pre_hook(lambda module, states: (states[0][chosen],)):
-        logits = model(input_ids=batch["input_ids"]).logits
+        logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
     return functional.cross_entropy(logits.float(), batch["labels"][chosen])
 
 
