@@ -51,7 +51,8 @@ def _compared(place: Path) -> list[dict]:
     runs = read_json(file).get("runs")
     if not isinstance(runs, list) or not runs:
         raise PosswapError(f"{file} holds no runs: give a comparison.json, or folders that a recipe wrote and finished")
-    return [{**_checked(run, file), "folder": os.path.normpath(file.parent / str(run.get("folder", "")))} for run in runs]
+    whole = enumerate([_checked(run, file) for run in runs], 1)  # runs that name no folder are told apart by their number
+    return [{**run, "folder": os.path.normpath(file.parent / str(run.get("folder", number)))} for number, run in whole]
 
 
 def _checked(run: dict, file: Path) -> dict:

@@ -266,7 +266,7 @@ def _of_these_weights(runs: list[dict], model: dict) -> list[dict]:
 def _of_the_end(run: dict) -> dict[str, float]:
     """Return a run's figures of the weights that it saved, not of those before and during training, nor of the original."""
     other = re.compile(r"start_.*|.*_original|majority" + r"|to_.*|.*_\d+" * (run["recipe"] == "heal"))
-    found = {name: value for name, value in run["figures"].items() if not other.fullmatch(name)}
+    found = {name: value for name, value in run["figures"].items() if value is not None and not other.fullmatch(name)}
     return {name: value for name, value in found.items() if f"tuned_{name}" not in found}
 
 
