@@ -4,8 +4,8 @@ from typing import Annotated
 
 import typer
 
-from hf_posswap.commands.opening import Trust, open_model
 from hf_posswap.describing import describe
+from hf_posswap.experiments.opening import Trust, open_model
 
 
 def describe_command(

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from hf_posswap.commands.opening import Trust, loading, open_tokenizer, open_whole
+from hf_posswap.experiments.opening import Trust, loading, open_tokenizer, open_whole
 from hf_posswap.provenance import new_folder
 from hf_posswap.sharing.export import export_native
 from hf_posswap.terminal import say

@@ -20,12 +20,12 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 
 from hf_posswap import plots
-from hf_posswap.commands.opening import open_model, open_tokenizer
 from hf_posswap.data.text import embedded_documents, spread, token_blocks
 from hf_posswap.describing import describe
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments import page
 from hf_posswap.experiments.comparison import check_budgets, figure_names, label_of, load_runs, row_label, rows_of
+from hf_posswap.experiments.opening import open_model, open_tokenizer
 from hf_posswap.measure.attention_distance import attention_by_distance
 from hf_posswap.measure.positions import frequencies, one_head, position_table, scheme_of, translation
 from hf_posswap.provenance import read_json

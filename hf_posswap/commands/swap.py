@@ -9,11 +9,11 @@ import typer
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import family_of, longest_input
-from hf_posswap.commands.opening import Trust, loading, open_tokenizer, open_whole
 from hf_posswap.data.calibration import text_batches, written_text
 from hf_posswap.data.text import read_documents, stdlib_prose
 from hf_posswap.describing import describe
 from hf_posswap.errors import DataError, PosswapError
+from hf_posswap.experiments.opening import Trust, loading, open_tokenizer, open_whole
 from hf_posswap.fitting.choosing import choose
 from hf_posswap.fitting.fit import fit as fit_swapped
 from hf_posswap.pipelines import is_pipeline, unwrap

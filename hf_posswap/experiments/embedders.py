@@ -9,12 +9,12 @@ from accelerate import PartialState
 
 from hf_posswap.architectures import longest_input
 from hf_posswap.assets import model_source
-from hf_posswap.commands.opening import one_line
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.tables import read_pairs
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.models import give_positions
+from hf_posswap.experiments.opening import one_line
 from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.experiments.text_tasks import TextOptions
 from hf_posswap.extras import extra

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 
 from hf_posswap.architectures import ARCHITECTURES, longest_input
 from hf_posswap.assets import model_source
-from hf_posswap.commands.opening import open_config
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.experiments.comparison import ORIGINAL
+from hf_posswap.experiments.opening import open_config
 from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.fitting.fit import fit
 from hf_posswap.schemes import parse_scheme
