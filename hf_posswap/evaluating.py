@@ -6,6 +6,7 @@ from itertools import cycle
 
 import torch
 from torch import nn
+from transformers.utils import ModelOutput
 
 
 @contextmanager
@@ -60,3 +61,8 @@ def outputs_of(modules: Iterable[nn.Module]) -> Iterator[list[torch.Tensor]]:
         for module in modules:
             hooks.enter_context(module.register_forward_hook(see))
         yield seen
+
+
+def token_logits(outputs: ModelOutput) -> torch.Tensor:
+    """Return the predictions of tokens among a model's outputs, (B, L, V) in float32; a ...ForPreTraining has others, too."""
+    return (outputs.logits if "logits" in outputs else outputs.prediction_logits).float()

@@ -54,6 +54,8 @@ class Config(TextConfig):
         super().__post_init__()
         if not 0 < self.mlm_probability < 1:
             raise PosswapError(f"mlm_probability={self.mlm_probability} must lie between 0 and 1")
+        if self.head and self.start == "scratch":
+            raise PosswapError("start=scratch draws its head at random, too: leave out head")
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:

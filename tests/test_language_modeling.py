@@ -202,8 +202,9 @@ def test_a_head_of_its_own(save, start, result, bert_tokenizer, text, tmp_path):
     given = {"model": save("bert", head=BertForMaskedLM, vocab_size=len(bert_tokenizer)), "train_file": text}
     found = result("language_modeling", **given, **TINY)
     assert found["details"]["new_head"] is None and not (tmp_path / "out" / "head.safetensors").exists()
-    code, err = start("language_modeling", **given, head="x", output=tmp_path / "no")
-    assert code == 2 and "head of its own" in err
+    for how, says in (("swap", "head of its own"), ("scratch", "at random, too")):
+        code, err = start("language_modeling", **given, start=how, head="x", output=tmp_path / how)
+        assert code == 2 and says in err
     sizes = {"vocab_size": len(bert_tokenizer), "dim": 32, "hidden_dim": 32, "n_layers": 1, "n_heads": 2}
     DistilBertForMaskedLM(DistilBertConfig(**sizes)).save_pretrained(given["model"])
     code, err = start("language_modeling", **given, scheme="rotary", start="fit", output=tmp_path / "two")

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from conftest import refused
-from transformers import BertModel
+from torch.nn import functional
+from transformers import BertForPreTraining, BertForSequenceClassification, BertModel
 
 from hf_posswap.experiments.text_tasks import mask_tokens, masked_lm_loss
 from hf_posswap.measure import kl_divergence, perplexity
@@ -27,12 +28,24 @@ def test_sliding_window_against_one_context_at_a_time(make_model, length, window
 
 
 def test_refusals(make_model):
-    """A stride that would leave tokens out, a model without a head, and a masked one without labels are refused."""
+    """A stride that would leave tokens out, a model without a head for tokens, and a masked one without labels are refused."""
     tokens = torch.ones(1, 20, dtype=torch.long)
     for stride in (0, 8, 9):
         refused("from 1 to 7", sliding_window_losses, make_model("gpt2"), tokens, 8, stride=stride)
     for head, says in ((BertModel, "no language-modelling head"), (None, "labels")):
         refused(says, token_losses, make_model("bert", head=head), tokens)
+    for head in (BertModel, BertForSequenceClassification):
+        refused("predicts no tokens", kl_divergence, make_model("bert"), make_model("bert", head=head), tokens)
+
+
+def test_a_head_beside_others(make_model, tokens):
+    """What BertForPreTraining predicts of tokens is measured as BertForMaskedLM's, which has the same head alone."""
+    model, alone = make_model("bert", head=BertForPreTraining), make_model("bert")
+    labels = tokens.where(tokens % 3 == 0, -100)
+    expected = functional.cross_entropy(model(tokens).prediction_logits.flatten(0, 1), labels.flatten())
+    assert mean_loss(token_losses(model, tokens, labels)) == pytest.approx(expected.item(), rel=1e-5)
+    alone.load_state_dict(model.state_dict(), strict=False)
+    assert kl_divergence(model, alone, tokens) == pytest.approx(0, abs=1e-6)
 
 
 def test_no_prediction_is_no_missing_label(make_model):

@@ -7,7 +7,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from hf_posswap.errors import PosswapError
-from hf_posswap.evaluating import evaluating
+from hf_posswap.evaluating import evaluating, token_logits
 from hf_posswap.target import find_target
 
 
@@ -44,10 +44,7 @@ def distillation_loss(
             wanted = original(**batch, output_hidden_states=not head, use_cache=False)
         given = model(**batch, output_hidden_states=not head, use_cache=False)
         if head:
-            target, got = (
-                (outputs.logits if "logits" in outputs else outputs.prediction_logits).float().log_softmax(-1)
-                for outputs in (wanted, given)
-            )
+            target, got = (token_logits(outputs).log_softmax(-1) for outputs in (wanted, given))
             divergence = functional.kl_div(got.flatten(0, 1), target.flatten(0, 1), reduction="batchmean", log_target=True)
             if not text_weight:
                 return divergence

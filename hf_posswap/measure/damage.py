@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from hf_posswap.architectures import family_of, longest_input
 from hf_posswap.data.calibration import check_batches, few_tokens
-from hf_posswap.evaluating import evaluating, outputs_of
+from hf_posswap.errors import PosswapError
+from hf_posswap.evaluating import evaluating, outputs_of, token_logits
 from hf_posswap.measure.losses import mean_loss, token_losses
 
 _TOKENS_A_BATCH = 4096  # memory for logits stays the same at every length
@@ -60,8 +61,7 @@ def damage(model: PreTrainedModel, original: PreTrainedModel, batches: torch.Ten
             del seen[-2]  # the last layer's, which the reader may norm: its own are the last
             states.append([layer.float().cpu() for layer in seen])
             if head:
-                logits = outputs.logits if "logits" in outputs else outputs.prediction_logits
-                predictions.append(logits.cpu())
+                predictions.append(token_logits(outputs).cpu())
         mask = batch["attention_mask"]
         if head:
             cost = _token_kl(*predictions)  # (B, L)
@@ -90,8 +90,8 @@ def damage(model: PreTrainedModel, original: PreTrainedModel, batches: torch.Ten
 
 
 def _token_kl(target: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """Return KL(target || given) of predictions, logits (B, L, V): (B, L) in nats."""
-    target, given = (logits.float().log_softmax(-1) for logits in (target, given))
+    """Return KL(target || given) of predictions, logits (B, L, V) in float32: (B, L) in nats."""
+    target, given = target.log_softmax(-1), given.log_softmax(-1)
     return functional.kl_div(given, target, reduction="none", log_target=True).sum(-1)
 
 
@@ -117,10 +117,13 @@ def perplexity(model: PreTrainedModel, blocks: torch.Tensor) -> float:
 @torch.no_grad()
 def block_kl(model: PreTrainedModel, original: PreTrainedModel, blocks: torch.Tensor) -> torch.Tensor:
     """Return, for each block (N, L), the mean over tokens of KL(original || model) of next tokens, in nats: (N,) on the CPU."""
+    for one in (model, original):
+        if one.get_output_embeddings() is None:
+            raise PosswapError(f"a {type(one).__name__} predicts no tokens: load a causal or masked LM, or call damage")
     found = []
     with evaluating(model, original):
         for rows in blocks.split(max(1, _TOKENS_A_BATCH // blocks.shape[1])):
-            target, given = (one(input_ids=rows.to(one.device), use_cache=False).logits for one in (original, model))
+            target, given = (token_logits(one(input_ids=rows.to(one.device), use_cache=False)) for one in (original, model))
             found.append(_token_kl(target.to(given.device), given).mean(1).cpu())
     return torch.cat(found)
 

@@ -33,7 +33,8 @@ def lm_head(model: PreTrainedModel) -> nn.Module:
     if not has_one_head(model):
         what = f"a {type(model).__name__} has no language-modelling head in one module"
         raise PosswapError(f"{what}: load a causal or masked LM, of a family that has one (not DistilBERT or ELECTRA)")
-    return next(child for child in model.children() if child is not model.base_model)
+    head = next(child for child in model.children() if child is not model.base_model)
+    return getattr(head, "predictions", head)  # BertForPreTraining's module also tells whether sentences follow each other
 
 
 def has_one_head(model: PreTrainedModel) -> bool:
