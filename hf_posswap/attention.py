@@ -145,9 +145,9 @@ class PositionedAttention(nn.Module):
 
         def attend(query, key, value, mask, queries, keys):
             shared = mine.scheme.block(queries, keys) if hasattr(mine.scheme, "block") else mine.scheme
-            return self._attend(query, key, value, mask, shared, causal=False)[0].transpose(1, 2)  # the mask is causal
+            return self._attend(query, key, value, mask, shared, causal=False)[0]  # the mask is causal
 
-        return banded_attention(attend, query, key, value, mine.span, mine.key_mask, causal=causal).transpose(1, 2)
+        return banded_attention(attend, query, key, value, mine.span, mine.key_mask, causal=causal)
 
 
 def self_cache(cache: Cache | None) -> Cache | None:

@@ -291,7 +291,7 @@ def test_gradients_in_linear_time(causal):
         states = [torch.randn(1, 1, length, 8, requires_grad=True) for _ in range(3)]
 
         def attend(query, key, value, mask, *_):
-            return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask)
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
 
         with Written() as written:
             banded_attention(attend, *states, Span(16, 1), None, causal=causal).sum().backward()

@@ -48,9 +48,9 @@ def banded_attention(
     attend: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, span: Span,
     key_mask: torch.Tensor | None, *, causal: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Return (B, H, Q, D): attention block by block, where Q = K, or K is longer, and positions are those in the sequence.
+    """Return (B, Q, H, D): attention block by block, where Q = K, or K is longer, and positions are those in the sequence.
 
-    `attend(query, key, value, mask, queries, keys)` computes one block: (B, H, q, D) from (B, H, q or k, D), a mask
+    `attend(query, key, value, mask, queries, keys)` computes one block: (B, q, H, D) from (B, H, q or k, D), a mask
     (B or 1, 1, q, k) bool with True = attend, the slice of queries and the index of keys (k,). `key_mask` is (B, K) bool.
     """
     length, outputs = query.shape[-2], []
@@ -70,4 +70,4 @@ def banded_attention(
         if key_mask is not None:
             mask = mask & key_mask[:, None, None, index]
         outputs.append(attend(queries[piece], *seen, mask, here, index))
-    return torch.cat(outputs, dim=-2)
+    return torch.cat(outputs, dim=1)
