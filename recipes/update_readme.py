@@ -37,15 +37,14 @@ PICTURES = {
     "its own table breaks at once;\nrelative and rotary positions fitted to 256 tokens fade slowly; a sliding window holds",
 }
 
-
 # Other pages that show figures of a result file.
 SHOWN_IN = {
     "README.md": (
-        *("card/", "fit/minilm/", "fit/stdlib-gpt2/", "fit/stdlib-gpt2-400/", "read_on/far/", "read_on/span-16384/"),
-        "read_on/span-262k/",
+        *("card/", "fit/minilm/", "fit/stdlib-gpt2/", "fit/stdlib-gpt2-400/", "passkey/decoys/", "read_on/books/comparison"),
+        *("read_on/books-1024/", "read_on/far/", "read_on/far-4096/", "read_on/span-16384/", "read_on/span-262k/"),
     ),
     "notebooks/02_see_the_schemes.ipynb": ("ladder/",),
-    "notebooks/04_read_the_results.ipynb": ("cola/", "length_extrapolation/", "movie_reviews/", "passkey/", "sst2/"),
+    "notebooks/04_read_the_results.ipynb": ("cola/", "length_extrapolation/", "movie_reviews/", "passkey/comparison", "sst2/"),
 }
 
 # Files of the package that are not of its spine.
@@ -136,11 +135,8 @@ def environment() -> Environment:
 
     def apart(folder: str, row: str, kind: str = "loss_") -> str:
         """Return how much a row's losses are above the original's at each range of reading on, rounded as in tables."""
-
-        def value(label: str, name: str) -> float:
-            return of(folder)(label, name) if (found := kept(folder, label, name)) is None else found.mean()
-
-        return ", ".join(f"{value(row, name) - value('original', name):+.3f}" for name in ranges(folder, kind))
+        off = ((kept(folder, row, name) - kept(folder, "original", name)).mean() for name in ranges(folder, kind))
+        return ", ".join(f"{value:+.3f}" for value in off)
 
     def holds(*conditions: bool) -> str:
         if not all(conditions):

@@ -75,8 +75,10 @@ def test_results_page(update):
     files = [file.relative_to(update["RESULTS"]).as_posix() for file in update["RESULTS"].rglob("*.json")]
     index = page.partition("## Every result file")[2]
     assert len(files) > 30 and all(f"| [{file}]({file}) |" in index for file in files)
+    assert re.search(r"\[passkey/decoys/comparison.json\].* \[README\]\(../../README.md\) \|$", page, flags=re.MULTILINE)
+    blocks = "".join((update["RESULTS"] / f"{block}.md.jinja").read_text() for block in ("cost", "read_on"))
     for other, folders in update["SHOWN_IN"].items():
-        assert all(folder.rstrip("/") in (ROOT / other).read_text() for folder in folders), other
+        assert all(folder.rpartition("/")[0] in (ROOT / other).read_text() + blocks for folder in folders), other
 
 
 def test_results_say_what_made_them(update):
