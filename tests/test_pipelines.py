@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from conftest import WORDS, refused, run_python
@@ -137,7 +138,7 @@ def test_fit_on_texts(make_pipeline, make_model, bert_tokenizer, watch):
     other = posswap.fit(plain[1], batches, reconstruct=2, progress=False)
     assert one.sha256 == other.sha256
     trials = watch(choosing, "fit")  # on texts as long as the pipeline reads, too
-    scheme = posswap.choose(make_pipeline(), "rotary:fraction=auto", texts, reconstruct=1, progress=False)
+    scheme = posswap.choose(make_pipeline(), "rotary:fraction=auto", pandas.Series(texts), reconstruct=1, progress=False)
     assert scheme.fraction in (1, 0.5, 0.25)
     assert {batch["input_ids"].shape[1] for trial in trials for batch in trial.args[1]} == {16, 24}
 

@@ -5,7 +5,7 @@ measured on (report). `text_batches` splits text into these parts before it cuts
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -88,7 +88,7 @@ def text_batches(
 
 def read_texts(batches, tokenizer: PreTrainedTokenizerBase | None, max_length: int, **options):
     """Return `text_batches` of texts, with its options; return batches as they are, in a list if they came one by one."""
-    one = isinstance(batches, (torch.Tensor, TextBatches, str)) or hasattr(batches, "keys") or not isinstance(batches, Iterable)
+    one = isinstance(batches, torch.Tensor | TextBatches | str | Mapping) or not isinstance(batches, Iterable)
     batches = batches if one else list(batches)
     if one or not batches or not isinstance(batches[0], str):
         return batches
@@ -151,12 +151,12 @@ def random_tokens(
 def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, longest: int) -> list[Batch]:
     """Return batches as dicts with `input_ids` and `attention_mask` on the CPU; DataError says what is wrong with them."""
     checked = []
-    given = [batches] if isinstance(batches, torch.Tensor) or hasattr(batches, "keys") else batches
+    given = [batches] if isinstance(batches, torch.Tensor | Mapping) else batches
     if isinstance(given, str) or not isinstance(given, Iterable):
         kind = type(given).__name__
         raise DataError(f"batches must be a list of texts, token ids (N, L), or an iterable of these or dicts, not {kind}")
     for batch in given:
-        batch = dict(batch) if hasattr(batch, "keys") else {"input_ids": batch}
+        batch = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
         unknown = sorted(set(batch) - set(_KEYS))
         if unknown or "input_ids" not in batch:
             raise DataError(f"a batch has the keys {sorted(batch)}: give input_ids, attention_mask and token_type_ids alone")
