@@ -236,6 +236,5 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 def _factor(moment: torch.Tensor) -> torch.Tensor:
     # A little on the diagonal, relative to its size: heads of real checkpoints have nearly dead directions.
     floor = 1e-6 * moment.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(torch.finfo(moment.dtype).tiny)
-    eye = torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
-    factor, failed = torch.linalg.cholesky_ex(moment + floor[:, None, None] * eye)
+    factor, failed = torch.linalg.cholesky_ex(moment + floor[:, None, None] * torch.eye(moment.shape[-1]).to(moment))
     return factor.masked_fill((failed != 0)[:, None, None], torch.nan)

@@ -117,8 +117,9 @@ class Group:
         self.plan, self.shape, self.spare = plan, query[where].shape, spare
 
         def table(rows):  # (H or 1, N, D) -> (G, N, D)
-            rows = rows[where[1]] if rows.shape[0] > 1 else rows
-            return rows.expand(*self.shape[:2], -1, -1).flatten(0, 1)
+            if rows is not None:
+                rows = rows[where[1]] if rows.shape[0] > 1 else rows
+                return rows.expand(*self.shape[:2], -1, -1).flatten(0, 1)
 
         # (S, H, L, D) for the fused kernel, (G, L, D) for products.
         self.apart = query[where], key[where], value[where]
@@ -127,9 +128,7 @@ class Group:
             # that the last stride of queries is 1.
             self.apart = dense(self.apart[0]), *(states.contiguous() for states in self.apart[1:])
         self.query, self.key, self.value = (states.flatten(0, 1) for states in self.apart)
-        self.key_table = table(key_table)
-        self.value_table = None if value_table is None else table(value_table)
-        self.first_value = None if first_value is None else table(first_value)
+        self.key_table, self.value_table, self.first_value = map(table, (key_table, value_table, first_value))
         # The dtype of sums, exponentials and totals over blocks: float32 at least.
         self.precise = torch.promote_types(query.dtype, torch.float32)
         # Likewise products that become scores: rounded to bfloat16, a score of 64 is off by a quarter.

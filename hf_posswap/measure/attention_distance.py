@@ -9,6 +9,7 @@ from hf_posswap.architectures import family_of, longest_input
 from hf_posswap.attention import observe, visible
 from hf_posswap.data.calibration import check_batches
 from hf_posswap.evaluating import evaluating, watching
+from hf_posswap.functional.closed_form import sum_keys_by_distance
 
 
 @torch.no_grad()
@@ -34,11 +35,8 @@ def attention_by_distance(model: PreTrainedModel, batches: torch.Tensor | Iterab
     def see(layer: int, attention, hidden_states: torch.Tensor, keywords: dict) -> None:
         here = mask.to(hidden_states.device)
         seen = observe(attention, architecture, hidden_states, visible(here, causal=causal), keywords.get("shared_positions"))
-        probabilities = (seen.probabilities * here[:, None, :, None]).double().sum(0)  # (H, L, L)
-        steps = torch.arange(here.shape[1], device=here.device)
-        index = ((steps[None, :] - steps[:, None]).clamp(-reach, reach) + reach).flatten()
-        summed = probabilities.new_zeros(len(probabilities), 2 * reach + 1)
-        profiles[layer] = profiles[layer] + summed.index_add_(1, index, probabilities.flatten(1)).cpu()
+        probabilities = (seen.probabilities * here[:, None, :, None]).double()
+        profiles[layer] = profiles[layer] + sum_keys_by_distance(probabilities, reach).sum((0, 2)).cpu()
 
     with evaluating(model), watching(attentions, see):
         for batch in check_batches(batches, model, longest_input(model.config)):

@@ -99,11 +99,9 @@ def sliding_window_losses(model: PreTrainedModel, input_ids: torch.Tensor, windo
     >>> sliding_window_losses(model, torch.arange(40)[None], 16, stride=8).shape  # positions for 16 are enough
     torch.Size([1, 40])
     """
-    length = input_ids.shape[1]
     if not 1 <= stride < window:
         raise PosswapError(f"stride={stride} must be from 1 to {window - 1}, less than the window")
-    if length <= window:
-        return token_losses(model, input_ids)
+    window = min(window, input_ids.shape[1])
     windows = lay_windows(torch.ones_like(input_ids, dtype=torch.bool), window, stride, causal=True)
     ids = windows.cut({"input_ids": input_ids})["input_ids"]
     found = token_losses(model, ids, ids.masked_fill(~windows.chosen, -100))
