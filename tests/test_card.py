@@ -119,15 +119,16 @@ def test_whose_weights(swapped, tmp_path):
     assert "those of *rotary:theta=500.0, swap*, seed 1." in card.read_text()
     found = {one.metric_name: one.metric_value for one in ModelCard.load(card).data.eval_results}
     assert found == {"accuracy, seed 1": 0.51, "accuracy_512, seed 1": 0.25, "tuned_loss_64, seed 1": 2}
-    text = (swapped / ".eval_results" / "hf_posswap.yaml").read_text()
+    text = (kept := swapped / ".eval_results" / "hf_posswap.yaml").read_text()
     assert "id: org/bench" in text and "value: 0.51" in text and "seed 1" in text
+    assert posswap.write_card(swapped) == card and kept.read_text() == text  # as `push` does, which is not told again
     rewrite(tmp_path / "runs/rotary-0/result.json", lambda run: run.update(weights=weight_hashes(swapped)))
     refused("the results have 2 runs that measured", posswap.write_card, swapped, **asked)  # whose figure would it be?
     _run(tmp_path / "other/original", seed=0)
     _run(tmp_path / "other/rotary", seed=0, scheme="rotary:theta=500")
     card = posswap.write_card(swapped, results=str(tmp_path / "other"), base_model=BASE)
     text = card.read_text()
-    assert not (swapped / ".eval_results" / "hf_posswap.yaml").exists()
+    assert not kept.exists()
     assert "those of *" not in text and "one seed, hence no spread" in text and not ModelCard.load(card).data.eval_results
     assert sorted(path.name for path in (swapped / "posswap_results").iterdir()) == ["0-passkey-accuracy.png"]
     assert posswap.write_card(swapped).read_text() == text  # what was given before is known

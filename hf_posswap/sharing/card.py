@@ -75,7 +75,7 @@ def write_card(
     Args:
         folder: The folder of a swapped model, of an export by `export_native`, or of a delta.
         results: A folder, or several, that `hf-posswap compare` or a recipe wrote, with runs of this model's scheme. None: the
-            results in the card so far, as long as the weights are the same.
+            results and `eval_results` so far, as long as the weights are the same.
         base_model: The model that was swapped, if the folder does not say: "owner/name", "owner/name@revision", or
             "local:name" for a model that is not on the Hub.
         license: The Hub's identifier of the weights' licence, usually that of the base model.
@@ -128,8 +128,10 @@ def write_card(
             (folder / path).parent.mkdir(exist_ok=True)
             (aside / path).replace(folder / path)
     # Remove pictures and figures of an earlier card.
-    for path in [*(folder / PICTURES).glob("*.png"), folder / EVAL_RESULTS / "hf_posswap.yaml"]:
-        if path.relative_to(folder) not in written and (path.suffix == ".yaml" or re.match(r"\d+-", path.name)):
+    gone = [path for path in (folder / PICTURES).glob("*.png") if re.match(r"\d+-", path.name)]
+    gone += [] if results is None and content["comparisons"] else [folder / EVAL_RESULTS / "hf_posswap.yaml"]
+    for path in gone:
+        if path.relative_to(folder) not in written:
             path.unlink(missing_ok=True)
     return folder / CARD_FILE
 
