@@ -60,11 +60,10 @@ def stdlib_prose(split: Split) -> list[str]:
     for name, text in stdlib_documents(split).items():
         for passage in [text] if name.startswith("topic:") else _docstrings(text):
             for paragraph in re.split(r"\n\s*\n", passage):
-                paragraph = " ".join(paragraph.split())
                 words = paragraph.split()
-                # Prose, not code, tables or signatures: mostly plain words, some length, ends like a sentence.
+                # Prose, not code, tables or signatures: mostly plain words, and some length.
                 if len(words) >= 8 and sum(w.strip(".,;:()\"'").isalpha() for w in words) > 0.8 * len(words):
-                    paragraphs.append(paragraph)
+                    paragraphs.append(" ".join(words))
     return list(dict.fromkeys(paragraphs))
 
 
