@@ -31,8 +31,6 @@ from hf_posswap.measure.word_order import word_order_examples, word_order_prefer
 from hf_posswap.training import train
 from hf_posswap.training.run_log import announce
 
-TUNING_LENGTH = 128  # tokens, for an encoder: sentences are shorter; a causal model is tuned at its trained length
-
 
 @dataclass(frozen=True, kw_only=True)
 class SwapCostConfig(TextConfig):
@@ -66,8 +64,8 @@ def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
     trained, causal, tokenizer = text.trained, text.causal, text.tokenizer
     if not causal and (config.skip_to or 0) > trained:
         raise PosswapError(f"skip_to={config.skip_to}: the original, which reads the same positions, has {trained}: lower it")
-    lengths = [n * trained for n in (1, 2, 4)] if causal else sorted({min(TUNING_LENGTH, trained), trained})
-    cuts, tuning = text.held(*lengths), text.blocks(lengths[0])
+    lengths = [n * trained for n in (1, 2, 4)] if causal else [text.block_size, trained]
+    cuts, tuning = text.held(*lengths), text.blocks(text.block_size)
     ours = config.dataset or config.train_file
     prose = [
         "\n".join(texts).split("\n") if ours else stdlib_prose(split)

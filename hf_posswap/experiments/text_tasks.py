@@ -80,6 +80,7 @@ class RunText:
 
     @property
     def block_size(self) -> int:
+        """Tokens to train on at once: as many as the checkpoint reads, of an encoder 128, since sentences are shorter."""
         return self.trained if self.causal else min(128, self.trained)
 
     @cached_property
