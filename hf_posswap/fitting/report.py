@@ -45,7 +45,7 @@ class FitReport:
     window: int | None = None  # tokens that the original read at once; None if it read every sequence whole
     head: dict[str, str] = field(default_factory=dict, repr=False)  # `delta.head_hashes`: KL is measured through the head
     reading: Reading | None = None  # of text longer than the window, next to the original's
-    error: float | None = None  # of the last layer, on text longer than the window
+    error: float | None = None  # of the last layer, on text of all lengths, if some is longer than the window
 
     @property
     def score(self) -> float:
