@@ -60,10 +60,9 @@ def load_relative_key(
     own = {"position_scheme": entry, "max_position_embeddings": max_positions or trained}
     fields = {name: value for name, value in fields.items() if name not in ("model_type", "architectures", "auto_map")}
     config = config_class(**fields | own)
-    found = (getattr(auto_class, "_model_mapping", None) or {}).get(config_class, None)
-    if found is None:
+    model_class = (getattr(auto_class, "_model_mapping", None) or {}).get(config_class, None)
+    if model_class is None:
         raise UnsupportedModelError(f"{auto_class.__name__} is no Auto class with a BERT: AutoModel and AutoModelFor... are")
-    model_class = found[0] if isinstance(found, tuple) else found
     # Not SwappedModel.from_pretrained, which refuses missing or misshapen position weights. These files have an absolute table
     # that the model never read, and lack the vectors that are added to embeddings, which are zero here.
     verbosity = transformers_logging.get_verbosity()

@@ -6,6 +6,7 @@ Shapes: B rows in a batch, L tokens in a row.
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Sampler
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -81,9 +82,7 @@ def pad(rows: list[dict], pad_token_id: int = 0) -> dict[str, torch.Tensor]:
     batch = {}
     for name in rows[0]:
         values = [row[name] for row in rows]
-        if values[0].dim():
-            values = torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=fill.get(name, 0))
-        batch[name] = values if isinstance(values, torch.Tensor) else torch.stack(values)
+        batch[name] = pad_sequence(values, True, fill.get(name, 0)) if values[0].dim() else torch.stack(values)
     return batch
 
 
