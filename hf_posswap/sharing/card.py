@@ -7,6 +7,7 @@ when the card is written again.
 import re
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import jinja2
@@ -294,14 +295,6 @@ def _metadata(content: dict, license: str | None) -> dict:
     return data
 
 
-def _written(folder: Path) -> dict:
-    """Return the metadata that we wrote into the card in a folder, by the results that lie beside it; {}: not known."""
-    try:
-        return _metadata(read_results(folder), None)
-    except PosswapError:
-        return {}
-
-
 def own_text(path: Path) -> str:
     """Return the user's text in a card: all but what hf_posswap has written."""
     before, after, _ = _split(path, _load(path).text)
@@ -336,7 +329,9 @@ def _merge(path: Path, text: str, ours: dict, index: list[EvalResult], name: str
         theirs = {key: value for key, value in old.data.to_dict().items() if key not in ("model-index", "model_name")}
         index = [*(one for one in old.data.eval_results or [] if not (one.task_name or "").startswith(_OURS)), *index]
         if again:  # we wrote these, perhaps for another model in this folder; other values are the user's, who may know better
-            written = _written(path.parent)
+            written = {}
+            with suppress(PosswapError):  # results beside the card that cannot be read do not say what we wrote
+                written = _metadata(read_results(path.parent), None)
             ours_alone = {key for key in ("library_name", "pipeline_tag") if theirs.get(key) == written.get(key)}
             ours_alone |= {"base_model", "base_model_relation"}
             theirs = {key: value for key, value in theirs.items() if key not in ours_alone}
