@@ -44,11 +44,11 @@ def distillation_loss(
             wanted = original(**batch, output_hidden_states=not head, use_cache=False)
         given = model(**batch, output_hidden_states=not head, use_cache=False)
         if head:
-            target, got = (token_logits(outputs).log_softmax(-1) for outputs in (wanted, given))
-            divergence = functional.kl_div(got.flatten(0, 1), target.flatten(0, 1), reduction="batchmean", log_target=True)
+            wanted, given = (token_logits(outputs).log_softmax(-1) for outputs in (wanted, given))
+            divergence = functional.kl_div(given.flatten(0, 1), wanted.flatten(0, 1), reduction="batchmean", log_target=True)
             if not text_weight:
                 return divergence
-            text = functional.nll_loss(got[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
+            text = functional.nll_loss(given[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten())
             return (1 - text_weight) * divergence + text_weight * text
         layers = zip(given.hidden_states[1:], wanted.hidden_states[1:], strict=True)
         return torch.stack([(s - t).pow(2).mean() / t.pow(2).mean() for s, t in layers]).mean()
