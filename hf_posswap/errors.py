@@ -4,7 +4,7 @@
 class PosswapError(ValueError):
     """Base of all errors: the message says what was given, what is accepted and what to do.
 
-    When it is raised, the model or the folder in question is as it was before the call.
+    When it is raised, the model or the folder in question is as it was before the call; only training has changed weights.
     """
 
 
