@@ -163,7 +163,10 @@ def test_loss_is_the_mean_over_labels(make_model):
         {"input_ids": ids, "attention_mask": mask, "start_positions": 0, "end_positions": 1}
         for ids, mask in zip(wide["input_ids"], wide["attention_mask"], strict=True)
     ]
-    cases = [({}, _ragged()), (classes, _ragged(classes=True)), (classes, hidden)]
+    size = max(RAGGED)  # as many labels as the longest part has tokens
+    several = {"head": BertForSequenceClassification, "num_labels": size, "problem_type": "multi_label_classification"}
+    marked = [{**row, "labels": (torch.arange(size) % len(row["input_ids"]) == 0).float()} for row in _ragged()]
+    cases = [({}, _ragged()), (classes, _ragged(classes=True)), (classes, hidden), (several, marked)]
     for head, rows in [*cases, ({"head": BertForQuestionAnswering}, answers)]:
         model = make_model("bert", **head)
         expected = model(**pad(rows)).loss.item()

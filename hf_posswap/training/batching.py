@@ -104,11 +104,9 @@ def count_terms(batch: dict, *, shifted: bool) -> torch.Tensor:
         return torch.full((), len(batch["start_positions"]), device=batch["start_positions"].device)
     if labels is None:
         return count_tokens(batch)
-    if labels.dim() == 2 and labels.shape == batch["input_ids"].shape:
-        return (labels[:, 1:] if shifted else labels).ne(IGNORED).sum()
-    if labels.dim() == 1 and not labels.is_floating_point():  # classes, of which -100 is none
-        return labels.ne(IGNORED).sum()
-    return torch.full((), len(labels), device=labels.device)
+    if labels.is_floating_point() or labels.shape not in (batch["input_ids"].shape, labels.shape[:1]):  # numbers of examples
+        return torch.full((), len(labels), device=labels.device)
+    return (labels[:, 1:] if shifted and labels.dim() == 2 else labels).ne(IGNORED).sum()  # tokens, or classes
 
 
 def count_tokens(batch: dict) -> torch.Tensor:
