@@ -22,6 +22,7 @@ and written as a strided view, without an index.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 
@@ -223,7 +224,7 @@ class WindowedAttention(FirstOrder):
         precise = torch.promote_types(query.dtype, torch.float32)
         logsumexp = torch.empty(batch, heads, queries, dtype=precise, device=query.device)
         scratch, spare = (_scratch(plan, batch, heads, precise, query.device) for _ in range(2))
-        number = 0
+        numbers = count()  # of blocks, over all groups
         for where in plan.groups(batch, heads):
             group = Group(plan, where, query, key, value, key_table, value_table, first_value, key_mask, spare)
             for block in plan.blocks():
@@ -231,8 +232,7 @@ class WindowedAttention(FirstOrder):
                 highest = weights.amax(-1, keepdim=True)
                 weights.sub_(highest).exp2_()
                 total = weights.sum(-1, keepdim=True)
-                kept = group.drop(weights, seed, number)
-                number += 1
+                kept = group.drop(weights, seed, next(numbers))
                 if kept is not None:
                     weights.mul_(kept)
                 part = _product(weights[..., block.columns].to(query.dtype), group.value[:, block.keys], precise)
@@ -277,7 +277,7 @@ class WindowedAttention(FirstOrder):
         grads = [query.new_zeros(states.shape, dtype=precise) for states in (query, key, value)]
         grad_tables = [query.new_zeros(batch, heads, *key_table.shape[1:], dtype=precise) for _ in range(2)]
         scratch, grad_scratch, spare = (_scratch(plan, batch, heads, precise, query.device) for _ in range(3))
-        number = 0
+        numbers = count()  # of blocks, over all groups
         for where in plan.groups(batch, heads):
             group = Group(plan, where, query, key, value, key_table, value_table, first_value, key_mask, spare)
             grad_query, grad_key, grad_value = (grad[where].flatten(0, 1) for grad in grads)  # views: grads are contiguous
@@ -294,8 +294,7 @@ class WindowedAttention(FirstOrder):
                 delta = (block_grad.to(precise) * block_output).sum(-1, keepdim=True)  # sum_j p_ij dp_ij, of the whole row
                 log = logsumexp[where][:, :, rows]
                 weights = group.scores(block, scratch)[0].sub_(log.flatten(0, 1)[..., None]).exp2_()
-                kept = group.drop(weights, ctx.seed, number)
-                number += 1
+                kept = group.drop(weights, ctx.seed, next(numbers))
                 # Gradients of the probabilities ...
                 by_distance = None if value_table is None else _product(block_grad, group.value_table.mT, precise)
                 window = group.spread(block, grad_scratch, block_grad, group.value, by_distance, 1.0, 0.0)
