@@ -76,9 +76,9 @@ def test_round_trip(model, family, backend, case, tokens, tmp_path):
 
 
 FRESH = """
-import json, sys, torch
+import json, os, sys, torch
 import transformers
-tokens, folders = torch.tensor(json.loads(sys.argv[2])), sys.argv[3:]
+tokens, folders = torch.tensor(json.loads(sys.argv[1])), sys.argv[2:]
 torch.set_num_threads(1)
 
 class Missing:
@@ -96,15 +96,16 @@ def load(way, **options):
         except Exception as error:
             print(way, "failed:", type(error).__name__, " ".join(str(error).split()), flush=True)
 
-if sys.argv[1] == "trusted":
+if not os.fork():  # a process of its own, that need not import transformers again
     load("trusted", trust_remote_code=True)
-else:
-    sys.meta_path.insert(0, Missing())
-    load("missing", trust_remote_code=True)
-    del sys.meta_path[0]
-    load("bare")
-    import hf_posswap
-    load("plugin")
+    os._exit(0)
+os.wait()
+sys.meta_path.insert(0, Missing())
+load("missing", trust_remote_code=True)
+del sys.meta_path[0]
+load("bare")
+import hf_posswap
+load("plugin")
 """
 
 
@@ -112,18 +113,17 @@ def test_fresh_processes(make_swapped, tokens, tmp_path):
     """Other processes compute the same logits bit for bit, by an import of hf_posswap or by trust_remote_code; without either
     transformers refuses, and where hf_posswap is missing it says what to install.
     """
-    expected, said = {}, []
+    expected = {}
     for number, scheme in enumerate(("rotary:fraction=0.5", "relative:clip=4", "learned:extend=tile")):
         family = ("bert", "gpt2")[number % 2]
         folder = tmp_path / f"{family}-{scheme.partition(':')[0]}"
         model = make_swapped(family, scheme, max_positions=64)
         model.save_pretrained(folder)
         expected[folder] = model(tokens).logits
-    for mode in ("others", "trusted"):
-        cache = {"HF_MODULES_CACHE": str(tmp_path / mode)}  # where transformers copies code to
-        arguments = (FRESH, mode, json.dumps(tokens.tolist()), *expected)
-        done = run_python("-c", *arguments, stdin=subprocess.DEVNULL, env=os.environ | cache)
-        said += re.findall(r"(missing|bare|plugin|trusted) failed: (.*)", done.stdout)  # transformers asks on the same stream
+    cache = {"HF_MODULES_CACHE": str(tmp_path / "code")}  # where transformers copies code to
+    arguments = ("-c", FRESH, json.dumps(tokens.tolist()), *expected)
+    done = run_python(*arguments, stdin=subprocess.DEVNULL, env=os.environ | cache)
+    said = re.findall(r"(missing|bare|plugin|trusted) failed: (.*)", done.stdout)  # transformers asks on the same stream
     assert [way for way, _ in said] == ["missing"] * 3 + ["bare"] * 3, said
     for way, text in said:
         assert ("pip install hf_posswap" if way == "missing" else "pass the argument `trust_remote_code=True`") in text
