@@ -16,7 +16,7 @@ from unittest.mock import patch
 import hf_posswap_cli
 import pytest
 import torch
-from conftest import WORDS, refused, rewrite, run_python
+from conftest import WORDS, refused, rewrite
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoTokenizer, BertForTokenClassification, PreTrainedModel
@@ -220,13 +220,6 @@ def test_no_folder_can_be_made(tmp_path):
     refused(r"file/out cannot be made \(Not a directory\): choose", new_folder(tmp_path / "file" / "out").__enter__)
 
 
-def test_a_backend_that_is_not_there(tmp_path):
-    """A backend of matplotlib that does not exist changes nothing."""
-    arguments = ("plot", "table", "sinusoidal", "--output", tmp_path / "table.png")
-    run_python("-m", "hf_posswap_cli", *arguments, env=os.environ | {"MPLBACKEND": "nonsense"})
-    assert (tmp_path / "table.png").exists()
-
-
 @pytest.mark.parametrize("arguments", [["--output", ""], ["--output="], [""], ["--figure", "", "--output", "a.png"]])
 def test_an_empty_argument(arguments, program, tmp_path, monkeypatch):
     """A variable of the shell that is not set is no working directory, and no option left out."""
@@ -288,8 +281,11 @@ def test_checkpoint_without_its_table(make_model, program, tmp_path, family):
     assert code == 2 and f"{table}.weight, which would be random" in err and not (tmp_path / "swapped").exists()
 
 
-def test_threads_do_not_spin(program, monkeypatch):
-    """Where the user has said nothing of it, waiting threads spin for a short while only."""
+def test_the_environment(program, monkeypatch):
+    """Where the user has said nothing of it, waiting threads spin for a short while only; and matplotlib has a backend that is
+    there.
+    """
+    monkeypatch.setenv("MPLBACKEND", "nonsense")
     for given, expected in (({}, "500"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None)):
         with monkeypatch.context() as patch:
             for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
@@ -298,6 +294,7 @@ def test_threads_do_not_spin(program, monkeypatch):
                 patch.setenv(name, value)
             code, out, err = program("--version")
             assert code == 0 and out.startswith("hf_posswap ") and os.environ.get("GOMP_SPINCOUNT") == expected
+            assert os.environ["MPLBACKEND"] == "agg"
             os.environ.pop("GOMP_SPINCOUNT", None)
 
 
