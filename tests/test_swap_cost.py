@@ -6,7 +6,6 @@ import pytest
 from conftest import refused
 
 from hf_posswap.experiments.swap_cost import SwapCostConfig, run
-from hf_posswap.measure import word_order_examples
 
 
 @pytest.fixture
@@ -62,9 +61,6 @@ def test_refusals(fit_quality, tmp_path, change, says):
     (tmp_path / "text.csv").write_text("text\nx\n")
     files = {name: str(tmp_path / value) for name, value in change.items() if name in ("pairs", "validation_file")}
     refused(says, fit_quality, **{**change, **files})
-
-
-SENTENCES = "the cat sat on the mat. a dog ran under the log and sat. then it was happy and the cat ran on. "
 
 
 @pytest.fixture
@@ -128,13 +124,3 @@ def test_bad_options(save, tmp_path):
     refused("skip_to=40: the original.* has 32: lower it", run, config, tmp_path, False)
     refused("what a checkpoint loses; known are cold, swap, fit", SwapCostConfig, start="scratch")
     refused("word_order_sentences=2", SwapCostConfig, word_order_sentences=2)
-
-
-def test_word_order_pairs_hold_the_same_words():
-    """Each pair differs in two neighbouring words and in nothing else."""
-    texts, labels = word_order_examples([SENTENCES.replace(". ", f" {i}. ").title() for i in range(20)], 30)
-    assert labels == [0, 1] * 15
-    for intact, swapped in zip(texts[0::2], texts[1::2], strict=True):
-        a, b = intact.split(), swapped.split()
-        changed = [i for i in range(len(a)) if a[i] != b[i]]
-        assert sorted(a) == sorted(b) and len(changed) == 2 and changed[1] == changed[0] + 1
