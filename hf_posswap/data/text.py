@@ -7,6 +7,7 @@ are chosen by a hash of their name, so the split is the same on every machine an
 
 import ast
 import hashlib
+import os
 import re
 import sysconfig
 from pathlib import Path
@@ -45,13 +46,16 @@ def stdlib_documents(split: Split) -> dict[str, str]:
     """
     from pydoc_data.topics import topics
 
-    documents = {f"topic:{name}": text.strip() + "\n" for name, text in topics.items()}
+    documents = {f"topic:{name}": text.strip() + "\n" for name, text in topics.items() if split_of(f"topic:{name}") == split}
     root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        if not _LEFT_OUT.intersection(parts) and not parts[0].startswith(("_sysconfigdata", "config-")):
-            documents[".".join(parts)] = path.read_text(encoding="utf-8", errors="replace")
-    return {name: text for name, text in sorted(documents.items()) if text.strip() and split_of(name) == split}
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - _LEFT_OUT  # to walk through site-packages would take longer than all else
+        for path in (Path(folder, file) for file in files if file.endswith(".py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            left_out = _LEFT_OUT.intersection(parts) or parts[0].startswith(("_sysconfigdata", "config-"))
+            if not left_out and split_of(name := ".".join(parts)) == split:
+                documents[name] = path.read_text(encoding="utf-8", errors="replace")
+    return {name: text for name, text in sorted(documents.items()) if text.strip()}
 
 
 def stdlib_prose(split: Split) -> list[str]:
