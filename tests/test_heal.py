@@ -20,7 +20,8 @@ def heal(recipe, save, tmp_path):
     words = "the cat dog sat ran on under mat log and then it was happy sad".split()
     chosen = torch.randint(len(words), (6000,), generator=torch.Generator().manual_seed(2))
     (tmp_path / "text.txt").write_text(" ".join(words[i] for i in chosen))
-    small = {"scheme": "rotary", "max_steps": 2, "batch_size": 4, "fit_tokens": 1024, "evaluation_tokens": 256, "report_to": ()}
+    small = {"scheme": "rotary", "max_steps": 2, "batch_size": 4, "fit_tokens": 1024, "fit_steps": 20}
+    small |= {"evaluation_tokens": 256, "report_to": ()}
 
     def run(model="gpt2", **options):
         given = {"model": str(save(model)), "train_file": str(tmp_path / "text.txt")}
