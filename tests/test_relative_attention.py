@@ -222,19 +222,6 @@ def test_large_scores_in_half_precision(dtype):
         assert (rounded - exact).norm() / exact.norm() < torch.finfo(dtype).eps / 2
 
 
-def test_gradients_by_torch_func():
-    """`torch.func.grad` gives what autograd gives."""
-    tensors = inputs((1, 2, 6, 6, 2))
-    mask = padding("left", 1, 6)
-
-    def loss(*tensors):
-        return relative_attention(*tensors, clip=2, key_mask=mask).square().sum()
-
-    expected = torch.autograd.grad(loss(*tensors), tensors)
-    for ours, theirs in zip(torch.func.grad(loss, argnums=tuple(range(5)))(*tensors), expected, strict=True):
-        assert_close(ours, theirs)
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
