@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import refused
-from transformers import BertModel
+from transformers import BertLMHeadModel, BertModel
 
 import hf_posswap as posswap
 from hf_posswap.contract.subject import tiny_model
@@ -100,6 +100,8 @@ def test_it_reads_on(pair, monkeypatch):
     printed = str(report)
     assert all(f"{value:.4f}" in printed for one in (reading.original, reading.before, reading.after) for value in one.values())
     json.dumps(vars(reading))
+    if isinstance(original, BertLMHeadModel):  # what follows is about fits, which the other two stand for
+        return
 
     # At the length alone: read by the same judge.
     short = longer(original, scheme)
