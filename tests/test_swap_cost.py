@@ -9,19 +9,27 @@ from hf_posswap.experiments.swap_cost import SwapCostConfig, run
 
 
 @pytest.fixture
-def fit_quality(recipe, save, tmp_path):
-    """The function that runs the recipe on a tiny BERT, a text and pairs of sentences, with some options."""
-    module = recipe("fit_quality")
-    words = "the cat sat on the mat . a dog ran under the log and it was happy then".split()
-    lines = [" ".join(words[i % 7 :] + words[: i % 7]) for i in range(300)]
+def options(save, tmp_path):
+    """Both models as small files, a text, and a budget of moments."""
+    save("bert"), save("gpt2")
+    words = "Alpha beta gamma delta the cat dog sat ran on under mat log and then".split()
+    lines = [" ".join(words[i % 5 :] + words[: i % 5]) + f" w{i} the end." for i in range(400)]
     (tmp_path / "text.txt").write_text("\n".join(lines))
+    return {
+        "train_file": str(tmp_path / "text.txt"), "max_steps": 2, "batch_size": 4, "evaluation_tokens": 256, "fit_steps": 10,
+        "fit_tokens": 4096, "word_order_sentences": 40, "report_to": (),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def fit_quality(recipe, options, tmp_path):
+    """The function that runs the recipe on that BERT, the text and pairs of its sentences, with some options."""
+    module, lines = recipe("fit_quality"), (tmp_path / "text.txt").read_text().splitlines()
     pairs = "\n".join(f"{lines[i]},{lines[i + 1]},{i % 5}" for i in range(20))
     (tmp_path / "pairs.csv").write_text(f"sentence1,sentence2,label\n{pairs}\n")
-    given = {
-        "model": str(save("bert")), "train_file": str(tmp_path / "text.txt"), "pairs": str(tmp_path / "pairs.csv"),
-        "scheme": "relative:clip=4", "fit_tokens": 2000, "fit_steps": 2, "evaluation_tokens": 256,
-    }  # fmt: skip
-    return lambda **options: module.run(module.Config(**{**given, **options}), tmp_path / "out", False)
+    given = {"model": str(tmp_path / "bert"), "pairs": str(tmp_path / "pairs.csv"), "scheme": "relative:clip=4"}
+    given |= {"train_file": options["train_file"], "evaluation_tokens": 256, "fit_tokens": 2000, "fit_steps": 2}
+    return lambda **changes: module.run(module.Config(**{**given, **changes}), tmp_path / "out", False)
 
 
 def test_figures(fit_quality):
@@ -37,9 +45,9 @@ def test_figures(fit_quality):
     assert len(found[0]["details"]["layers"]) == 2 and found[0]["cost"]["tokens"] > 0 and "tokens" not in found[4]["cost"]
 
 
-def test_figures_of_a_causal_model(fit_quality, save):
+def test_figures_of_a_causal_model(fit_quality, tmp_path):
     """The ratio is that of two perplexities, block by block, and KL is that of the two models."""
-    options = {"model": str(save("gpt2")), "pairs": None, "start": "cold"}
+    options = {"model": str(tmp_path / "gpt2"), "pairs": None, "start": "cold"}
     original, cold = (fit_quality(scheme=scheme, **options) for scheme in ("original", "none"))
     assert original["figures"]["ratio"] == pytest.approx(1) and original["figures"]["kl"] == pytest.approx(0, abs=1e-6)
     figures = cold["figures"]
@@ -61,19 +69,6 @@ def test_refusals(fit_quality, tmp_path, change, says):
     (tmp_path / "text.csv").write_text("text\nx\n")
     files = {name: str(tmp_path / value) for name, value in change.items() if name in ("pairs", "validation_file")}
     refused(says, fit_quality, **{**change, **files})
-
-
-@pytest.fixture
-def options(save, tmp_path):
-    """Both models as small files, a text, and a budget of moments."""
-    save("bert"), save("gpt2")
-    words = "Alpha beta gamma delta the cat dog sat ran on under mat log and then".split()
-    lines = [" ".join(words[i % 5 :] + words[: i % 5]) + f" w{i} the end." for i in range(400)]
-    (tmp_path / "text.txt").write_text("\n".join(lines))
-    return {
-        "train_file": str(tmp_path / "text.txt"), "max_steps": 2, "batch_size": 4, "evaluation_tokens": 256, "fit_steps": 20,
-        "fit_tokens": 4096, "word_order_sentences": 40, "report_to": (),
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
@@ -102,8 +97,7 @@ def test_every_scheme_and_start(options, family, tmp_path):
 def test_both_measure_on_the_same_tokens(fit_quality, options, tmp_path):
     """One held-out set for both recipes, so that a number of one table may be held against the other's."""
     config = SwapCostConfig(model=str(tmp_path / "gpt2"), scheme="original", **options)
-    alike = {name: options[name] for name in ("train_file", "evaluation_tokens")}
-    fit = fit_quality(model=config.model, scheme="original", pairs=None, **alike)
+    fit = fit_quality(model=config.model, scheme="original", pairs=None)
     swapped = run(config, tmp_path / "run", False)
     assert fit["items"]["perplexity"] == pytest.approx(swapped["items"]["perplexity_32"])
 
