@@ -84,13 +84,14 @@ def test_import_loads_little_and_patches_nothing():
 import os, sys, warnings
 import torch, transformers, transformers.models.auto.configuration_auto
 
+warnings.simplefilter("ignore")  # Python 3.12 warns of a fork beside threads
 if not os.fork():  # where nothing else has been imported
+    warnings.simplefilter("error")
     before = set(sys.modules)
     import hf_posswap
     print(*sorted(set(sys.modules) - before), flush=True)
     os._exit(0)
 assert os.wait()[1] == 0
-warnings.simplefilter("ignore")
 
 import inspect
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
