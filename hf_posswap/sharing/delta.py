@@ -2,8 +2,8 @@
 
 If a swap leaves all other weights as they are, only the scheme and its parameters have to be shared. A delta is a folder with
 position_delta.json (format, scheme, lengths, and the base model's Hub id, revision and SHA-256) and
-position_delta.safetensors. It loads only onto the weights that it was made from. The hash covers all weights of the headless
-model but the pooler, so the base model may have any head.
+position_delta.safetensors. It loads only onto the weights that it was made from, under the config that they had: see `_READ`.
+The hash covers all weights of the headless model but the pooler, so the base model may have any head.
 """
 
 import hashlib
@@ -27,6 +27,11 @@ from hf_posswap.target import check_no_adapters, find_target
 
 FORMAT = 1
 ABOUT, WEIGHTS = "position_delta.json", "position_delta.safetensors"
+# Fields of a family's config with which the same weights compute something else, whatever the head.
+_READ = (
+    "num_hidden_layers", "hidden_act", "activation_function", "activation", "layer_norm_eps", "layer_norm_epsilon",
+    "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "scale_embedding", "token_dropout",
+)  # fmt: skip
 
 
 def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTrainedModel | None = None) -> None:
@@ -88,7 +93,8 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
         "model_type": architecture.model_type,
         "position_scheme": config_entry(scheme, trained, longest, span=state_of(target).span),
         "max_positions": longest,
-        "num_heads": target.config.num_attention_heads,  # the same weights with other heads are another model
+        "num_heads": target.config.num_attention_heads,
+        "config": {name: value for name in _READ if (value := getattr(target.config, name, None)) is not None},
         "base_model": {**known, "sha256": weights_hash(base)},
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -123,15 +129,18 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
         version, kind, longest = about["format"], about["model_type"], about["max_positions"]
         entry, digest = dict(about["position_scheme"]), about["base_model"]["sha256"]
         known = f"{about['base_model'].get('id')}, revision {about['base_model'].get('revision')}"
+        fields = {"num_attention_heads": about.get("num_heads"), **about.get("config", {})}  # before, deltas had neither
     except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{folder_or_id} cannot be read ({error!r}): the delta is broken, download it again") from None
     if version != FORMAT:
         raise CheckpointError(f"{folder_or_id} has delta format {version!r}, not {FORMAT}: pip install -U hf_posswap")
     if kind != architecture.model_type:
         raise CheckpointError(f"{folder_or_id} is for a {kind} model ({known}), not {architecture.model_type}: load that one")
-    heads = target.config.num_attention_heads
-    if weights_hash(target) != digest or about.get("num_heads", heads) != heads:
-        raise CheckpointError(f"{folder_or_id} was made from other weights or heads ({known}): load those, in the same dtype")
+    if weights_hash(target) != digest:
+        raise CheckpointError(f"{folder_or_id} was made from other weights ({known}): load those, in the same dtype")
+    for name, value in fields.items():
+        if value is not None and value != getattr(target.config, name, None):
+            raise CheckpointError(f"{folder_or_id} was made from a model ({known}) with {name}={value!r}: load it with that")
     try:
         near, asked = span_in(entry), None if longest == longest_input(target.config) else longest
         swap(base_model, scheme_in(entry), max_positions=asked, warm_start=False, **near._asdict() if near else {})
