@@ -169,10 +169,14 @@ def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
     if unread := among_ours(info["unexpected_keys"]):
         raise CheckpointError(f"{source} has position weights that its scheme does not read: {', '.join(unread)}. Get it again")
     for place, module in ours.items():
+        empty = module._non_persistent_buffers_set - getattr(module, "initial_values", dict)().keys()
+        if empty := empty | {name for name, value in vars(module).items() if isinstance(value, torch.Tensor) and value.is_meta}:
+            what = f"{type(module).__name__} makes {', '.join(sorted(empty))} in __init__, and no checkpoint holds that"
+            raise CheckpointError(f"{what}: compute it in forward, or register a persistent buffer")
         for one, value in module.named_parameters(recurse=False):
             if not value.is_meta and not torch.isfinite(value).all():
                 raise CheckpointError(f"{source}: {place}.{one} holds NaN or infinite numbers: get the checkpoint again")
-    kept = next(getattr(one, DIGEST) for one in ours.values() if DIGEST in one._buffers)
+    kept = next(value for name, value in model.named_buffers() if name.endswith(DIGEST))  # PEFT may wrap the module around it
     if not is_edited(model.config) and not kept.is_meta and not torch.equal(kept.cpu(), model._digest()):
         raise CheckpointError(
             f"{source}: position_scheme in config.json is not the one that these weights were saved with. Get the file again, "
