@@ -1,16 +1,20 @@
 """What families and schemes may leave to the seams: positions that are counted another way, and biases on scores."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from conftest import refused
 from torch.testing import assert_close
-from transformers import DynamicCache, RobertaConfig, RobertaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, RobertaConfig, RobertaForCausalLM
 
 import hf_posswap as posswap
 from hf_posswap import architectures, attention
 from hf_posswap.attention import CACHE, PositionedAttention, add_bias, read_positions, to_digits, write_positions
 from hf_posswap.functional import distance_attention
 from hf_posswap.functional.distance_attention import attend_by_distance
+from hf_posswap.sharing import export
 
 PAD = 3  # the padding token, so that position 0 is row 4 of the table
 
@@ -96,11 +100,9 @@ def test_every_family_is_named_on_import():
 
 
 def test_a_bias_needs_something_to_be_added_to():
-    """An implementation that cannot add a bias is an error; flex attention's block mask is passed on as it is."""
+    """An implementation that cannot add a bias is an error."""
     with pytest.raises(posswap.PosswapError, match="a bias on scores, which .* 'flash_attention_2' cannot add"):
         add_bias(None, torch.zeros(1, 1, 2, 2), None, "flash_attention_2")
-    block = create_block_mask(lambda b, h, q, k: q >= k, None, None, 4, 4, device="cpu")
-    assert add_bias(block, torch.zeros(1, 1, 4, 4), None, "flex_attention") is block
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
@@ -156,3 +158,38 @@ def test_positions_in_keys_are_exact(dtype):
     positions = torch.tensor([[0, 255, 256, 65_535, 1_234_567, 16_777_215]])
     keys = write_positions(torch.randn(2, 3, 6, 8).to(dtype), to_digits(positions))
     assert keys.shape == (2, 3, 6, 11) and torch.equal(read_positions(keys), positions.expand(2, -1))
+
+
+class Forgetful(attention.AttentionPositions):
+    """A module with tensors that no file holds, in either way."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rates", torch.ones(2), persistent=False)
+        self.steps = torch.ones(2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(posswap.Scheme):
+    """A scheme that is not of the package."""
+
+    name: ClassVar[str] = "mine"
+
+    def attention_module(self, geometry):
+        return Forgetful()
+
+
+def test_what_is_the_users_own(make_model, tmp_path, monkeypatch):
+    """Tensors that are empty in a loaded model are named, where they gave a wrong model; a card says what is to be imported,
+    and no way to load that knows nothing of it; an export knows no heads of another family.
+    """
+    monkeypatch.setitem(posswap.SCHEMES, "mine", Mine)
+    posswap.swap(make_model("gpt2"), "mine").save_pretrained(tmp_path)
+    says = "Forgetful makes rates, steps in __init__, and no checkpoint holds that"
+    refused(says, AutoModelForCausalLM.from_pretrained, tmp_path, error=posswap.CheckpointError)
+    monkeypatch.setattr(architectures.GPT2, "__module__", "mine")
+    text = posswap.write_card(tmp_path, base_model="local:tiny").read_text()
+    assert "# and here the module that registers its scheme and its family\n" in text and "trust_remote_code" not in text
+    monkeypatch.setattr(export, "_CONVERT", {})
+    says = "has no native counterpart: share the swapped model as it is"
+    refused(says, posswap.export_native, posswap.swap(make_model("bert"), "rotary"))

@@ -14,6 +14,7 @@ import jinja2
 import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardData, eval_result_entries_to_yaml
 
+from hf_posswap.architectures import find_family
 from hf_posswap.assets import EMBEDDED_MODELS
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.experiments.comparison import background, markdown, row_label
@@ -145,7 +146,7 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
         shown, entries = _comparison(number, comparison, model, scheme, pictures)
         comparisons.append(shown)
         index += entries
-    base = model["base_model"]
+    base, parts = model["base_model"], {"scheme": type(scheme), "family": type(find_family(model["family"]))}
     template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False).from_string(_TEMPLATE.read_text())
     text = template.render(
         title=name.rpartition("/")[2],
@@ -159,6 +160,7 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
         library="sentence_transformers" if pipeline else "transformers",
         tokenizer=model["tokenizer"] and not pipeline,
         exportable=_exportable(model, scheme),
+        own=[name for name, part in parts.items() if not part.__module__.startswith("hf_posswap.")],
         fit=fit,
         part=_PARTS[_part(fit)] if fit else "",
         tokens=_measured(fit) if fit else 0,

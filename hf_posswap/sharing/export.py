@@ -114,7 +114,7 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
         raise UnsupportedModelError(f"no class of transformers has {scheme.name} positions in its attention: {share}")
     elif (convert := _CONVERT.get(stock)) is None:
         heads = [kind.__name__ for kind in _CONVERT if issubclass(kind.config_class, model.architecture.config_class)]
-        why = f"heads that have one are {', '.join(heads)}"
+        why = f"heads that have one are {', '.join(heads)}" if heads else share
         raise UnsupportedModelError(f"{stock.__name__} with rotary positions has no native counterpart: {why}")
     with evaluating(model):
         exported, left_out, holds_for = convert(model, stock, tokenizer)
