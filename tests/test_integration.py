@@ -8,7 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.testing import assert_close
 
 import hf_posswap as posswap
-from hf_posswap.contract.subject import padded, position_parameters
+from hf_posswap.contract.subject import move, padded, position_parameters
 from hf_posswap.measure.positions import position_table
 
 FAMILIES = ("bert", "gpt2")
@@ -105,13 +105,23 @@ def add_lora(model, family: str) -> PeftModel:
     return adapted.eval()
 
 
-def test_lora_on_the_table(make_model, tokens):
-    """RoBERTa's ids start at 2 and the table of a swap at 0: an adapter on it would add other rows than a merge does."""
+def test_lora_on_the_table(make_model, tokens, tmp_path):
+    """RoBERTa's ids start at 2 and the table of a swap at 0: an adapter on it would add other rows than a merge does. Positions
+    that PEFT trains as a whole are loaded by the Auto classes, too.
+    """
     options = LoraConfig(target_modules=["position_embeddings"], init_lora_weights=False)
     adapted = get_peft_model(posswap.swap(make_model("bert"), "learned"), options).eval()
     expected = adapted(tokens).logits
     assert_close(adapted.merge_and_unload()(tokens).logits, expected, rtol=1e-3, atol=1e-3)
     refused("adapt other modules", get_peft_model(posswap.swap(make_model("roberta"), "learned"), options), tokens)
+    posswap.swap(make_model("gpt2"), "rotary").save_pretrained(tmp_path / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    options = LoraConfig(target_modules=["c_attn"], modules_to_save=["wpe"], task_type="CAUSAL_LM", fan_in_fan_out=True)
+    adapted = get_peft_model(model, options).eval()
+    move([parameter for name, parameter in adapted.named_parameters() if "wpe.modules_to_save" in name], 0.3)
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter", attn_implementation="eager").eval()
+    assert torch.equal(loaded(tokens).logits, adapted(tokens).logits)
 
 
 @pytest.mark.parametrize(("family", "scheme", "swap_first"), [(*pair, i % 3 > 0) for i, pair in enumerate(PAIRS[:5])])
@@ -146,14 +156,17 @@ def test_lora_warns_that_no_basis_is_balanced(make_model):
         posswap.swap(adapted, "rotary")
 
 
-def train(model, tokenizer, folder, *, masked: bool):
-    """Two steps of the Trainer, which move every position parameter, with evaluation, and the folder saved by it."""
+@pytest.mark.parametrize(("family", "scheme"), [(FAMILIES[turn % 2], scheme) for turn, scheme in enumerate(SCHEMES)])
+def test_trainer_and_pipelines(make_swapped, bert_tokenizer, gpt2_tokenizer, family, scheme, tmp_path):
+    """Two steps of the Trainer move every position parameter; a pipeline on the folder it saved fills a mask, or continues."""
+    masked = family == "bert"
+    model, tokenizer = make_swapped(family, scheme), bert_tokenizer if masked else gpt2_tokenizer
     texts = ["the cat sat on the mat", "a dog ran under the log and it was happy", "then the cat was sad"] * 4
     data = [{"input_ids": tokenizer(text)["input_ids"]} for text in texts]
     quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
     trainer = transformers.Trainer(
         model,
-        transformers.TrainingArguments(folder, learning_rate=1e-3, max_steps=2, per_device_train_batch_size=4, **quiet),
+        transformers.TrainingArguments(tmp_path, learning_rate=1e-3, max_steps=2, per_device_train_batch_size=4, **quiet),
         train_dataset=data,
         eval_dataset=data,
         data_collator=transformers.DataCollatorForLanguageModeling(tokenizer, mlm=masked, mlm_probability=0.3),
@@ -163,32 +176,19 @@ def train(model, tokenizer, folder, *, masked: bool):
     trainer.train()
     assert not any(torch.equal(*pair) for pair in before)
     assert torch.tensor(trainer.evaluate()["eval_loss"]).isfinite()
-    trainer.save_model(folder)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES[::2])
-def test_trainer_and_fill_mask(make_swapped, bert_tokenizer, scheme, tmp_path):
-    """The Trainer trains every position parameter of a BERT; a pipeline on the folder it saved fills a mask."""
-    model = make_swapped("bert", scheme)
-    train(model, bert_tokenizer, tmp_path, masked=True)
-    fill = transformers.pipeline("fill-mask", model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
-    assert fill.model.base_model.position_scheme == model.base_model.position_scheme
-    expected = model.eval()(**bert_tokenizer("the cat [MASK] on the mat", return_tensors="pt")).logits[0, 3].softmax(-1)
-    for answer in fill("the cat [MASK] on the mat"):
-        assert answer["score"] == pytest.approx(expected[answer["token"]].item(), rel=1e-4)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES[1::2])
-def test_trainer_and_text_generation(make_swapped, gpt2_tokenizer, scheme, tmp_path):
-    """The Trainer trains every position parameter of a GPT-2; a pipeline on the folder it saved continues a text."""
-    model = make_swapped("gpt2", scheme)
-    train(model, gpt2_tokenizer, tmp_path, masked=False)
-    write = transformers.pipeline("text-generation", model=str(tmp_path), tokenizer=str(tmp_path), device="cpu")
-    assert write.model.base_model.position_scheme == model.base_model.position_scheme
+    trainer.save_model(tmp_path)
+    task, folder = "fill-mask" if masked else "text-generation", str(tmp_path)
+    pipeline = transformers.pipeline(task, model=folder, tokenizer=folder, device="cpu")
+    assert pipeline.model.base_model.position_scheme == model.base_model.position_scheme
+    if masked:
+        expected = model.eval()(**tokenizer("the cat [MASK] on the mat", return_tensors="pt")).logits[0, 3].softmax(-1)
+        for answer in pipeline("the cat [MASK] on the mat"):
+            assert answer["score"] == pytest.approx(expected[answer["token"]].item(), rel=1e-4)
+        return
     options = {"max_new_tokens": 5, "do_sample": False}
-    expected = model.eval().generate(**gpt2_tokenizer("the cat", return_tensors="pt"), **options)
-    written = write("the cat", return_full_text=False, **options)[0]["generated_text"]
-    assert written == gpt2_tokenizer.decode(expected[0, -5:], skip_special_tokens=True)
+    expected = model.eval().generate(**tokenizer("the cat", return_tensors="pt"), **options)
+    written = pipeline("the cat", return_full_text=False, **options)[0]["generated_text"]
+    assert written == tokenizer.decode(expected[0, -5:], skip_special_tokens=True)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch|transformers", "ignore:flex_attention called without")
