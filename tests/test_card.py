@@ -141,7 +141,6 @@ def test_whose_weights(swapped, tmp_path):
     ("place", "says"),
     [
         ("retrieval", "nothing was trained, on data/gutenberg. Fits read up to 65,536 tokens, 40 or 200 steps a layer."),
-        ("long_embedder/2048", "nothing was trained"),
         ("read_on/tuned", "each run had 500 steps of 4,096 tokens, peak learning rate 0.0006"),
     ],
 )

@@ -12,11 +12,9 @@ from torch import nn
 from transformers import BertForMaskedLM, BertForSequenceClassification, BertModel
 
 import hf_posswap as posswap
-from hf_posswap import pipelines
 from hf_posswap.fitting import choosing
 from hf_posswap.pipelines import kind_of, limit
 from hf_posswap.sharing.hub import check_files
-from hf_posswap.sharing.record import SCHEMA
 
 library = pytest.importorskip("sentence_transformers")
 
@@ -235,9 +233,3 @@ def test_kinds_of_folders(tmp_path):
     for about, kind in (({"sentence_transformers": {"version": "4.1.0"}}, "CrossEncoder"), ({}, None)):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert", **about}))
         assert kind_of(tmp_path) == kind
-
-
-def test_every_kind_of_pipeline_has_a_place():
-    """The schema of results names every class of sentence-transformers that a swap takes."""
-    schema = json.loads(SCHEMA.read_text())
-    assert set(schema["properties"]["model"]["properties"]["pipeline"]["enum"]) == {*pipelines.KINDS, None}

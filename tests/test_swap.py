@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import KINDS, changes, refused, snapshot
+from conftest import changes, refused, snapshot
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -104,38 +104,6 @@ def test_other_changes_of_the_config_stay(make_model, family, tokens, tmp_path):
     assert (model.config.vocab_size, model.config._attn_implementation) == (120, "sdpa")
     assert model.get_input_embeddings().num_embeddings == 120
     assert model.config.max_position_embeddings == 32 and not hasattr(model.config, "position_scheme")
-
-
-@pytest.mark.only(cases=KINDS)
-def test_a_second_swap_starts_from_the_original(make_model, family, case, tokens):
-    """A chain of swaps ends where its last swap alone would have gone."""
-    chained, alone = make_model(family), make_model(family)
-    for scheme in ("rotary", "relative:clip=4", case.scheme):
-        posswap.swap(chained, scheme, max_positions=case.max_positions)
-        if scheme != case.scheme:
-            posswap.swap(chained, scheme)
-    posswap.swap(alone, case.scheme, max_positions=case.max_positions)
-    assert torch.equal(chained(tokens).logits, alone(tokens).logits)
-    assert chained.config.to_dict() == alone.config.to_dict()
-
-
-@pytest.mark.only(cases=KINDS)
-def test_models_do_not_influence_each_other(make_model, family, case, tokens):
-    """Models that share their config object and class stay as they are while one of them is swapped and restored."""
-    model = make_model(family)
-    other = type(model)(model.config).eval()
-    expected, before = other(tokens).logits, snapshot(other)
-    posswap.swap(model, case.scheme, max_positions=case.max_positions)
-    assert other.config is not model.config
-    model.set_attn_implementation("sdpa")
-    assert torch.equal(other(tokens).logits, expected)
-    swapped = model(tokens).logits
-    posswap.swap(other, "rotary:theta=77")
-    assert torch.equal(model(tokens).logits, swapped)
-    posswap.restore(model)
-    assert model.config is not other.config
-    posswap.restore(other)
-    assert not changes(other, before)
 
 
 def test_swap_leaves_other_weights_alone(make_model, family, case):
