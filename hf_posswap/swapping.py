@@ -119,9 +119,15 @@ def swap(
     set_card(model, None)  # the old one, with its figures, is about other weights
     if asked is not None:
         set_limits(model, asked, asked)
-    # This path holds the original: an adapter saved with it as its base would load onto the original.
-    target.name_or_path = ""
+    _set_name(target, "")  # the path holds the original: an adapter saved with it as its base would load onto that
     return model
+
+
+def _set_name(target: PreTrainedModel, name: str) -> None:
+    """Set where a model was loaded from, also for adapters around it, which save that as their base."""
+    target.name_or_path = name
+    for adapter in (getattr(target, "peft_config", None) or {}).values():
+        adapter.base_model_name_or_path = name or None
 
 
 def _install(target, architecture: Architecture, scheme: Scheme, geometry, span: Span | None, warm_start: bool, orders):
@@ -194,7 +200,7 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
     if not keep_training:
         _check_mixture(target, architecture, undo)
     _revert(target, architecture, undo)
-    target.name_or_path = undo.name_or_path
+    _set_name(target, undo.name_or_path)
     set_limits(model, *undo.limits)
     if undo.card is not None:
         set_card(model, undo.card)

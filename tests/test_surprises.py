@@ -311,6 +311,17 @@ def test_an_adapter_of_a_swapped_model_on_a_plain_one(make_model, tokens, tmp_pa
     assert torch.equal(right(tokens).logits, adapted(tokens).logits)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_an_adapter_of_before_the_swap(make_model, tmp_path):
+    """What it saves names the plain model no more, onto which PEFT's own loader would put it; restored, it does again."""
+    make_model("gpt2").save_pretrained(tmp_path)
+    options = LoraConfig(target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path), options)
+    for change, name in ((lambda one: posswap.swap(one, "rotary"), None), (posswap.restore, str(tmp_path))):
+        change(adapted).save_pretrained(tmp_path / "adapter")
+        assert LoraConfig.from_pretrained(tmp_path / "adapter").base_model_name_or_path == name
+
+
 @pytest.mark.parametrize(
     ("family", "scheme", "span"), [("gpt2", "relative:clip=4", None), ("gpt2", "none", 8), ("roberta-decoder", "rotary", None)]
 )
