@@ -149,6 +149,8 @@ def register_architecture(architecture: Architecture) -> Architecture:
             swapped = _swapped_class(model_class, config_class, architecture)
             auto_class.register(config_class, swapped)
             config_class.loaded_by[auto_class.__name__] = swapped.__name__
+            # Trainer shifts labels that it smooths, and pipelines warn, by classes' names, under whatever key
+            mapping._model_mapping[f"{config_class.model_type} {swapped.__name__}"] = swapped.__name__
     if architecture.config_class in TOKENIZER_MAPPING:
         tokenizer = TOKENIZER_MAPPING[architecture.config_class]
         tokenizer = [kind for kind in (tokenizer if isinstance(tokenizer, tuple) else (tokenizer,)) if kind is not None]

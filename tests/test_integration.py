@@ -191,6 +191,15 @@ def test_trainer_and_pipelines(make_swapped, bert_tokenizer, gpt2_tokenizer, fam
     assert written == tokenizer.decode(expected[0, -5:], skip_special_tokens=True)
 
 
+def test_smoothed_labels_are_shifted(make_model, tokens, tmp_path):
+    """The Trainer knows a causal model by its class's name: a swapped one learned to write the token that it reads."""
+    options = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "label_smoothing_factor": 0.1}
+    arguments, data = transformers.TrainingArguments(tmp_path, **options), [{"input_ids": row, "labels": row} for row in tokens]
+    models = make_model("gpt2"), posswap.swap(make_model("gpt2"), "learned")
+    one, other = (transformers.Trainer(model, arguments, eval_dataset=data).evaluate()["eval_loss"] for model in models)
+    assert one == pytest.approx(other)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch|transformers", "ignore:flex_attention called without")
 @pytest.mark.parametrize("scheme", ["rotary:fraction=0.5", "alibi"])
 def test_flex_attention(make_swapped, scheme, tokens):
