@@ -119,9 +119,6 @@ def register_architecture(architecture: Architecture) -> Architecture:
     """
     if not isinstance(architecture, Architecture):
         raise PosswapError(f"{architecture!r} must be an instance of a subclass of Architecture")
-    for name in ("model_type", "config_class", "base_class", "attention_class"):
-        if not hasattr(architecture, name):
-            raise PosswapError(f"{type(architecture).__name__} does not say its {name}: see help(posswap.Architecture)")
     known, kind = ARCHITECTURES.get(architecture.model_type), architecture.config_class.model_type
     if architecture.model_type != kind:  # the classes made here would take the names of that family's
         raise PosswapError(f"model_type is {architecture.model_type!r}, config_class is of {kind!r}: set both to one family's")

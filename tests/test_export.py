@@ -231,8 +231,6 @@ ROTARY, YARN = posswap.Rotary(mark_first=False), {"rope_type": "yarn", "factor":
         ("gpt2", posswap.Rotary(), {}, "GPT-NeoX has no place, since"),
         ("gpt2", None, {}, "has not been swapped"),
         ("roberta", posswap.Rotary(fraction=0.5), {}, "rotates all dimensions of a head, not 8 of 16"),
-        ("roberta-decoder", ROTARY, {}, "no native counterpart: heads that have one are RobertaModel"),
-        ("roberta", posswap.Rotary(), {}, "pass the tokenizer"),
         ("esm", ROTARY, {"token_dropout": True, "mask_token_id": 4}, "has no place in ESM, which rescales its words"),
         ("esm", posswap.Rotary(scaling=YARN, mark_first=False), {}, "yarn scaling does not fit"),
         ("opt", ROTARY, {}, "this OPT is post-norm or projects its words"),

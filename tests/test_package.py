@@ -178,8 +178,6 @@ def test_registering_twice():
     Other.model_type = "ernie"  # and still BERT's config: it would take the names of BERT's swapped classes
     refused("model_type is 'ernie', config_class is of 'bert'", hf_posswap.register_architecture, Other())
     assert "ernie" not in hf_posswap.ARCHITECTURES
-    bare = type("Bare", (hf_posswap.Architecture,), dict.fromkeys(hf_posswap.Architecture.__abstractmethods__, print))
-    refused("Bare does not say its model_type", hf_posswap.register_architecture, bare())
     assert hf_posswap.register_architecture(hf_posswap.ARCHITECTURES["gpt2"]) is hf_posswap.ARCHITECTURES["gpt2"]
 
 

@@ -161,8 +161,6 @@ def test_positions_in_keys_are_exact(dtype):
 
 
 class Forgetful(attention.AttentionPositions):
-    """A module with tensors that no file holds, in either way."""
-
     def __init__(self):
         super().__init__()
         self.register_buffer("rates", torch.ones(2), persistent=False)
@@ -171,8 +169,6 @@ class Forgetful(attention.AttentionPositions):
 
 @dataclass(frozen=True, kw_only=True)
 class Mine(posswap.Scheme):
-    """A scheme that is not of the package."""
-
     name: ClassVar[str] = "mine"
 
     def attention_module(self, geometry):
