@@ -212,7 +212,7 @@ def test_the_data_of_the_results_has_a_source(tmp_path, capsys):
             file: digest
             for option, files in run.get("inputs", {}).items()
             for file, digest in files.items()
-            if option not in ("model", "schemes_from") and not file.endswith(".md")  # a note beside a folder's texts
+            if option not in ("model", "schemes_from", "head") and not file.endswith(".md")  # a note beside texts
         }
         for path in (ROOT / "recipes" / "results").rglob("comparison.json")
         for run in json.loads(path.read_text())["runs"]
