@@ -115,9 +115,13 @@ def provenance(program: str = "hf-posswap") -> dict:
     }
 
 
-def weight_hashes(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each weight file of a saved model: a result names the weights it was measured on."""
-    return {path.name: _sha256(path) for path in sorted(folder.glob("*.safetensors"))}
+def weight_hashes(folder: Path, *, modules: bool = False) -> dict[str, str]:
+    """Return the SHA-256 of each weight file of a saved model: a result names the weights it was measured on.
+
+    With `modules` also those of a pipeline's further modules, such as 2_Dense.
+    """
+    paths = [*folder.glob("*.safetensors"), *(folder.glob("[0-9]*_*/*.safetensors") if modules else ())]
+    return {path.relative_to(folder).as_posix(): _sha256(path) for path in sorted(paths)}
 
 
 def input_hashes(options: dict, output: Path | None = None) -> dict[str, dict[str, str]]:

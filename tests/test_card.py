@@ -122,6 +122,10 @@ def test_whose_weights(swapped, tmp_path):
     text = (kept := swapped / ".eval_results" / "hf_posswap.yaml").read_text()
     assert "id: org/bench" in text and "value: 0.51" in text and "seed 1" in text
     assert posswap.write_card(swapped) == card and kept.read_text() == text  # as `push` does, which is not told again
+    (dense := swapped / "2_Dense" / "model.safetensors").parent.mkdir()
+    dense.touch()
+    refused("the results have 0 runs that measured", posswap.write_card, swapped, **asked)  # a further module has changed
+    dense.unlink()
     rewrite(tmp_path / "runs/rotary-0/result.json", lambda run: run.update(weights=weight_hashes(swapped)))
     refused("the results have 2 runs that measured", posswap.write_card, swapped, **asked)  # whose figure would it be?
     _run(tmp_path / "other/original", seed=0)
@@ -329,8 +333,7 @@ def test_markup_in_reports(make_model, tmp_path):
     """What lies next to the weights is checked as results are: an export's certificate, the base in a config."""
     model = posswap.swap(make_model("bert"), "rotary:mark_first=false")
     posswap.export_native(model).save_pretrained(tmp_path / "native")
-    parity = tmp_path / "native" / "parity.json"
-    found = json.loads(parity.read_text())
+    found = json.loads((parity := tmp_path / "native" / "parity.json").read_text())
     for place, value in (("source", "<img src=x>"), ("random", {"<b>": 1.0})):
         parity.write_text(json.dumps(found | {"certificate": found["certificate"] | {place: value}}))
         refused("markup|does not match", posswap.write_card, tmp_path / "native", base_model=BASE)
@@ -388,12 +391,9 @@ def test_leaderboard(swapped, fitted, results, program):
     refused("given twice", posswap.leaderboard, [swapped, swapped])
     refused("no run has the option 'max_stepz'", posswap.leaderboard, [swapped], vary=["max_stepz"])
     refused("no run has the figure 'f2'", posswap.leaderboard, swapped, figures=["f2"])
-    rewrite(
-        folder / RESULTS_FILE, lambda found: [run["config"].update(max_steps=101) for run in found["comparisons"][0]["runs"]]
-    )
+    rewrite(folder / RESULTS_FILE, lambda r: [run["config"].update(max_steps=101) for run in r["comparisons"][0]["runs"]])
     refused("unequal budgets: max_steps is", posswap.leaderboard, [swapped, folder])
     assert "max_steps 101" in posswap.leaderboard([swapped, folder], vary=["max_steps"])
-
     for change, says in (({"more": 1}, "'more' was unexpected"), ({"format": 2}, "upgrade with")):
         rewrite(folder / RESULTS_FILE, lambda found, change=change: found.update(change))
         refused(says, posswap.leaderboard, [folder])

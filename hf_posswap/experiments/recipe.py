@@ -92,7 +92,7 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
             spec = sys.modules["__main__"].__spec__  # set if a module was started with -m
             run_by = f"python -m {spec.name}" if spec else f"python {without_home(sys.argv[0])}"
             asked = {"question": config.QUESTION, "meaning": config.FIGURES} if config.QUESTION else {}
-            kept = {"weights": weight_hashes(output / "model")} if keep else {}
+            kept = {"weights": weight_hashes(output / "model", modules=True)} if keep else {}
             about = {"format": FORMAT, "recipe": program, **asked, **provenance(run_by), "config": asdict(config)}
             if PartialState().device.type == "cpu":  # also where there is a GPU that was not to be used
                 about["hardware"]["accelerator"] = None

@@ -49,7 +49,7 @@ def gather(folder: Path, results: str | Path | Sequence[str | Path] | None = Non
     """
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}: save the model there first")
-    weights = weight_hashes(folder)
+    weights = weight_hashes(folder, modules=True)
     if not weights:
         raise CheckpointError(f"{folder} has no weights (.safetensors): save the model there first")
     kind, entry, about = _read_model(folder)
