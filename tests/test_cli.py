@@ -65,6 +65,7 @@ def test_swap_then_describe(folder, tmp_path, program):
         (("--scheme", "rotary", "--reconstruct", "0"), "--reconstruct is about a fit"),
         (("--scheme", "rotary", "--first", "9"), "first=9 is about a span, of which there is none: give span, too"),
         (("--scheme", "rotary", "--fit", "auto", "--reconstruct", "-1"), "greater than or equal to 0"),
+        (("--scheme", "rotary", "--window", "16"), "--window is about a fit"),
         (("--scheme", "rotary", "--text-column", "text"), "--text-column is about a fit"),
         (("--scheme", "rotary", "--fit", "auto", "--text-column", "text"), "--fit auto reads none"),
     ],
@@ -97,8 +98,10 @@ def test_a_fit_leaves_its_report(folder, tmp_path, watch, program):
     assert code == 0 and "the card names no licence" in out
     assert f"| {kept['report']['after']['total']:.4f} |" in (output / "README.md").read_text()
     with patch.object(commands_swap.typer, "echo", side_effect=OSError("nobody reads")):
-        code, _, err = program("swap", folder, *options, "--output", tmp_path / "unread")
-    assert code == 2 and "nobody reads" in err and weight_hashes(tmp_path / "unread") == kept["weights"]
+        code, _, err = program("swap", folder, *options, "--window", 16, "--output", tmp_path / "unread")
+    assert code == 2 and "nobody reads" in err and draws[-1].kwargs["window"] == 16
+    report = json.loads((tmp_path / "unread" / "posswap_fit.json").read_text())["report"]
+    assert (kept["report"]["window"], report["window"]) == (32, 16)
 
 
 def test_export(folder, tmp_path, program):

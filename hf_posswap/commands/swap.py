@@ -44,6 +44,9 @@ def swap_command(
     reconstruct: Annotated[
         int | None, typer.Option(min=0, help="Steps per layer, more win more; 0: only the closed form. Default: 100.")
     ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens the original reads at once in a fit. Default: its longest.")
+    ] = None,
     text_column: Annotated[str | None, typer.Option(help="The column of a table with the text. Default: text.")] = None,
     trust_remote_code: Trust = False,
 ):
@@ -52,7 +55,7 @@ def swap_command(
     It takes BERT, GPT-2 and their kin with learned positions, with any head of transformers, in full precision, and pipelines
     of sentence-transformers around them. It does not take quantized models, nor other families: the error names those it takes.
     """
-    given = {"--fit-tokens": fit_tokens, "--reconstruct": reconstruct, "--text-column": text_column}
+    given = {"--fit-tokens": fit_tokens, "--reconstruct": reconstruct, "--window": window, "--text-column": text_column}
     if fit is None and (idle := [name for name, value in given.items() if value is not None]):
         raise PosswapError(f"{idle[0]} is about a fit: pass --fit FILE or --fit auto, too")
     if fit == "auto" and text_column is not None:
@@ -65,19 +68,20 @@ def swap_command(
         tokenizer = open_tokenizer(model, trust_remote_code=trust_remote_code)
         batches, words = None, None
         if fit is not None:
-            longest = max_positions or longest_input(loaded.config)
-            batches, words = _calibration(fit, text_column or "text", loaded, tokenizer, fit_tokens or 65_536, longest)
+            lengths = {"longest": max_positions or longest_input(loaded.config), "window": window}
+            batches, words = _calibration(fit, text_column or "text", loaded, tokenizer, fit_tokens or 65_536, **lengths)
         bar = sys.stderr.isatty()
         if batches is not None and chosen.open_options():
             say(f"choosing {', '.join(chosen.open_options())} of {chosen.name} by short fits")
-            chosen = choose(loaded, chosen, batches, **options, progress=bar)
+            chosen = choose(loaded, chosen, batches, **options, progress=bar, window=window)
         say(f"swapping to {chosen}")
         swap(whole, chosen, **options)
         report = None
         if batches is not None:
             steps = 100 if reconstruct is None else reconstruct
             say(f"fitting {loaded.config.num_hidden_layers} layers, {steps} steps each, on {words}: minutes on a CPU")
-            report = replace(fit_swapped(loaded, batches, reconstruct=steps, progress=bar), text=words)
+            report = fit_swapped(loaded, batches, reconstruct=steps, progress=bar, window=window)
+            report = replace(report, text=words)
         say(f"saving to {output}")
         whole.save_pretrained(str(folder))
         if report is not None:
@@ -93,7 +97,9 @@ def swap_command(
     typer.echo(f"saved to {output}: import hf_posswap, then {loading(whole, output)}")
 
 
-def _calibration(source: str, column: str, model: PreTrainedModel, tokenizer, tokens: int, longest: int) -> tuple[list, str]:
+def _calibration(
+    source: str, column: str, model: PreTrainedModel, tokenizer, tokens: int, longest: int, window: int | None
+) -> tuple[list, str]:
     """Return token batches of the text to fit on, and the name of that text for the report."""
     causal = family_of(model.config).is_causal(model.config)
     if source == "auto" and causal and model.get_output_embeddings() is not None:
@@ -105,6 +111,5 @@ def _calibration(source: str, column: str, model: PreTrainedModel, tokenizer, to
         documents, words = ["\n".join(stdlib_prose("train"))], "prose from the Python standard library"
     else:
         documents, words = read_documents(source, text_column=column), Path(source).name
-    reads = longest_input(model.config)  # the original reads longer text through a window
-    batches = text_batches(documents, tokenizer, longest, tokens=tokens, causal=causal, window=reads)
-    return batches, words
+    window = window or longest_input(model.config)  # the original reads longer text through it
+    return text_batches(documents, tokenizer, longest, tokens=tokens, causal=causal, window=window), words
