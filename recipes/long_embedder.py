@@ -44,6 +44,7 @@ with extra():
         CachedMultipleNegativesRankingLoss,
         MultipleNegativesRankingLoss,
     )
+    from sentence_transformers.util import mine_hard_negatives
 
 EACH = 6  # passages drawn from each document in the evaluation
 TEMPERATURE = 0.05
@@ -62,7 +63,7 @@ class Config(EmbedderOptions):
         "sts": "Spearman's rho on pairs of sentences",
     }
     LEAST = {"tokens": 3, "passage": 1, "documents": 1}
-    LEAST |= dict.fromkeys(("max_steps", "cached", "checkpoint_every", "brake"), 0) | {"learning_rate": 1e-12}
+    LEAST |= dict.fromkeys(("max_steps", "hard", "cached", "checkpoint_every", "brake"), 0) | {"learning_rate": 1e-12}
 
     start: str = "fit"
     span: Annotated[int | None, "Attend only to keys at a distance below this; as many as --tokens: to all."] = 128
@@ -74,6 +75,7 @@ class Config(EmbedderOptions):
     batch_size: Annotated[int, "Pairs per step, over all processes."] = 12
     learning_rate: Annotated[float, "Peak rate, after warm-up over a tenth of the steps; then a cosine to 0."] = 5e-5
     brake: Annotated[float, "Weight of 1 - cosine of the passages' vectors with the original's."] = 1.0
+    hard: Annotated[int, "Further negatives of each pair: documents nearest to its passage by the model itself."] = 0
     cached: Annotated[int, "Pairs in memory at once, for large batches (GradCache); 0: all."] = 0
     bf16: Annotated[bool, "Tune with autocast to bfloat16."] = False
     checkpoint_every: Annotated[int, "Steps between checkpoints, for --resume; 0: none."] = 0
@@ -95,8 +97,9 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     if not others:
         raise DataError("every document to train on is one to measure on, too: give --validation-file other text")
     training, select = others[: -max(1, len(others) // 10)], others[-max(1, len(others) // 10) :]
-    if config.max_steps and len(training) < config.batch_size:
-        raise DataError(f"{len(training)} different documents do not fill a batch of {config.batch_size}: give more text")
+    count, wanted = min(len(training), config.max_steps * config.batch_size), config.batch_size * (1 + config.hard)
+    if config.max_steps and count < wanted:
+        raise DataError(f"{count} different documents do not fill a batch, which takes {wanted}: give more text, or more steps")
     asked = {
         name: (texts, draw_passages(texts, tokenizer, config.passage, EACH, seed=0))
         for name, texts in (("recall", spread(test, config.documents)), ("select", spread(select, config.documents // 3)))
@@ -141,22 +144,25 @@ class PairsWithBrake(nn.Module):
         self.pairs = kind(model, **options, **({"mini_batch_size": cached} if cached else {}))
 
     def forward(self, features, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a batch. Passages are read apart from documents, to whose length they would be padded."""
-        passages, documents = features
+        """Return the loss of passages, their documents, and hard negatives; these are read apart, and so not padded alike."""
         if self.cached:
-            loss, short = self.pairs([passages, documents], None), self.model(passages)["sentence_embedding"]
+            loss, short = self.pairs(features, None), self.model(features[0])["sentence_embedding"]
         else:
-            short, long = (self.model(part)["sentence_embedding"].float() for part in (passages, documents))
+            short, *long = (self.model(part)["sentence_embedding"].float() for part in features)
             with torch.autocast(short.device.type, enabled=False):
-                loss = self.pairs.compute_loss_from_embeddings([short, long], None)
+                loss = self.pairs.compute_loss_from_embeddings([short, *long], None)
         return loss + self.brake * (1 - functional.cosine_similarity(short, labels, dim=-1)).mean()
 
 
 def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: bool) -> None:
     """Tune an embedder on pairs, in place, with sentence-transformers' trainer."""
+    dataset = Dataset.from_dict(dict(zip(("anchor", "positive"), zip(*drawn, strict=True), strict=True)))
+    if config.hard:
+        announce("looking for hard negatives")
+        options = {"num_negatives": config.hard, "output_format": "n-tuple", "batch_size": 8, "verbose": False}
+        dataset = mine_hard_negatives(dataset, embedder, **options)
     announce("tuning")
-    passages, long = map(list, zip(*drawn, strict=True))
-    dataset = Dataset.from_dict({"anchor": passages, "positive": long, "label": original.encode(passages).tolist()})
+    dataset = dataset.add_column("label", original.encode(list(dataset["anchor"])).tolist())
     if getattr(unwrap(embedder), "pooler", None) is not None:  # it gets no gradient, and DDP waits for every gradient
         unwrap(embedder).pooler.requires_grad_(False)
     if config.batch_size % PartialState().num_processes:

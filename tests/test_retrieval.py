@@ -293,12 +293,26 @@ def test_no_document_twice_in_a_batch(long_embedder, watch, monkeypatch):
     assert len(batches) == 2 and all(len(set(map(tuple, batch))) == len(batch) == 4 for batch in batches)
 
 
+def test_hard_negatives(long_embedder, watch):
+    """Each pair has the documents nearest to its passage, but not its own, as further negatives, which raise the loss."""
+    run, module = long_embedder[0], sys.modules["long_embedder"]
+    steps, mined = watch(module.PairsWithBrake, "forward"), watch(module, "mine_hard_negatives")
+    for cached in (0, 2):
+        run(f"hard-{cached}", scheme="original", read="truncated", batch_size=2, hard=2, max_steps=12, cached=cached)
+        loss, (passages, documents, *negatives), labels = steps[-12].args
+        texts = [set(map(tuple, part["input_ids"].tolist())) for part in (documents, *negatives)]
+        assert len(set.union(*texts)) == 6 and mined[-1].args[1] is loss.model
+        losses = [loss([passages, documents, *negatives[:n]], labels) for n in range(3)]
+        assert losses[0] < losses[1] < losses[2]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"batch_size": 1}, "give 2 or more"),
         ({"chunk": 2}, "chunk=2 must be at least 3"),
-        ({"batch_size": 400}, "do not fill a batch of 400"),
+        ({"batch_size": 400}, "do not fill a batch, which takes 400"),
+        ({"hard": 2}, "8 different documents do not fill a batch, which takes 12"),
         ({"tokens": 15}, "too few for 2 passages of 12"),
         ({"learning_rate": -0.1}, "learning_rate=-0.1 must be"),
         ({"scheme": "rotary", "start": "swap", "max_positions": 48}, "max_positions=48 is less than the 64 tokens"),
