@@ -43,6 +43,16 @@ def config_entry(
     return entry if base_model is None else entry | {"base_model": base_model}
 
 
+def check_options(scheme: Scheme) -> None:
+    """Raise PosswapError for an option that config.json cannot hold."""
+    for option, value in scheme.to_dict().items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            what = f"{scheme.name}: config.json cannot hold {option}={value!r:.60}"
+            raise PosswapError(f"{what}: let the option be numbers and text, and make the rest from it in the module") from None
+
+
 def scheme_in(entry: dict[str, Any]) -> Scheme:
     """Return the scheme in such an entry; its other keys describe the model."""
     return scheme_from_dict({key: value for key, value in entry.items() if key not in ABOUT_THE_MODEL})

@@ -66,6 +66,7 @@ def swap(
         raise PosswapError(f"{what}, and a saved model of it would load as that one: give it a name of its own")
     target, architecture = find_target(model)
     if is_part(target):
+    scheme_entry.check_options(scheme)
         raise PosswapError("this is the inner part of a swapped model, whose config names the scheme: swap the whole model")
     check_not_in_composite(target)
     check_implementation(scheme, span, target.config._attn_implementation)

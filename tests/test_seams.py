@@ -1,7 +1,7 @@
 """What families and schemes may leave to the seams: positions that are counted another way, and biases on scores."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -170,16 +170,19 @@ class Forgetful(attention.AttentionPositions):
 @dataclass(frozen=True, kw_only=True)
 class Mine(posswap.Scheme):
     name: ClassVar[str] = "mine"
+    option: Any = None
 
     def attention_module(self, geometry):
         return Forgetful()
 
 
 def test_what_is_the_users_own(make_model, tmp_path, monkeypatch):
-    """Tensors that are empty in a loaded model are named, where they gave a wrong model; a card says what is to be imported,
+    """Options that no file holds, and tensors that are empty in a loaded model, are named; a card says what is to be imported,
     and no way to load that knows nothing of it; an export knows no heads of another family.
     """
     monkeypatch.setitem(posswap.SCHEMES, "mine", Mine)
+    for odd in (torch.ones(2), len, {1}, torch.float32):
+        refused("mine: config.json cannot hold option=.*: let the", posswap.swap, make_model("gpt2"), Mine(option=odd))
     posswap.swap(make_model("gpt2"), "mine").save_pretrained(tmp_path)
     says = "Forgetful makes rates, steps in __init__, and no checkpoint holds that"
     refused(says, AutoModelForCausalLM.from_pretrained, tmp_path, error=posswap.CheckpointError)
