@@ -165,6 +165,7 @@ CHANGES = {  # what is done to a BERT, and what the error then says
     "nan": (lambda m: nn.init.constant_(m.get_parameter(TABLE), float("nan")), "table holds NaN or infinite numbers"),
     "query": (lambda m: nn.init.constant_(m.get_parameter(QUERY), float("nan")), "not finite.*warm_start=False"),
     "flex": (lambda m: m.set_attn_implementation("flex_attention"), "'eager' or 'sdpa', the model is set to 'flex_attention'"),
+    "inside": (lambda m: posswap.swap(m.bert, "none"), "inside this BertForMaskedLM was swapped by itself.*: posswap.restore"),
 }
 
 
