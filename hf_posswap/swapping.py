@@ -226,8 +226,8 @@ def _check_mixture(target: PreTrainedModel, architecture: Architecture, undo: Un
         which = "positions and self-attention" if put_back else "positions, and queries and keys that the swap rewrote,"
         raise PosswapError(
             f"{len(changed)} weights changed since the swap (trained, or an adapter was merged; {changed[0]} is one), and "
-            f"only {which} can be put back: it would be a mixture. Load the original checkpoint, "
-            "which fit takes as original_model=; restore takes keep_training=True"
+            f"only {which} can be put back: it would be a mixture. Load the original checkpoint, which fit takes as "
+            "original_model=, or keep what was trained in it: posswap.restore(model, keep_training=True)"
         )
 
 
