@@ -1,8 +1,10 @@
 """Swap the positions of a model, restore the original, or get the original as a second model."""
 
 import copy
+import operator
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -64,9 +66,9 @@ def swap(
     if SCHEMES.get(scheme.name, type(scheme)) is not type(scheme):
         what = f"{type(scheme).__name__} is named {scheme.name!r} like {SCHEMES[scheme.name].__name__}"
         raise PosswapError(f"{what}, and a saved model of it would load as that one: give it a name of its own")
+    scheme_entry.check_options(scheme)
     target, architecture = find_target(model)
     if is_part(target):
-    scheme_entry.check_options(scheme)
         raise PosswapError("this is the inner part of a swapped model, whose config names the scheme: swap the whole model")
     check_not_in_composite(target)
     check_implementation(scheme, span, target.config._attn_implementation)
@@ -119,7 +121,7 @@ def swap(
         raise
     set_card(model, None)  # the old one, with its figures, is about other weights
     if asked is not None:
-        set_limits(model, asked, asked)
+        set_limits(model, max_positions, max_positions)
     _set_name(target, "")  # the path holds the original: an adapter saved with it as its base would load onto that
     return model
 
@@ -296,13 +298,20 @@ def is_unchanged(model: PreTrainedModel) -> bool:
     return undo is not None and undo.fingerprint == surgery.fingerprint(target, architecture)
 
 
+def _integer(given: Any) -> int:
+    """Return an integer of any type, such as NumPy's, as a plain one; for anything else -1, which is never allowed."""
+    with suppress(TypeError):
+        return -1 if isinstance(given, bool) else operator.index(given)
+    return -1
+
+
 def _check_max_positions(max_positions: int | None, start: Snapshot) -> int:
     if max_positions is None:
         return start.max_positions
-    if type(max_positions) is not int or not start.max_positions <= max_positions <= MOST_POSITIONS:
+    if not start.max_positions <= _integer(max_positions) <= MOST_POSITIONS:
         what = f"max_positions={max_positions!r} must be an integer from {start.max_positions:,}"
         raise PosswapError(f"{what}, what the model holds now, to {MOST_POSITIONS:,}")
-    return max_positions
+    return _integer(max_positions)
 
 
 def _check_span(span: int | None, first: int, max_positions: int) -> Span | None:
@@ -311,10 +320,10 @@ def _check_span(span: int | None, first: int, max_positions: int) -> Span | None
             raise PosswapError(f"first={first!r} is about a span, of which there is none: give span, too, or leave first out")
         return None
     for name, value, least in (("span", span, 1), ("first", first, 0)):
-        if type(value) is not int or not least <= value <= max_positions:
+        if not least <= _integer(value) <= max_positions:
             what = f"{name}={value!r} must be an integer from {least} to {max_positions:,}, the longest input"
             raise PosswapError(f"{what}: choose another, or a larger max_positions")
-    return Span(span, first)
+    return Span(_integer(span), _integer(first))
 
 
 def _rows(target: PreTrainedModel, architecture: Architecture) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from itertools import count
 from unittest.mock import Mock
 
+import numpy
 import pytest
 import torch
 from conftest import changes, refused, snapshot
@@ -96,7 +97,7 @@ def test_bad_scheme(make_model, scheme, message):
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_bad_max_positions(make_model, family):
-    """Fewer positions than the model holds, a number that is none, and a table that cannot grow are refused."""
+    """Fewer positions than the model holds, no number, a table that cannot grow are refused; a NumPy integer is one."""
     model = make_model(family)
     before = snapshot(model)
     for length in (0, -1, 16, 31, 64.0, "64", True, 16_777_217, 10**30):
@@ -105,6 +106,9 @@ def test_bad_max_positions(make_model, family):
     with pytest.raises(posswap.PosswapError, match=r"32 rows and cannot hold max_positions=33: pass extend='tile' or"):
         posswap.swap(model, "learned", max_positions=33)
     assert not changes(model, before)
+    posswap.swap(model, "rotary", max_positions=numpy.int64(64), span=numpy.int8(8), first=torch.tensor(2))
+    told = posswap.describe(model)
+    assert repr([told.max_positions, told.span]) == "[64, Span(span=8, first=2)]" and model.config.to_json_string()
 
 
 def test_odd_sizes(make_model):
@@ -161,11 +165,11 @@ CHANGES = {  # what is done to a BERT, and what the error then says
         "forward of BertSelfAttention",
     ),
     "table": (lambda m: setattr(m.bert.embeddings, "position_embeddings", nn.Identity()), "position_embeddings is Identity"),
+    "inside": (lambda m: posswap.swap(m.bert, "none"), "inside this BertForMaskedLM was swapped by itself.*: posswap.restore"),
     "meta": (lambda m: m.to("meta"), "meta device: load them first"),
     "nan": (lambda m: nn.init.constant_(m.get_parameter(TABLE), float("nan")), "table holds NaN or infinite numbers"),
     "query": (lambda m: nn.init.constant_(m.get_parameter(QUERY), float("nan")), "not finite.*warm_start=False"),
     "flex": (lambda m: m.set_attn_implementation("flex_attention"), "'eager' or 'sdpa', the model is set to 'flex_attention'"),
-    "inside": (lambda m: posswap.swap(m.bert, "none"), "inside this BertForMaskedLM was swapped by itself.*: posswap.restore"),
 }
 
 
