@@ -189,8 +189,11 @@ def write_json(path: Path, content: dict) -> None:
     try:
         aside.write_text(text + "\n")
         aside.replace(path)
+    except OSError as error:  # of a full disk, which names no file
+        error.filename = str(path)
+        raise
     finally:
-        aside.unlink(missing_ok=True)  # of a full disk, say
+        aside.unlink(missing_ok=True)
 
 
 def read_json(path: Path) -> dict:

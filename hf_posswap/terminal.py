@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable
 from itertools import groupby, pairwise
+from tempfile import gettempdir
 from typing import NoReturn
 
 import torch
@@ -89,6 +90,8 @@ def end(program: str, error: Exception) -> NoReturn:
         error, words = told, str(told)
     if "allocate memory" in words or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         words = "there is not enough memory for this: take fewer positions, shorter text or a smaller model"
+    elif "No space left" in words and not getattr(error, "filename", None):
+        words += f": free some, where the command writes (--output) or in {gettempdir()}, where a fit keeps states (TMPDIR)"
     # HTTPError: a connection to the Hub that breaks. SafetensorError: a disk that is full, a file that is cut off.
     elif not isinstance(error, (PosswapError, OSError, HTTPError, SafetensorError)):
         raise error

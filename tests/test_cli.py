@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from statistics import fmean
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import hf_posswap_cli
 import pytest
@@ -239,13 +239,16 @@ def test_a_terminal_without_unicode(monkeypatch):
     assert sys.stdout.buffer.getvalue().decode().strip() == "3.0 ? 0.1"
 
 
-def test_too_much_memory_is_one_line(program, monkeypatch):
-    """A picture of 10**8 positions is refused, and memory that runs out is no traceback."""
+def test_too_little_room_is_one_line(program, monkeypatch):
+    """A picture of 10**8 positions is refused, memory that runs out is no traceback, a full disk that names no file a hint."""
     code, out, err = program("plot", "table", "sinusoidal", "--positions", 10**8, "--output", "x.png")
     assert code == 2 and "100000" in err
     monkeypatch.setattr("hf_posswap.commands.describe.open_model", lambda *_, **__: bytearray(2**62))
     code, out, err = program("describe", "x")
     assert code == 2 and "not enough memory" in err
+    full = Mock(side_effect=SafetensorError("I/O error: No space left on device (os error 28)"))
+    monkeypatch.setattr("hf_posswap.commands.describe.open_model", full)
+    assert "(os error 28): free some, where the command writes (--output)" in program("describe", "x")[2]
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_a_full_disk(make_model, tmp_path):
     assert checkpoint_names(tmp_path) == ["step-00000001"]
     whole = trained(make_model("gpt2"), config)[1]
     assert trained(make_model("gpt2"), config, output=tmp_path, resume=True)[1].losses == whole.losses
-    with patch.object(Path, "replace", side_effect=OSError("no space left")), pytest.raises(OSError):
+    with patch.object(Path, "replace", side_effect=OSError(28, "No space")), pytest.raises(OSError, match="json/config.json"):
         write_json(tmp_path / "json" / "config.json", {})
     assert not list((tmp_path / "json").iterdir())
 
