@@ -32,14 +32,17 @@ def fit_quality(recipe, options, tmp_path):
     return lambda **changes: module.run(module.Config(**{**given, **changes}), tmp_path / "out", False)
 
 
-def test_figures(fit_quality):
+def test_figures(fit_quality, capsys):
     """The original is unhurt; seed, text, start and steps each matter; a fit says what it read and what each layer won."""
     original = fit_quality(scheme="original")
+    assert "swap" not in capsys.readouterr().err
     assert set(original["figures"]) == {"cosine_8", "cosine_32", "spearman"}
     assert original["figures"]["cosine_32"] == pytest.approx(1, abs=1e-5) and original["details"]["layers"] == []
     changes = [{}, {"seed": 1}, {"text": "shuffled"}, {"text": "random"}]
     changes += [{"start": "swap"}, {"start": "cold"}, {"fit_steps": 0}]
     found = [fit_quality(**change) for change in changes]
+    told = capsys.readouterr().err
+    assert [told.count(words) for words in ("start swap", "fitting\n", "=4\n", "without a warm start\n")] == [0, 5, 6, 1]
     assert len({one["figures"]["cosine_32"] for one in found}) == len(changes)
     assert all(one["figures"]["cosine_32"] < 1 for one in found)
     assert len(found[0]["details"]["layers"]) == 2 and found[0]["cost"]["tokens"] > 0 and "tokens" not in found[4]["cost"]

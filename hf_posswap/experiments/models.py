@@ -68,7 +68,7 @@ def load_model(
     `prepare(model, missing)` is called before the swap of a checkpoint, with the names of weights that it lacks: a recipe can
     train a new head there that all schemes start from.
     """
-    announce(f"loading {config.model}: {config.scheme}, start {config.start}, seed {config.seed}")
+    announce(f"loading {config.model}{' with random weights' * (config.start == 'scratch')}, seed {config.seed}")
     set_seed(config.seed)
     source, (family, _) = model_source(config.model), load_family(config.model, **options)
     if tokenizer is not None and family.pad_token_id is None:
@@ -104,6 +104,7 @@ def give_positions(model, config: SwapOptions, longest: int, fit_batches: Callab
     options = {"max_positions": longest, "warm_start": config.start in ("swap", "fit"), "span": config.span}
     if config.span is not None or config.first != type(config).first:  # a default of the recipe's own means nothing without
         options["first"] = config.first
+    announce(f"swapping to {config.scheme}{' without a warm start' * (not options['warm_start'])}")
     swap(model, config.scheme, **options)
     if config.start != "fit":
         return
