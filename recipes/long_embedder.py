@@ -26,7 +26,7 @@ from torch.nn import functional
 import hf_posswap as posswap
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.embedders import EmbedderOptions, load_embedder, sts, swap_embedder
+from hf_posswap.experiments.embedders import EmbedderOptions, load_embedder, longest_text, sts, swap_embedder
 from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost
 from hf_posswap.experiments.recipe import main
@@ -112,7 +112,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
             with new_folder(begun) as whole:  # --resume takes what is there
                 embedder.save_pretrained(str(whole))
     elif config.scheme == ORIGINAL:
-        read_as(embedder, config.read, config.chunk, config.tokens)
+        read_as(embedder, config.read, config.chunk, longest_text(config, config.tokens))
     if config.max_steps:
         tune(embedder, original, pairs(config, training, tokenizer), config, folder, resume)
     announce("measuring")

@@ -17,7 +17,7 @@ from typing import Annotated
 
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.embedders import EmbedderOptions, load_embedder, sts, swap_embedder
+from hf_posswap.experiments.embedders import EmbedderOptions, load_embedder, longest_text, sts, swap_embedder
 from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost
 from hf_posswap.experiments.recipe import main
@@ -65,7 +65,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         length = min(config.fit_length, longest)
         swap_embedder(embedder, config, texts, tokens=length, longest=longest)
     else:
-        read_as(embedder, config.read, reads, longest)
+        read_as(embedder, config.read, reads, longest_text(config, longest))
     text = documents(config, "validation", causal=False)
     figures = {}
     for length in config.lengths:

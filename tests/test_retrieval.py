@@ -73,7 +73,7 @@ def test_recipe(recipe, save, bert_tokenizer, beir, tmp_path):
     (tmp_path / "words.csv").write_text("sentence1,sentence2,label\na,b,high\n")
     refused("holds the text 'high': give numbers", module.Config, **given | {"sts": str(tmp_path / "words.csv")})
     refused("two data sets of --beir are named 'tiny-beir'", module.Config, **given | {"beir": (str(beir), "other/tiny-beir")})
-    for options in ({"scheme": "rotary", "span": 8}, {"scheme": "alibi"}, {"read": "chunks", "chunk": 16}):
+    for options in ({"scheme": "rotary", "span": 8}, {"scheme": "alibi"}, {"read": "chunks", "chunk": 16, "max_positions": 99}):
         found = module.run(module.Config(**given, **options), tmp_path, False)
         by_chunk = {"passkey_by_chunk_96", "needle_by_chunk_96"} if "read" in options else set()
         assert set(found["figures"]) == {"passkey_96", "needle_96", "beir_tiny-beir"} | by_chunk
@@ -82,7 +82,7 @@ def test_recipe(recipe, save, bert_tokenizer, beir, tmp_path):
         vectors = [embedder.encode(list(part.values()), convert_to_tensor=True) for part in (keys.corpus, keys.queries)]
         assert found["figures"]["passkey_96"] == pytest.approx(float(recall(*vectors, range(50)).float().mean()))
     pieces = [one["pieces"] for one in embedder.encode(list(keys.corpus.values()), output_value=None)]
-    assert {len(one) for one in pieces} == {7}  # of 96 tokens, 14 at most in each
+    assert {len(one) for one in pieces} == {7} and embedder.max_seq_length == 99  # of 96 tokens, 14 at most in each
     hits = recall(pieces, vectors[1], range(50)).float().tolist()
     assert found["items"]["passkey_by_chunk_96"] == hits != found["items"]["passkey_96"]
 
@@ -316,6 +316,7 @@ def test_hard_negatives(long_embedder, watch):
         ({"tokens": 15}, "too few for 2 passages of 12"),
         ({"learning_rate": -0.1}, "learning_rate=-0.1 must be"),
         ({"scheme": "rotary", "start": "swap", "max_positions": 48}, "max_positions=48 is less than the 64 tokens"),
+        ({"scheme": "original", "max_positions": 48}, "max_positions=48 is less than the 64 tokens"),
         ({"tokens": 4000}, "no text has 3,998 tokens"),
         ({"model": "tests"}, "tests cannot be loaded as an embedder"),
     ],

@@ -53,18 +53,25 @@ def load_embedder(name: str) -> SentenceTransformer:
         return SentenceTransformer(model_source(name), device=str(PartialState().device))
 
 
+def longest_text(config: EmbedderOptions, asked: int) -> int:
+    """Return how long a text the embedder of a run takes, in tokens: --max-positions, or what is asked for.
+
+    PosswapError: max_positions is less.
+    """
+    if config.max_positions and config.max_positions < asked:
+        raise PosswapError(f"max_positions={config.max_positions} is less than the {asked} tokens that are asked for: raise it")
+    return config.max_positions or asked
+
+
 def swap_embedder(
     embedder: SentenceTransformer, config: EmbedderOptions, texts: Sequence[str], *, tokens: int, longest: int = 0
 ) -> None:
     """Give an embedder the positions of a run, in place; it then reads at least `longest` and `tokens`.
 
-    PosswapError: max_positions is less.
-
     For the start `fit` it is fitted on texts of up to `tokens`, which the original reads in windows of --window.
     """
-    if config.max_positions and config.max_positions < (asked := max(tokens, longest)):
-        raise PosswapError(f"max_positions={config.max_positions} is less than the {asked} tokens that are asked for: raise it")
-    longest = config.max_positions or max(tokens, longest, longest_input(unwrap(embedder).config))
+    asked = longest_text(config, max(tokens, longest))
+    longest = config.max_positions or max(asked, longest_input(unwrap(embedder).config))
     window = config.window if config.window < tokens else None
     options = {"tokens": config.fit_tokens, "window": window, "seed": config.seed}
     batches = partial(text_batches, list(texts), embedder.tokenizer, tokens, **options)
