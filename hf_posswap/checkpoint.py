@@ -8,6 +8,7 @@ weights imports it (given trust_remote_code) or says what to install. Stock clas
 """
 
 import re
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,7 +43,7 @@ class InitialisesPositions:
         """As the family does; also fill our modules, which transformers leaves empty when it builds a model to load."""
         if isinstance(module, (AttentionPositions, PositionEmbedding)):
             for name, value in module.initial_values().items():
-                init.copy_(getattr(module, name), value)
+                init.copy_(attrgetter(name)(module), value)  # of a module inside, too
         else:
             super()._init_weights(module)
         if DIGEST in module._buffers:
@@ -157,7 +158,7 @@ def register_architecture(architecture: Architecture) -> Architecture:
 
 def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
     """Raise unless position weights are complete, all read, finite, and of the scheme that the config names."""
-    found = set(position_modules(model, model.architecture))
+    found = {part for one in position_modules(model, model.architecture) for part in one.modules()}
     ours = {place: one for place, one in model.named_modules() if one in found}
 
     def among_ours(keys) -> list[str]:

@@ -25,12 +25,13 @@ ONE = [("gpt2", "eager")]  # for what does not depend on the model
 
 
 class Sines(PositionEmbedding):
-    """Sines of positions, each with a learned size."""
+    """Sines of positions, each with a learned size, which a module inside holds."""
+
+    size = property(lambda self: self.inner.size)
 
     def __init__(self, geometry):
         super().__init__(geometry)
-        self.geometry = geometry
-        self.size = nn.Parameter(torch.zeros(geometry.hidden_size))
+        self.geometry, self.inner = geometry, nn.ParameterDict({"size": torch.zeros(geometry.hidden_size)})
 
     def code(self, position_ids):
         """The sines alone."""
