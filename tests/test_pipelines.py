@@ -121,13 +121,18 @@ same("swapped")
     run_python("-W", "ignore", "-c", code, *TEXTS, cwd=tmp_path)
 
 
-def test_fit_on_texts(make_pipeline, make_model, bert_tokenizer, watch):
+def test_fit_on_texts(make_pipeline, make_model, bert_tokenizer, watch, program, tmp_path):
     """Texts are enough for a pipeline; a plain model needs a tokenizer for them, and then says the same as with batches."""
     texts = [LONG] * 16
     pipeline = posswap.swap(make_pipeline(), "rotary")
     assert pipeline.max_seq_length == 24  # nobody asked for more
     report = posswap.fit(pipeline, texts, reconstruct=2, progress=False)
     assert report.longest == 24 and report.after.total < report.before.total
+    make_pipeline().save_pretrained(str(tmp_path / "plain"))
+    (tmp_path / "texts.txt").write_text(LONG * 16)
+    fitted = "--fit", tmp_path / "texts.txt", "--reconstruct", 2, "--output", tmp_path / "fitted"
+    code, out, err = program("swap", tmp_path / "plain", "--scheme", "rotary", *fitted)
+    assert code == 0 and "no sequence was longer than 24 tokens" in " ".join(out.split()), err
     plain = [posswap.swap(make_model("bert"), "rotary") for _ in range(2)]
     refused("posswap.text_batches", posswap.fit, plain[0], texts, error=posswap.DataError)
     refused("must be a list of texts", posswap.fit, plain[0], LONG, error=posswap.DataError)

@@ -16,7 +16,7 @@ from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments.opening import Trust, loading, open_tokenizer, open_whole
 from hf_posswap.fitting.choosing import choose
 from hf_posswap.fitting.fit import fit as fit_swapped
-from hf_posswap.pipelines import is_pipeline, unwrap
+from hf_posswap.pipelines import is_pipeline, reads, unwrap
 from hf_posswap.provenance import new_folder, provenance
 from hf_posswap.schemes import SCHEMES, parse_scheme
 from hf_posswap.swapping import swap
@@ -68,7 +68,8 @@ def swap_command(
         tokenizer = open_tokenizer(model, trust_remote_code=trust_remote_code)
         batches, words = None, None
         if fit is not None:
-            lengths = {"longest": max_positions or longest_input(loaded.config), "window": window}
+            longest = max_positions or reads(whole, longest_input(loaded.config))  # as a pipeline does
+            lengths = {"longest": longest, "window": window}
             batches, words = _calibration(fit, text_column or "text", loaded, tokenizer, fit_tokens or 65_536, **lengths)
         bar = sys.stderr.isatty()
         if batches is not None and chosen.open_options():
