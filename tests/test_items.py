@@ -161,7 +161,7 @@ def test_one_name_and_other_content(tmp_path):
 
     first, old = runs("a", scheme="rotary"), runs(None)
     check_budgets([*old, *first, *runs("a", scheme="none")])
-    says = r"other content \(SHA-256\) under the name model 'minilm'.*--vary model"
+    says = r"other content \(SHA-256\) under the name model 'minilm': remove one and run .*--vary model"
     refused(says, check_budgets, [*old, *first, *runs("b", scheme="none")])
     refused("other content", check_budgets, [*first, *runs("b", scheme="rotary", seed=1)], ["model"])  # in one row, never
 

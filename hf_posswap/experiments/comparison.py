@@ -110,8 +110,8 @@ def _check_contents(runs: list[dict], name: str) -> None:
     hashed = [run for run in runs if name in run.get("inputs", {})]
     if other := next((run for run in hashed if run["inputs"][name] != hashed[0]["inputs"][name]), None):
         where = f"{hashed[0]['folder']} and {other['folder']} have other content (SHA-256) under the name"
-        what = f"{name} {other['config'].get(name)!r}: give them one file, or names of their own and --vary {name}"
-        raise PosswapError(f"{where} {what}")
+        way = f"remove one and run it again, or name the files apart and pass --vary {name}"  # finished runs are kept
+        raise PosswapError(f"{where} {name} {other['config'].get(name)!r}: {way}")
 
 
 def rows_of(runs: list[dict], vary: Sequence[str]) -> dict[tuple, list[dict]]:
