@@ -175,7 +175,7 @@ class Mine(posswap.Scheme):
     def attention_module(self, geometry):
         module = attention.AttentionPositions()
         module.inner = Forgetful()
-        return module if self.option == "inside" else module.inner
+        return module
 
 
 def test_what_is_the_users_own(make_model, tmp_path, monkeypatch):
@@ -185,10 +185,9 @@ def test_what_is_the_users_own(make_model, tmp_path, monkeypatch):
     monkeypatch.setitem(posswap.SCHEMES, "mine", Mine)
     for odd in (torch.ones(2), len, {1}, torch.float32):
         refused("mine: config.json cannot hold option=.*: let the", posswap.swap, make_model("gpt2"), Mine(option=odd))
-    for scheme in ("mine:option=inside", "mine"):
-        posswap.swap(make_model("gpt2"), scheme).save_pretrained(tmp_path)
-        says = "Forgetful makes rates, steps in __init__, and no checkpoint holds that"
-        refused(says, AutoModelForCausalLM.from_pretrained, tmp_path, error=posswap.CheckpointError)
+    posswap.swap(make_model("gpt2"), "mine").save_pretrained(tmp_path)
+    says = "Forgetful makes rates, steps in __init__, and no checkpoint holds that"
+    refused(says, AutoModelForCausalLM.from_pretrained, tmp_path, error=posswap.CheckpointError)
     monkeypatch.setattr(architectures.GPT2, "__module__", "mine")
     text = posswap.write_card(tmp_path, base_model="local:tiny").read_text()
     assert "# and here the module that registers its scheme and its family\n" in text and "trust_remote_code" not in text

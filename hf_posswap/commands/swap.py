@@ -66,19 +66,17 @@ def swap_command(
         whole = open_whole(model, trust_remote_code=trust_remote_code)
         loaded, piped = unwrap(whole), is_pipeline(whole)
         tokenizer = open_tokenizer(model, trust_remote_code=trust_remote_code)
-        batches, words = None, None
+        report, bar = None, sys.stderr.isatty()
         if fit is not None:
             longest = max_positions or reads(whole, longest_input(loaded.config))  # as a pipeline does
             lengths = {"longest": longest, "window": window}
             batches, words = _calibration(fit, text_column or "text", loaded, tokenizer, fit_tokens or 65_536, **lengths)
-        bar = sys.stderr.isatty()
-        if batches is not None and chosen.open_options():
-            say(f"choosing {', '.join(chosen.open_options())} of {chosen.name} by short fits")
-            chosen = choose(loaded, chosen, batches, **options, progress=bar, window=window)
+            if chosen.open_options():
+                say(f"choosing {', '.join(chosen.open_options())} of {chosen.name} by short fits")
+                chosen = choose(loaded, chosen, batches, **options, progress=bar, window=window)
         say(f"swapping to {chosen}")
         swap(whole, chosen, **options)
-        report = None
-        if batches is not None:
+        if fit is not None:
             steps = 100 if reconstruct is None else reconstruct
             say(f"fitting {loaded.config.num_hidden_layers} layers, {steps} steps each, on {words}: minutes on a CPU")
             report = fit_swapped(loaded, batches, reconstruct=steps, progress=bar, window=window)

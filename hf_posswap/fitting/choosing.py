@@ -71,8 +71,7 @@ def choose(
     given, (model, architecture) = model, find_target(model)
     trained, causal = longest_input(model.config), architecture.is_causal(model.config)
     longest = max_positions or reads(given, trained)
-    own = tokenizer or tokenizer_of(given)
-    batches = read_texts(batches, own, longest, causal=causal, window=window or trained, seed=seed)
+    batches = read_texts(batches, tokenizer or tokenizer_of(given), longest, causal=causal, window=window or trained, seed=seed)
     parts = [(batches, 0.9), (batches.select, 0.1)] if isinstance(batches, TextBatches) else [(batches, 1.0)]
     thin = [_thin(check_batches(part, model, max_positions or trained), share) for part, share in parts]
     text = TextBatches(*thin) if len(thin) > 1 else thin[0]
