@@ -17,7 +17,7 @@ from hf_posswap.functional.closed_form import Evidence
 
 
 class _Reached(Exception):
-    """Raised to end a forward at the first layer."""
+    """Raised to end a forward where all that is asked of it has been seen."""
 
 
 class States:
@@ -51,16 +51,17 @@ class States:
             self._forward(i)
         return seen[-1]
 
-    def observe(self, indices: Iterable[int], i: int) -> Iterator[Evidence]:
+    def observe(self, indices: range, i: int) -> Iterator[Evidence]:
         """Yield what the self-attention of each of these layers computes on one batch."""
         seen = []
 
         def see(place, attention, hidden_states, kwargs):
             seen.append((attention, hidden_states, kwargs.get("shared_positions")))
+            if len(seen) == len(indices):  # most of a layer's work comes after its attention
+                raise _Reached
 
-        with watching((self.attentions[index] for index in indices), see):
-            for _ in self.run(indices, i):
-                pass
+        with watching((self.attentions[index] for index in indices), see), suppress(_Reached):
+            list(self.run(indices, i))
         allowed = visible(self.batches[i]["attention_mask"], causal=self.architecture.is_causal(self.base.config))
         for attention, hidden_states, shared in seen:
             yield observe(attention, self.architecture, hidden_states, allowed.to(hidden_states.device), shared)
