@@ -92,15 +92,16 @@ def spread(
 
 
 def pytest_configure(config):
-    """Keep one thread: the models are too small for more, and sums come out in one order."""
+    """Keep one thread: the models are too small for more, and sums come out in one order. Imports need no collector."""
+    gc.disable()
     torch.set_num_threads(1)
     config.addinivalue_line("markers", "only(families=, backends=, cases=): with which of them a test makes sense")
 
 
 def pytest_collection_finish():
     """Keep the collector from walking through all imported libraries: `train` asks it at its end, which took most of a run."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_generate_tests(metafunc):
