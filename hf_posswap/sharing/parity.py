@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.architectures import longest_input
-from hf_posswap.data.text import embedded_documents, token_blocks
+from hf_posswap.data.text import cut_blocks, embedded_documents, token_lists
 from hf_posswap.errors import PosswapError
 
 # The largest allowed difference, relative to the standard deviation of the outputs: the formulas are the same, but the order
@@ -65,8 +65,8 @@ def certify(
     cls = None if causal else getattr(tokenizer, "cls_token_id", None)
     # Some families give padding no position, and an encoder has [CLS] first and nowhere else.
     ordinary = torch.tensor([one for one in range(model.config.vocab_size) if one not in (cls, model.config.pad_token_id)])
-    documents = () if tokenizer is None else embedded_documents("validation", causal=causal)
-    text = [document[: 40 * longest] for document in documents]  # the beginning has as many tokens
+    documents = [] if tokenizer is None else embedded_documents("validation", causal=causal)
+    text = documents and token_lists([one[: 40 * longest] for one in documents], tokenizer)  # a beginning has as many tokens
     found, deviation = {"random": {}, "text": {}}, 0.0
     for length in sorted({min(16, longest), min(128, longest), longest}):
         generator = torch.Generator().manual_seed(length)
@@ -75,7 +75,7 @@ def certify(
             tokens[:, 0] = cls
         inputs = {"random": tokens}
         if text:
-            inputs["text"] = token_blocks(text, tokenizer, length)[:1]
+            inputs["text"] = cut_blocks(text, tokenizer, length)[:1]
         for kind, tokens in inputs.items():
             ours, theirs = (_outputs(one, tokens) for one in (model, exported))
             shared = [name for name in ours if name in theirs]  # RoFormer has no pooler
