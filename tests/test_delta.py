@@ -21,8 +21,8 @@ def delta(make_model, tmp_path):
         # In an encoder a warm rotary rewrites queries and keys, and a delta has no place for those.
         posswap.swap(model, scheme, warm_start=family == "gpt2" or scheme.name != "rotary", **options)
         move(position_parameters(model), 0.3)
-        posswap.save_delta(model, tmp_path / "delta")
-        return base, model, tmp_path / "delta"
+        posswap.save_delta(model, folder := tmp_path / f"delta{len(list(tmp_path.iterdir()))}")
+        return base, model, folder
 
     return make
 
@@ -79,6 +79,10 @@ def test_other_weights_are_refused(delta, make_model):
         before = weights_hash(other)
         refused("made from (other weights|a model .* with)", posswap.load_delta, other, folder, error=posswap.CheckpointError)
         assert weights_hash(other) == before and type(other) is GPT2LMHeadModel
+    for kind, field in (("bert", "is_decoder"), ("opt", "do_layer_norm_before"), ("esm", "pad_token_id")):
+        other, _, made = delta(kind, posswap.Relative(clip=4))
+        vars(other.config)[field] = 7
+        refused(f"made from a model .* with {field}=", posswap.load_delta, other, made, error=posswap.CheckpointError)
     refused("is for a gpt2 model", posswap.load_delta, make_model("bert"), folder, error=posswap.CheckpointError)
     posswap.load_delta(base, folder)
     refused("swapped already", posswap.load_delta, base, folder)

@@ -30,7 +30,8 @@ ABOUT, WEIGHTS = "position_delta.json", "position_delta.safetensors"
 # Fields of a family's config with which the same weights compute something else, whatever the head.
 _READ = (
     "num_hidden_layers", "hidden_act", "activation_function", "activation", "layer_norm_eps", "layer_norm_epsilon",
-    "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "scale_embedding", "token_dropout",
+    "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "scale_embedding", "token_dropout", "mask_token_id",
+    "do_layer_norm_before", "is_decoder",
 )  # fmt: skip
 
 
@@ -87,6 +88,7 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
         raise PosswapError(f"{what}: {way}")
     check_longest(target)
     scheme, trained = target.base_model.position_scheme, target.config.position_scheme["trained_positions"]
+    read = (*_READ, "pad_token_id") if architecture.first_id(target.config) else _READ  # positions are counted from its id
     longest, known = longest_input(target.config), on_hub(base.name_or_path) or {"id": None, "revision": None}
     about = {
         "format": FORMAT,
@@ -94,7 +96,7 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
         "position_scheme": config_entry(scheme, trained, longest, span=state_of(target).span),
         "max_positions": longest,
         "num_heads": target.config.num_attention_heads,
-        "config": {name: value for name in _READ if (value := getattr(target.config, name, None)) is not None},
+        "config": {name: value for name in read if (value := getattr(target.config, name, None)) is not None},
         "base_model": {**known, "sha256": weights_hash(base)},
     }
     folder.mkdir(parents=True, exist_ok=True)
