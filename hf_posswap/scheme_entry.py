@@ -91,7 +91,7 @@ def read_config_entry(config: PreTrainedConfig) -> tuple[Scheme, int]:
     if not isinstance(entry, dict) or type(entry.get("trained_positions")) is not int:
         raise CheckpointError(f"{config.model_type} needs a complete `position_scheme` entry, not {entry!r}: save it again")
     if (version := entry.get("format")) != FORMAT:
-        raise CheckpointError(f"this checkpoint has position format {version!r}, not {FORMAT}: pip install -U hf_posswap")
+        raise CheckpointError(f"this checkpoint has position format {version!r}, not {FORMAT}: install a newer hf_posswap")
     longest = longest_input(config)
     if entry.get("made_for_positions", longest) != longest:
         made = f"{entry.get('name')} was made for {entry['made_for_positions']} positions, not {longest}"

@@ -394,6 +394,6 @@ def test_leaderboard(swapped, fitted, results, program):
     rewrite(folder / RESULTS_FILE, lambda r: [run["config"].update(max_steps=101) for run in r["comparisons"][0]["runs"]])
     refused("unequal budgets: max_steps is", posswap.leaderboard, [swapped, folder])
     assert "max_steps 101" in posswap.leaderboard([swapped, folder], vary=["max_steps"])
-    for change, says in (({"more": 1}, "'more' was unexpected"), ({"format": 2}, "upgrade with")):
+    for change, says in (({"more": 1}, "'more' was unexpected"), ({"format": 2}, "not 1: install a newer")):
         rewrite(folder / RESULTS_FILE, lambda found, change=change: found.update(change))
         refused(says, posswap.leaderboard, [folder])

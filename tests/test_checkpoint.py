@@ -215,7 +215,7 @@ def test_config_and_from_config(make_swapped, family, tmp_path, tokens):
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"format": 2}, r"format 2, not 1: pip install -U"),
+        ({"format": 2}, r"format 2, not 1: install a newer"),
         ({"format": None}, r"format None"),
         ({"name": "rotery"}, r"unknown scheme 'rotery'.*rotary"),
         ({"clip": 0}, r"clip=0 must be an integer of at least 1"),

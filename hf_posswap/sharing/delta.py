@@ -135,7 +135,7 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
     except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{folder_or_id} cannot be read ({error!r}): the delta is broken, download it again") from None
     if version != FORMAT:
-        raise CheckpointError(f"{folder_or_id} has delta format {version!r}, not {FORMAT}: pip install -U hf_posswap")
+        raise CheckpointError(f"{folder_or_id} has delta format {version!r}, not {FORMAT}: install a newer hf_posswap")
     if kind != architecture.model_type:
         raise CheckpointError(f"{folder_or_id} is for a {kind} model ({known}), not {architecture.model_type}: load that one")
     if weights_hash(target) != digest:

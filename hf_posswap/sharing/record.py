@@ -253,6 +253,6 @@ def read_results(folder_or_id: str | Path) -> dict:
         path = download(name, RESULTS_FILE, revision or None)
     content = read_json(path)
     if (version := content.get("format")) != FORMAT:
-        raise CheckpointError(f"{folder_or_id} has format {version!r}, not {FORMAT}: upgrade with pip install -U hf_posswap")
+        raise CheckpointError(f"{folder_or_id} has format {version!r}, not {FORMAT}: install a newer hf_posswap")
     check(content, str(folder_or_id))
     return content
