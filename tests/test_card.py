@@ -87,20 +87,6 @@ def test_a_card(fitted, results):
     assert content == read_results(folder) and len(content["comparisons"][0]["runs"][0]["inputs"]["train_file"]) == 64
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_a_long_fit(make_model, family, tmp_path):
-    """The card has the report's table of text longer than the original reads, and says what its others are of."""
-    model = posswap.swap(make_model(family), "rotary", max_positions=64)
-    report = posswap.fit(model, torch.randint(2, 98, (60, 64)), reconstruct=5, progress=False)
-    model.save_pretrained(tmp_path), report.save(tmp_path)
-    text = posswap.write_card(tmp_path, base_model="local:tiny").read_text()
-    assert "The figures above are of the first 32 tokens of each text" in text
-    for name in report.reading.after:
-        kinds = [report.reading.original] if family == "gpt2" else []
-        values = [f"{kind[name]:.4f}" for kind in (*kinds, report.reading.before, report.reading.after)]
-        assert f"{name}{' tokens' * (family == 'bert')} | {' | '.join(values)} |\n" in text
-
-
 @pytest.mark.parametrize(
     ("part", "says"), [("held out", "held out of the fit"), ("select", "by which layers were kept"), ("fit", "were fitted on")]
 )
