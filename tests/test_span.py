@@ -307,6 +307,7 @@ def test_gradients_in_linear_time(causal):
         ("rotary", {"span": 65}, "span=65 must be an integer from 1 to 64"),
         ("rotary", {"span": 8, "first": -1}, "first=-1 must be an integer from 0"),
         ("rotary", {"span": 2.5}, "span=2.5 must be"),
+        ("rotary", {"span": True}, "span=True must be"),
         ("rotary", {"first": 8}, "first=8 is about a span"),
         ("mixed:layers=[none:span=false]", {"span": 6}, "span=6 holds in no layer"),
     ],
