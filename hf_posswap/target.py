@@ -79,7 +79,7 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     base = model.base_model
     owner, name = architecture.table_owner(base)
     table = getattr(owner, name, None)
-    if isinstance(model.base_model, SwappedModel) and not isinstance(model, SwappedModel):
+    if isinstance(base, SwappedModel) and not isinstance(model, SwappedModel):
         what = f"the model inside this {type(model).__name__} was swapped by itself, or with another head that shares it"
         raise UnsupportedModelError(f"{what}: posswap.restore that one, then swap this one, or load this one again")
     if table is None or (not isinstance(model, SwappedModel) and type(table) is not architecture.table_class):

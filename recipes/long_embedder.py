@@ -195,6 +195,9 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
     whole = [state.parent for state in output.glob("checkpoint-*/trainer_state.json")] if resume else []  # written last
     newest = max(whole, key=lambda place: int(place.name.removeprefix("checkpoint-")), default=None)
     trainer.train(resume_from_checkpoint=newest and str(newest))
+    if (done := trainer.state.global_step) < config.max_steps:  # the sampler leaves out batches that it cannot fill
+        what = f"{done} steps of {config.max_steps}: too few documents differ, of pairs and hard negatives, to fill batches"
+        raise DataError(f"{what}: give more text, more steps, or a smaller batch")
     embedder.eval()
 
 

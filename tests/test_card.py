@@ -125,6 +125,7 @@ def test_whose_weights(swapped, tmp_path):
     (dense := swapped / "2_Dense" / "model.safetensors").parent.mkdir()
     dense.touch()
     refused("the results have 0 runs that measured", posswap.write_card, swapped, **asked)  # a further module has changed
+    assert "| rotary:theta=500.0, swap |" in posswap.write_card(swapped).read_text()  # as of a folder that knows no modules
     dense.unlink()
     rewrite(tmp_path / "runs/rotary-0/result.json", lambda run: run.update(weights=weight_hashes(swapped)))
     refused("the results have 2 runs that measured", posswap.write_card, swapped, **asked)  # whose figure would it be?

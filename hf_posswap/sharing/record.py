@@ -61,7 +61,8 @@ def gather(folder: Path, results: str | Path | Sequence[str | Path] | None = Non
     known = entry.get("base_model") or {}
     known = known if known.get("id") else {}
     if results is None:
-        comparisons = before.get("comparisons") if old.get("weights") == weights else []
+        same = old.get("weights", {"": ""}).items() <= weights.items()  # older files have none of a pipeline's further modules
+        comparisons = before.get("comparisons") if same else []
     else:
         given = [results] if isinstance(results, str | Path) else results
         places = dict.fromkeys(Path(place).resolve() for place in given)
