@@ -1,4 +1,4 @@
-"""What test_distributed.py starts under torchrun: `distributed_job.py MODE FOLDER`. Every process writes what it saw."""
+"""What test_distributed.py starts on two processes: `distributed_job.py MODE FOLDER`. Every process writes what it saw."""
 
 import contextlib
 import gc
@@ -10,6 +10,7 @@ import random
 import runpy
 import signal
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -223,9 +224,21 @@ def deepspeed(folder: Path) -> dict:
     return seen | {"type": str(state.distributed_type), "stage": state.deepspeed_plugin.zero_stage}
 
 
+def write(mode: str, folder: Path) -> None:
+    found = {"ddp": ddp, "fsdp": fsdp, "deepspeed": deepspeed}[mode](folder)
+    (folder / f"{mode}-{PartialState().process_index}.json").write_text(json.dumps(found))
+
+
+def forked(rank: int, mode: str, folder: Path, port: int) -> None:
+    """Be one of two processes, as torchrun would make them, in a fork of a process that has used accelerate by itself."""
+    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in found.items()})
+    warnings.resetwarnings()  # those of a test are errors
+    AcceleratorState._reset_state(reset_partial_state=True)
+    write(mode, folder)
+
+
 if __name__ == "__main__":
     gc.freeze()  # see conftest.py
     torch.set_num_threads(1)
-    mode, folder = sys.argv[1], Path(sys.argv[2])
-    found = {"ddp": ddp, "fsdp": fsdp, "deepspeed": deepspeed}[mode](folder)
-    (folder / f"{mode}-{PartialState().process_index}.json").write_text(json.dumps(found))
+    write(sys.argv[1], Path(sys.argv[2]))

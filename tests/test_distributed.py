@@ -4,6 +4,7 @@ import json
 import os
 import runpy
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 from conftest import refused, run_python
 from safetensors.torch import load_file
+from torch.distributed.elastic.utils.distributed import get_free_port
+from torch.multiprocessing import start_processes
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from hf_posswap import PosswapError
@@ -20,16 +23,31 @@ from hf_posswap.training import TrainingConfig, train
 
 ROOT = Path(__file__).parents[1]
 JOB = Path(__file__).with_name("distributed_job.py")
+# of Python 3.12 and newer, where workers of pytest have a thread that takes their work
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 CONFIGS = sorted((ROOT / "recipes" / "accelerate").glob("*.yaml"))
 
 
-def _launch(processes, mode, folder, **variables):
+def _seen(mode, folder):
+    return [json.loads((folder / f"{mode}-{rank}.json").read_text()) for rank in range(2)]
+
+
+def _fork(mode, folder):
+    """Run a job on two processes, without the time that torchrun and they would take to import what is imported here."""
+    folder.mkdir()
+    with patch.dict(os.environ, ACCELERATE_USE_CPU="true"):
+        job, port = runpy.run_path(str(JOB))["forked"], get_free_port()
+        start_processes(job, args=(mode, folder, port), nprocs=2, start_method="fork")
+    return _seen(mode, folder)
+
+
+def _launch(mode, folder, **variables):
+    """Run a job on two processes as users do, by torchrun."""
     folder.mkdir()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "MASTER_"))}
-    environment = inherited | {"PYTHONPATH": str(ROOT), **(variables or {"ACCELERATE_USE_CPU": "true"})}
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)
-    run_python(*launch, JOB, mode, folder, env=environment)
-    return [json.loads((folder / f"{mode}-{rank}.json").read_text()) for rank in range(processes)]
+    launch = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+    run_python(*launch, JOB, mode, folder, env=inherited | {"PYTHONPATH": str(ROOT), **variables})
+    return _seen(mode, folder)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +66,7 @@ def alone(folder):
 @pytest.fixture(scope="module")
 def together(folder):
     """What each of two processes saw."""
-    return _launch(2, "ddp", folder / "two")
+    return _fork("ddp", folder / "two")
 
 
 def test_two_processes_take_the_steps_of_one(alone, together):
@@ -130,7 +148,7 @@ def test_an_embedder_on_two_processes(alone, together):
 
 def test_sharded_processes_take_the_steps_of_one(folder, alone):
     """FSDP2: halves of the weights, the losses of one process, exact resuming from a sharded checkpoint, a model to measure."""
-    for rank in _launch(2, "fsdp", folder / "fsdp"):
+    for rank in _fork("fsdp", folder / "fsdp"):
         assert rank["wrapped"] == ["BertLayer"] and rank["share"] == pytest.approx(0.5, abs=0.05)
         assert rank["resumed"] == pytest.approx(rank["ragged"], abs=1e-6)
         _same_training(rank, alone)
@@ -143,7 +161,7 @@ def test_deepspeed_takes_the_steps_of_one(folder, alone, stage):
     pytest.importorskip("deepspeed", reason="what this tests is there with: pip install deepspeed")
     variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false"}
     variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(stage)
-    for rank in _launch(2, "deepspeed", folder / f"stage{stage}", **variables):
+    for rank in _launch("deepspeed", folder / f"stage{stage}", **variables):
         assert (rank["type"], rank["processes"], rank["stage"]) == ("DistributedType.DEEPSPEED", 2, stage)
         assert rank["resumed"] == pytest.approx(rank["ragged"], abs=1e-6)
         _same_training(rank, alone)
