@@ -2,17 +2,21 @@
 
 import json
 import os
+import random
 import resource
 import signal
+import time
+import traceback
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import refused, rewrite, run_python
+from conftest import refused, rewrite
 from test_training import even_rows, trained
 
 from hf_posswap import PosswapError
+from hf_posswap.contract.subject import tiny_model
 from hf_posswap.errors import Interrupted
 from hf_posswap.provenance import write_json
 from hf_posswap.training import TrainingConfig, train
@@ -150,30 +154,11 @@ def test_checkpoints_are_read_without_executing_anything(make_model, tmp_path, w
     assert (tmp_path / "checkpoints" / "step-00000002" / "model.safetensors").exists()
 
 
-JOB = '''
-import gc, json, os, random, signal, sys, time
-from pathlib import Path
-import torch
-from hf_posswap.contract.subject import tiny_model
-from hf_posswap.training import TrainingConfig, train
+EVERY = 2  # steps between the checkpoints of runs that are killed
 
-gc.freeze()  # see conftest.py
-torch.set_num_threads(1)
-folder, every, steps = Path(sys.argv[1]), 2, 20
 
-def job(output, resume, note):
-    tokens = torch.randint(2, 98, (26, 16), generator=torch.Generator().manual_seed(1))
-    rows = [{"input_ids": row, "labels": row} for row in tokens]
-    config = TrainingConfig(max_steps=steps, batch_size=8, learning_rate=1e-2, checkpoint_every=every)
-    model, run = train(tiny_model("gpt2"), rows, config, output=output, resume=resume, after_step=note, progress=False)
-    weights = {name: tensor.double().sum().item() for name, tensor in model.state_dict().items()}
-    (output / "end.json").write_text(json.dumps([run.losses, run.tokens, weights]))
-
-def fork(output, resume=False, die=None):
-    """Start a run in a copy of this process, which has never trained; return its id and a pipe with a byte for each step.
-
-    It kills itself after step `die`.
-    """
+def _fork(output, resume=False, die=None):
+    """Start a run in a copy of this process, to be killed after step `die`; return its id, and a pipe with a byte for each step."""
     read, write = os.pipe()
     child = os.fork()
     if child:
@@ -186,48 +171,46 @@ def fork(output, resume=False, die=None):
             os.kill(os.getpid(), signal.SIGKILL)
 
     try:
-        job(output, resume, note)
-        os._exit(0)
-    except BaseException as error:
-        print(repr(error), file=sys.stderr, flush=True)
+        config = TrainingConfig(max_steps=20, batch_size=8, learning_rate=1e-2, checkpoint_every=EVERY)
+        model, run = trained(tiny_model("gpt2"), config, output=output, resume=resume, after_step=note)
+        weights = {name: tensor.double().sum().item() for name, tensor in model.state_dict().items()}
+        (output / "end.json").write_text(json.dumps([run.losses, run.tokens, weights]))
+    except BaseException:
+        traceback.print_exc()
         os._exit(1)
+    os._exit(0)
 
-def newest(output):
+
+def _newest(output):
     folders = sorted((output / "checkpoints").glob("step-*"))
     for folder in folders:  # whole, every one of them
         json.loads((folder / "progress.json").read_text())
         assert {"model.safetensors", "optimizer.bin", "scheduler.bin"} <= {path.name for path in folder.iterdir()}
     return int(folders[-1].name[5:]) if folders else 0
 
-child, _ = fork(folder / "whole")
-assert os.waitpid(child, 0)[1] == 0
-draw, lost = random.Random(0), []
-for die in (3, None, None, None, None):  # between two checkpoints for certain, then by chance
-    begun = newest(folder / "cut")
-    child, steps_taken = fork(folder / "cut", resume=begun > 0, die=die)
-    seen = sum(len(os.read(steps_taken, 1)) for _ in range(die or draw.randint(1, 3)))
-    time.sleep(draw.uniform(0, 0.06))  # in a step, in a save, in a removal
-    os.kill(child, signal.SIGKILL)
-    killed = os.waitpid(child, 0)[1] == signal.SIGKILL
-    while more := len(os.read(steps_taken, 1000)):
-        seen += more
-    lost.append(begun + seen - newest(folder / "cut"))
-    if not killed:
-        break
-child, _ = fork(folder / "cut", resume=newest(folder / "cut") > 0)
-assert os.waitpid(child, 0)[1] == 0
-left = [path.name for path in (folder / "cut" / "checkpoints").iterdir()]
-(folder / "seen.json").write_text(json.dumps({"lost": lost, "every": every, "left": sorted(left)}))
-'''
 
-
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # of Python 3.12 and newer
 def test_kill_9(tmp_path):
     """No more than the steps since the last checkpoint are lost, none is ever broken, and the end is the same bit for bit."""
-    (tmp_path / "job.py").write_text(JOB)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    run_python(tmp_path / "job.py", tmp_path, env=environment)
-    seen = json.loads((tmp_path / "seen.json").read_text())
-    assert seen["lost"][0] == 1 and len(seen["lost"]) >= 2 and max(seen["lost"]) <= seen["every"]
-    assert seen["left"] == ["step-00000018", "step-00000020"]
-    whole, cut = (json.loads((tmp_path / name / "end.json").read_text()) for name in ("whole", "cut"))
-    assert cut == whole and len(cut[0]) == 20
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    child, _ = _fork(whole)
+    assert os.waitpid(child, 0)[1] == 0
+    draw, lost = random.Random(0), []
+    for die in (3, None, None, None, None):  # between two checkpoints for certain, then by chance
+        begun = _newest(cut)
+        child, steps = _fork(cut, resume=begun > 0, die=die)
+        seen = sum(len(os.read(steps, 1)) for _ in range(die or draw.randint(1, 3)))
+        time.sleep(draw.uniform(0, 0.06))  # in a step, in a save, in a removal
+        os.kill(child, signal.SIGKILL)
+        killed = os.waitpid(child, 0)[1] == signal.SIGKILL
+        while more := len(os.read(steps, 1000)):
+            seen += more
+        lost.append(begun + seen - _newest(cut))
+        if not killed:
+            break
+    child, _ = _fork(cut, resume=_newest(cut) > 0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert lost[0] == 1 and len(lost) >= 2 and max(lost) <= EVERY
+    assert sorted(path.name for path in (cut / "checkpoints").iterdir()) == ["step-00000018", "step-00000020"]
+    ends = [json.loads((folder / "end.json").read_text()) for folder in (whole, cut)]
+    assert ends[0] == ends[1] and len(ends[0][0]) == 20
