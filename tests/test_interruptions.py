@@ -158,7 +158,7 @@ EVERY = 2  # steps between the checkpoints of runs that are killed
 
 
 def _fork(output, resume=False, die=None):
-    """Start a run in a copy of this process, to be killed after step `die`; return its id, and a pipe with a byte for each step."""
+    """Start a run in a copy of this process that dies after step `die`; return its id, and a pipe with a byte for each step."""
     read, write = os.pipe()
     child = os.fork()
     if child:
