@@ -180,10 +180,7 @@ def paired_times(config: Config, steps: list[Callable[[], None]]) -> dict:
 
 
 def peak_memory(config: Config, phase: str, batch: int, length: int) -> float | None:
-    """Return by how many MiB memory grows, at most, during two calls; None if the system does not tell.
-
-    On CUDA this counts bytes in use in the caching allocator, on Linux the resident memory of the process.
-    """
+    """Return by how many MiB memory grows at most in two calls: CUDA's bytes in use, Linux's resident ones, else None."""
     torch.set_num_threads(config.threads)
     # A small first call loads code and starts threads, which should not count.
     make_step(replace(config, layers=1), phase, 1, min(length, 32))()

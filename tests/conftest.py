@@ -81,9 +81,8 @@ def spread(
 ) -> list[tuple[str, str, str]]:
     """Return the (scheme, family, backend) that a feature is tested with: each scheme once, its partners in turn.
 
-    Neighbours among the schemes are variants of one idea, and get different families and backends. Each feature starts its
-    turn elsewhere. So each feature meets every scheme, family and backend, and all features together every scheme in every
-    family with every backend: `test_contract.test_every_pair_is_met` counts that.
+    Each feature starts its turn elsewhere, so that all together every scheme meets every family with every backend:
+    `test_contract.test_every_pair_is_met` counts that.
     """
     turns = range(start, start + len(cases))
     period = math.lcm(len(families), len(backends))

@@ -1,5 +1,4 @@
-"""Scenarios of sharing models and of reading data sets like GLUE and wikitext, all against one Hub on loopback in a process of
-their own, since the client reads HF_ENDPOINT once.
+"""Scenarios of sharing models and reading data sets, against one Hub on loopback: the client reads HF_ENDPOINT once.
 
 HF_ENDPOINT=http://127.0.0.1:PORT python tests/hub_job.py FOLDER  # prints {scenario: "" or what went wrong} last
 """

@@ -1,7 +1,4 @@
-"""Generation, and decoding past the trained length: `contract.checks.cache` is about shorter inputs.
-
-Where the scheme was set up for more positions than the table held, all sequences here run past that old maximum of 32.
-"""
+"""Generation, and decoding past the trained length, a table of 32: `contract.checks.cache` is about shorter inputs."""
 
 import copy
 
@@ -48,9 +45,7 @@ def recompute(model, tokens, mask, steps: int = 8):
 @pytest.mark.only(cases=LONGER)
 @pytest.mark.parametrize("left", [0, 9])
 def test_generate_equals_recomputing(model, prompt, left):
-    """Greedy tokens with a dynamic or static cache, a prefill in chunks, and no cache are those of full forwards, with one row
-    padded on the left and without.
-    """
+    """Greedy tokens with either cache, a prefill in chunks or none are those of full forwards, padded on the left or not."""
     mask = torch.ones_like(prompt)
     mask[1, :left] = 0
     expected = recompute(model, prompt, mask)

@@ -110,9 +110,7 @@ load("plugin")
 
 
 def test_fresh_processes(make_swapped, tokens, tmp_path):
-    """Other processes compute the same logits bit for bit, by an import of hf_posswap or by trust_remote_code; without either
-    transformers refuses, and where hf_posswap is missing it says what to install.
-    """
+    """Other processes compute the same bits, by import or trust_remote_code; without, they say what is missing."""
     expected = {}
     for number, scheme in enumerate(("rotary:fraction=0.5", "relative:clip=4", "learned:extend=tile")):
         family = ("bert", "gpt2")[number % 2]

@@ -18,9 +18,7 @@ def _text(rows=40, length=32):
 
 @pytest.mark.parametrize("size", [4_000, 1])
 def test_chooses_the_least_damage(make_model, monkeypatch, size):
-    """Every candidate is tried once, option by option, on a share of the text; the one with the least damage wins; the model
-    stays as it is.
-    """
+    """Every candidate is tried once, on a share of the text; the one with the least damage wins; the model stays as it is."""
     model = make_model("gpt2")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     tried = {}
@@ -50,9 +48,7 @@ def test_all_lengths_stay():
 
 
 def test_trials_are_what_the_model_will_be(make_model, monkeypatch, watch):
-    """Candidates are swapped with the span and the start that the swap will have; they are fitted on the text to fit on and
-    compared on the text to select by, that to report on is not looked at; long text goes through the window.
-    """
+    """Trials have the swap's span, start and window; they see the text to fit on and to select by, not that to report on."""
     seen, swaps = [], watch(choosing, "swap")
 
     def planted(trial, text, **options):

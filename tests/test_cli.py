@@ -196,10 +196,7 @@ def test_full_disk(folder, program, tmp_path, monkeypatch, error, command):
 @pytest.mark.parametrize("place", ["new", "empty", "link", "dangling", "."])
 @pytest.mark.parametrize("raced", [False, True])
 def test_folders_that_are_there(place, raced, tmp_path, monkeypatch):
-    """An empty folder is filled, also as a working directory or behind a link, and left as it was if that fails.
-
-    Of two that write one folder at once the first gets it, and the second an error.
-    """
+    """An empty folder, a link too, is filled, or left as it was if that fails; of two writers, the second gets an error."""
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
     (tmp_path / "dangling").symlink_to("made")
@@ -288,9 +285,7 @@ def test_checkpoint_without_its_table(make_model, program, tmp_path, family):
 
 
 def test_the_environment(program, monkeypatch):
-    """Where the user has said nothing of it, waiting threads spin for a short while only; and matplotlib has a backend that is
-    there.
-    """
+    """Where the user has not said otherwise, waiting threads spin for a short while, and matplotlib has a backend."""
     monkeypatch.setenv("MPLBACKEND", "nonsense")
     for given, expected in (({}, "500"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, None)):
         with monkeypatch.context() as patch:

@@ -1,7 +1,4 @@
-"""`hf-posswap check` on schemes that keep the contract, and on one for each way to break it, which fails there.
-
-Broken schemes are named after what is wrong with them, and stand next to the checks that find it.
-"""
+"""`hf-posswap check` on schemes that keep the contract, and on one for each way to break it, named after its fault."""
 
 import re
 import sys
@@ -339,9 +336,7 @@ def test_a_broken_family(monkeypatch):
 
 @pytest.mark.parametrize(("scheme", "family"), [(Waves(label=None), "bert"), (Sinking, "bert-decoder"), (Sinking, "gpt2")])
 def test_own_schemes_pass(scheme, family, monkeypatch):
-    """A scheme that is registered or not passes, as a class and as an instance; what does not apply has a reason not to.
-    Randomness and registry are left alone.
-    """
+    """Schemes, registered or not, pass; what does not apply says why; randomness and registry are left alone."""
     monkeypatch.setitem(posswap.SCHEMES, "waves", Waves)
     known, generator, bars = dict(posswap.SCHEMES), torch.get_rng_state(), is_progress_bar_enabled()
     found = check_scheme(scheme, models=[(family, "eager"), (family, "sdpa")])

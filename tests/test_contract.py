@@ -1,6 +1,4 @@
-"""The contract of schemes, over all schemes, families and backends: the checks that `hf-posswap check` runs, and what only
-a family that is known here can be asked.
-"""
+"""The checks of `hf-posswap check`, over all schemes, families and backends, and what only known families can be asked."""
 
 from dataclasses import fields
 from itertools import combinations, product
@@ -102,9 +100,7 @@ def test_identity_is_bit_equal(make_model, family, backend, tokens):
 
 @pytest.mark.only(families=("gpt2",))
 def test_packed_sequences_without_a_mask(model, case):
-    """transformers finds documents by their positions where there is neither a mask nor a cache; what counts is how far these
-    go, not how many tokens a row has.
-    """
+    """Without mask and cache, positions tell documents apart, as in transformers; how far they go counts, not how many."""
     sizes = [case.max_positions or 32, 12]
     tokens = torch.randint(2, 98, (2, sum(sizes)), generator=torch.Generator().manual_seed(5))
     position_ids = torch.cat([torch.arange(size) for size in sizes]).repeat(2, 1)

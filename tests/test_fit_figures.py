@@ -1,6 +1,4 @@
-"""What a fit is measured and told with: damage, the report, text that is at hand, memory; and layers that are one module, as
-in ALBERT, which are fitted together, and counted, watched and measured one by one.
-"""
+"""What a fit is measured and told with: damage, the report, text at hand, memory; and layers that are one module."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -181,9 +179,7 @@ def test_a_tenth_is_held_out(make_model, rows):
 
 
 def test_report(make_model, capsys):
-    """Figures are of held-out text, lengths without padding; all of it is printed; no bar if none is wanted. The verdict says
-    that text was short, and that damage grew where what decided fell, not that the fit won back -4 %.
-    """
+    """Figures are of held-out text, without padding; all is printed, and a verdict names short text and damage that grew."""
     model = posswap.swap(make_model("gpt2"), "relative:clip=4")
     report = quick(model, [padded("right"), text(10, 12)])
     assert capsys.readouterr() == ("", "")

@@ -121,9 +121,7 @@ def test_cross_attention(make_swapped, head, scheme, backend, tokens, tmp_path):
     ("encoder", "head", "decoder"), [("bert", BertModel, "bert-decoder"), ("esm", EsmModel, "roberta-decoder")]
 )
 def test_inside_an_encoder_decoder(make_swapped, tokens, encoder, head, decoder, tmp_path):
-    """A swapped encoder and decoder, of one family or two, work and are saved inside an EncoderDecoderModel; a part of one that
-    is swapped would not be.
-    """
+    """Swapped models work and are saved inside an EncoderDecoderModel; a part of one that is swapped would not be."""
     encoder = make_swapped(encoder, "rotary", head=head)
     decoder = make_swapped(decoder, "relative:clip=4", add_cross_attention=True)
     model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()

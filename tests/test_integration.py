@@ -106,9 +106,7 @@ def add_lora(model, family: str) -> PeftModel:
 
 
 def test_lora_on_the_table(make_model, tokens, tmp_path):
-    """RoBERTa's ids start at 2 and the table of a swap at 0: an adapter on it would add other rows than a merge does. Positions
-    that PEFT trains as a whole are loaded by the Auto classes, too.
-    """
+    """No adapter on a table whose rows a merge would not meet; positions that PEFT trains whole are loaded by Auto classes."""
     options = LoraConfig(target_modules=["position_embeddings"], init_lora_weights=False)
     adapted = get_peft_model(posswap.swap(make_model("bert"), "learned"), options).eval()
     expected = adapted(tokens).logits
@@ -203,9 +201,7 @@ def test_smoothed_labels_are_shifted(make_model, tokens, tmp_path):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch|transformers", "ignore:flex_attention called without")
 @pytest.mark.parametrize("scheme", ["rotary:fraction=0.5", "alibi"])
 def test_flex_attention(make_swapped, scheme, tokens):
-    """Schemes that leave attention to the backend, or add a bias to it, agree under flex attention and sdpa; GPT-2 has no flex.
-    A mask may be for tokens, or for each pair, True = attend. Not compiled here.
-    """
+    """Flex attention, not compiled, agrees with sdpa, whether a mask is for tokens or, True = attend, for pairs."""
     model = make_swapped("bert-decoder", scheme, "sdpa")
     real = padded(after=7)["attention_mask"]
     pairs = real[:, None, None].bool() & torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril().triu(-4)

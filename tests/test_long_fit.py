@@ -1,6 +1,4 @@
-"""Fits on text longer than the original reads: better beyond its length, no worse within, and what is refused; and the windows
-that the original reads it through, against a naive loop.
-"""
+"""Fits on text longer than the original reads, and the windows that it reads it through, against a naive loop."""
 
 import copy
 import json
@@ -268,9 +266,7 @@ def test_each_token_from_its_window(causal):
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_what_a_teacher_says(make_model, family, tmp_path):
-    """A teacher's states are those of the original in each token's window; an encoder's are less their mean at each place, in
-    the text to fit on. The mean that long text is judged by is of the same states.
-    """
+    """Its states are the original's in each token's window; an encoder's less their mean at each place of the fitted text."""
     model, mask = make_model(family), masks()
     ids = torch.randint(2, 98, mask.shape, generator=torch.Generator().manual_seed(0)) * mask
     short = {"input_ids": ids[:2, :6], "attention_mask": mask[:2, :6]}

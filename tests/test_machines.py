@@ -1,7 +1,4 @@
-"""Four machines that look for what nobody thought of: caches, relative attention, schemes as text, files that were changed.
-
-Few and fixed examples here; `make fuzz` draws anew, and many.
-"""
+"""Caches, relative attention, schemes as text and changed files, drawn: few and fixed here, many by `make fuzz`."""
 
 import copy
 import dataclasses

@@ -42,9 +42,7 @@ def test_pooled_cosine_is_that_of_sentence_transformers(make_model, make_swapped
 
 @torch.no_grad()
 def test_word_order_against_a_loop(make_model, gpt2_tokenizer, bert_tokenizer):
-    """Two neighbours are swapped, but not the last word, which has the full stop. A causal model prefers what is likelier, and
-    an encoder has the states, when each text is read alone.
-    """
+    """Two neighbours, never the last word, are swapped; a causal model prefers one, an encoder tells states apart."""
     chance, model = random.Random(0), make_model("gpt2")
     paragraphs = [" ".join(chance.choices(WORDS, k=chance.randint(6, 20))) for _ in range(60)]
     texts, labels = word_order_examples(paragraphs, 80)

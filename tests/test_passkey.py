@@ -241,9 +241,7 @@ def config(recipe, checkpoint):
     "options", [{"scheme": "relative:clip=4"}, {"start": "fit", "seed": 3}, {"filler": "text", "decoys": 1}, {"model": "bert"}]
 )
 def test_end_to_end(recipe, config, checkpoint, tmp_path, watch, options):
-    """A matrix of both figures for each depth and length, their means, the picture, and what it cost; of encoders the first.
-    The seed draws the text of a fit, too.
-    """
+    """Figures for each depth and length, means, picture and cost; of encoders the first. The seed draws a fit's text, too."""
     draws, names = watch(recipe, "text_batches"), ("accuracy",) if "model" in options else ("accuracy", "candidates")
     options = {name: checkpoint(value) if name == "model" else value for name, value in options.items()}
     answer = recipe.run(replace(config, **options, lengths=(64, 150), train_lengths=(64,)), tmp_path, False)

@@ -1,7 +1,4 @@
-"""`relative_attention` against the formula written out as a loop over queries and keys, in float64.
-
-Blocks are a few queries long here, so that short sequences have many of them, whole and cut at both ends.
-"""
+"""`relative_attention` against the formula as a float64 loop; blocks are of a few queries, whole and cut at both ends."""
 
 import dataclasses
 import itertools

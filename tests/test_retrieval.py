@@ -117,9 +117,7 @@ def test_documents_and_passages(bert_tokenizer):
 
 @pytest.mark.parametrize("way", ["truncated", "ends", "chunks"])
 def test_ways_of_reading(folder, way):
-    """One call of encode gives what the parts of a text give when each is encoded by itself; short texts are read as ever.
-    Pieces that are longer than what the model reads are refused.
-    """
+    """Parts of a text give what each gives by itself; short texts are read as ever; pieces too long are refused."""
     pipeline, plain = (library.SentenceTransformer(str(folder), device="cpu") for _ in range(2))
     long, short = text(50, seed=3), "the cat sat"
     for wrong, size in (("whole", 16), (way, 64)):
@@ -296,10 +294,7 @@ def test_no_document_twice_in_a_batch(long_embedder, watch, monkeypatch):
 
 
 def test_hard_negatives(long_embedder, watch, monkeypatch):
-    """Each pair has the documents nearest to its passage, but not its own, as further negatives, which raise the loss.
-
-    On several processes sentence-transformers leaves out what is no full batch, in the end all: that is an error.
-    """
+    """Each pair also has the documents nearest to its passage as negatives; a loader that drops every batch is an error."""
     run, module = long_embedder[0], sys.modules["long_embedder"]
     steps, mined = watch(module.PairsWithBrake, "forward"), watch(module, "mine_hard_negatives")
     for cached in (0, 2):

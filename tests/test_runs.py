@@ -162,9 +162,7 @@ def test_a_comparison_of_others(part, tmp_path, program):
 
 
 def test_runs_of_one_name_are_not_one(tmp_path, monkeypatch):
-    """Comparisons of several folders hold runs whose own folders have the same name; all of them come back, and what `vary`
-    names stands in the label.
-    """
+    """Runs whose folders have the same name all come back, and what `vary` names stands in the label."""
     monkeypatch.chdir(tmp_path)
     for steps in (10, 20):
         for scheme in ("original", "rotary"):

@@ -1,6 +1,4 @@
-"""Each scheme's arithmetic against its formula as a plain loop in float64, biases against BLOOM's and T5's, and the reading of
-scheme strings; relative positions are in test_relative_attention.
-"""
+"""Scheme strings, and each scheme but relative against its formula as a float64 loop, biases against BLOOM's and T5's."""
 
 import cmath
 import math

@@ -22,9 +22,7 @@ PAD = 3  # the padding token, so that position 0 is row 4 of the table
 @pytest.mark.parametrize("scheme", ["rotary", "relative:clip=4", "learned"])
 @torch.no_grad()
 def test_a_cache_counts_on(scheme):
-    """A RoBERTa decoder computes token by token what it does without a cache, and `generate` counts as a forward does; with its
-    own table, forwards are those of the original.
-    """
+    """A RoBERTa decoder computes token by token, and by `generate`, what it does at once; its own table is the original."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 99}
     config = RobertaConfig(**sizes, max_position_embeddings=20, pad_token_id=PAD, initializer_range=0.3, is_decoder=True)
@@ -108,9 +106,7 @@ def test_a_bias_needs_something_to_be_added_to():
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 @pytest.mark.parametrize("scheme", ["alibi", "alibi:slopes=fixed", "buckets"])
 def test_a_bias_by_distance_needs_no_square(make_swapped, watch, monkeypatch, family, scheme):
-    """Where nothing is masked but what comes later, no bias for each pair is made, and outputs and gradients are those of the
-    whole bias; padding and caches take the whole.
-    """
+    """With no mask but causal, no bias for each pair is made, and outputs and gradients are the same."""
     model, tokens = make_swapped(family, scheme), torch.arange(40).view(2, 20)
     model.set_attn_implementation("sdpa")
 
@@ -179,9 +175,7 @@ class Mine(posswap.Scheme):
 
 
 def test_what_is_the_users_own(make_model, tmp_path, monkeypatch):
-    """Options that no file holds, and tensors that are empty in a loaded model, are named; a card says what is to be imported,
-    and no way to load that knows nothing of it; an export knows no heads of another family.
-    """
+    """Options that no file holds and empty tensors are named; cards and exports claim nothing of the user's own heads."""
     monkeypatch.setitem(posswap.SCHEMES, "mine", Mine)
     for odd in (torch.ones(2), len, {1}, torch.float32):
         refused("mine: config.json cannot hold option=.*: let the", posswap.swap, make_model("gpt2"), Mine(option=odd))

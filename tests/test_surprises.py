@@ -53,9 +53,7 @@ OF_ONE_LENGTH.append(LONGROPE.replace(",factor=2", ""))
 
 @pytest.mark.parametrize("scheme", [LONGROPE, *OF_ONE_LENGTH])
 def test_what_was_made_for_one_length(make_swapped, tokens, tmp_path, scheme):
-    """What a loaded rung has learned belongs to its N, and a longrope takes the factor that it lacks from the longest input:
-    another length is refused, the same one is no change. A factor that is given stays.
-    """
+    """A learned rung belongs to its N, a longrope without a factor to the longest input: another length is refused."""
     model, load = make_swapped("gpt2", scheme, max_positions=64), AutoModelForCausalLM.from_pretrained
     model.save_pretrained(tmp_path)
     loaded = load(tmp_path, attn_implementation="eager").eval()
@@ -94,9 +92,7 @@ def test_back_to_the_scheme_that_was_loaded(make_swapped, tokens, tmp_path):
 
 
 def test_schemes_that_could_not_be_loaded_again(make_model):
-    """A scheme is refused before the swap if no saved model of it could be read: by its name, or by those of its options; and
-    a subclass that keeps the name of a built-in scheme, which would load as that.
-    """
+    """A scheme is refused before the swap if no saved model of it could be read, or if it would load as a built-in one."""
     shared = {"__module__": __name__, "summary": "no positions"}
     wrong = {"must be a dataclass": shared | {"name": "a:b"}, "must be a dataclass, .* with a `name`": shared}
     for option in ("span", "trained_positions", "base_model"):

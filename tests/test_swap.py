@@ -89,9 +89,7 @@ def test_restore_keeps_training(make_model, family, scheme):
 
 
 def test_other_changes_of_the_config_stay(make_model, family, tokens, tmp_path):
-    """The size of the vocabulary and the attention implementation, changed since a swap, stay: when the model is swapped again,
-    saved and restored.
-    """
+    """Vocabulary size and attention implementation, changed since a swap, stay when swapped again, saved and restored."""
     model = posswap.swap(make_model(family, "eager"), "rotary", max_positions=64)
     model.resize_token_embeddings(120)
     model.set_attn_implementation("sdpa")
@@ -157,9 +155,7 @@ def test_warm_start_keeps_what_the_table_was(make_model, family):
 
 @pytest.mark.parametrize("family", [*FAMILIES, "roberta", "opt", "esm", "biogpt", "distilbert"])
 def test_describe(make_model, family):
-    """describe names family, schemes, lengths and layers, before, after and restored; rows of the table that are no positions
-    count among the parameters that are dropped.
-    """
+    """describe names family, schemes, lengths and layers at each stage; rows that are no positions are dropped parameters."""
     model = make_model(family)
     plain = posswap.describe(model)
     assert (plain.old, plain.new, plain.can_restore) == (posswap.Learned(), posswap.Learned(), False)

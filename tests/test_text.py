@@ -101,8 +101,7 @@ TEXTS = {"one document": (40_000,), "a few": (15_000, 200, 9_000, 16_000), "many
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_parts_share_no_text(name, causal):
-    """No token of the text is in two parts, at whatever lengths; each part has all lengths; only the draw has a seed. A causal
-    model gets as many blocks of each length, an encoder as many tokens."""
+    """No token is in two parts; each has all lengths, as many blocks (causal) or tokens of each; only the draw has a seed."""
     documents, tokenizer = numbers(*TEXTS[name]), Numbers(None if causal else 0)
     made = [text_batches(documents, tokenizer, 128, tokens=4_000, causal=causal, window=32, seed=seed) for seed in (0, 1)]
     parts = [made[0], made[0].select, made[0].report]

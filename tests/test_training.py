@@ -62,10 +62,7 @@ def test_tables_learn_faster(make_model):
 
 
 def test_after_step_looks_and_changes_nothing(make_model, monkeypatch):
-    """Called once a step with the plain model and the run so far; evaluation mode is left behind it, losses stay the same.
-
-    The time that it takes does not count.
-    """
+    """Called once a step with the plain model, its time not counted; evaluation mode does not stay, losses stay the same."""
     config, seen, clock = TrainingConfig(max_steps=3, batch_size=8), [], [0.0]
 
     def look(model, run):
