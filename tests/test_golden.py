@@ -1,7 +1,7 @@
 """Format 1 of this project goes on loading, and transformers 4's relative positions are no silent absolute model.
 
 Each folder of golden/format-1 holds the logits that its model had; they were written at commit 186f5fa, with transformers
-5.23.0, by golden/make_format_1.py of commit f776502. golden/make_relative_key.py kept those of transformers 4.57.6.
+5.23.0, by golden/make_format_1.py of commit f776502; those of transformers 4.57.6 by make_relative_key.py of 18fc526.
 """
 
 import json
