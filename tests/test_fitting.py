@@ -72,6 +72,8 @@ def changed(model, before: dict) -> set[str]:
         ("roberta", "relative:clip=4", "float32", "left"),
         ("opt", "rotary", "float32", "right"),
         ("albert", "relative:clip=4", "bfloat16", "right"),
+        ("distilbert", "rotary", "float32", None),
+        ("biogpt", "rotary", "float32", "left"),
     ],
 )
 def test_contract(make_model, family, scheme, dtype, side, tmp_path):
