@@ -54,13 +54,6 @@ def test_generate_equals_recomputing(model, prompt, left):
         assert torch.equal(generate(model, prompt, attention_mask=mask, **options), expected), options
 
 
-@pytest.mark.only(cases=KINDS)
-def test_beams(model, prompt):
-    """Beam search, which reorders the cache at every step, finds the same beams without a cache."""
-    with_cache = generate(model, prompt, num_beams=3)
-    assert torch.equal(with_cache, generate(model, prompt, num_beams=3, use_cache=False))
-
-
 @pytest.mark.only(families=("bert-decoder",), backends=("sdpa",), cases=("rotary", "relative", "buckets"))
 @pytest.mark.parametrize("kin", ["electra-decoder", "roberta-decoder", "opt", "biogpt"])
 def test_decoders_of_kin(make_swapped, kin, case):
