@@ -24,21 +24,6 @@ def make(make_swapped):
     return lambda family, scheme, backend="sdpa", **options: make_swapped(family, scheme, backend, max_positions=64, **options)
 
 
-@pytest.mark.parametrize("span", [{}, SPAN])
-@pytest.mark.parametrize("scheme", ["none", "rotary:{theta=100,fraction=0.5}", "relative:clip=3", "alibi"])
-@torch.no_grad()
-def test_all_alike_is_the_scheme(make, family, scheme, span, tokens):
-    """A mix of one scheme is that scheme, bit for bit: with padding, with a span, and with a cache."""
-    models = [make(family, scheme.replace("{", "").replace("}", ""), **span)]
-    models.append(make(family, f"mixed:layers=[{scheme}, {scheme}]", **span))
-    for inputs in ({}, padded(before=7), padded(after=7)):
-        assert torch.equal(*(model(tokens, **inputs).logits for model in models))
-    if family == "gpt2":
-        caches = [model(tokens[:, :15]).past_key_values for model in models]
-        steps = [model(tokens[:, 15:], past_key_values=cache).logits for model, cache in zip(models, caches, strict=True)]
-        assert torch.equal(*steps)
-
-
 MIXES = [
     ("sdpa", {}, "rotary", "none"),
     ("eager", {}, "none", "relative:clip=3"),
