@@ -21,7 +21,6 @@ from transformers import (
 )
 
 import hf_posswap as posswap
-from hf_posswap.contract.subject import padded
 
 
 def test_part_of_a_swapped_model(make_model, tmp_path):
@@ -211,19 +210,6 @@ def test_a_part_of_another_model(make_model):
     refused(says, posswap.swap, whole.language_model, "rotary", error=posswap.UnsupportedModelError)
 
 
-def test_padding_is_no_text(make_model, tokens):
-    """A fit counts the tokens of a text, not what it was padded to."""
-    short = {"input_ids": torch.randint(64, (60, 12)), "attention_mask": torch.ones(60, 12, dtype=torch.long)}
-    padded_to = {key: torch.nn.functional.pad(value, (0, 48)) for key, value in short.items()}
-    found = []
-    for batch in (short, padded_to):
-        model = posswap.swap(make_model("bert"), "relative:clip=4", max_positions=64)
-        found.append(posswap.fit(model, [batch], reconstruct=3, progress=False))
-    assert [report.longest for report in found] == [12, 12]
-    assert str(found[0].after) == str(found[1].after)
-    assert "fitted_length" not in model.config.position_scheme or model.config.position_scheme["fitted_length"] == 12
-
-
 def test_inference_tensors_are_refused(make_model):
     """Models that cannot be changed are refused before anything happens."""
     with torch.inference_mode():
@@ -257,18 +243,6 @@ def test_a_trace_of_longrope_knows_both_lengths(make_model):
     scheme = LONGROPE.replace("[4,4,4,4,4,4,4,4]", "[1,1,1,1,1,1,1,1]")
     short = posswap.swap(make_model("bert", "eager"), scheme, max_positions=96)
     assert (short.bert(tokens[70])[0] - model(tokens[70])[0]).abs().max() > 0.01
-
-
-@pytest.mark.parametrize("scheme", ["learned", "rotary", "relative:clip=4"])
-@torch.no_grad()
-def test_boolean_masks_of_four_dimensions(make_swapped, family, backend, scheme, tokens):
-    """True means attend, with eager attention as with sdpa."""
-    model = make_swapped(family, scheme, backend)
-    mask = padded(after=6)["attention_mask"]
-    seen = mask[:, None, None].bool().expand(2, 1, 20, 20)
-    seen = seen & torch.ones(20, 20, dtype=torch.bool).tril() if family != "bert" else seen
-    given, expected = (model(tokens, attention_mask=one).logits[mask.bool()] for one in (seen, mask))
-    assert_close(given, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks for it
