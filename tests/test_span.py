@@ -1,6 +1,5 @@
 """Attention with a span: block by block as with a dense mask, caches that forget, saving, and what is refused."""
 
-import copy
 from itertools import product
 
 import pytest
@@ -317,17 +316,3 @@ def test_refused(make_model, scheme, options, message):
     model = make_model("gpt2")
     refused(message, posswap.swap, model, scheme, max_positions=64, **options)
     assert not posswap.describe(model).swapped
-
-
-def test_shared(make_model, tmp_path, text):
-    """A delta and a card know the span; no stock class has one, and an export is refused."""
-    base = make_model("gpt2")
-    model = posswap.swap(copy.deepcopy(base), "rotary", max_positions=64, span=6, first=2)
-    posswap.save_delta(model, tmp_path / "delta")
-    again = posswap.load_delta(base, tmp_path / "delta")
-    assert posswap.describe(again).span == Span(6, 2)
-    with torch.no_grad():
-        assert torch.equal(again(text).logits, model(text).logits)
-    refused("no class of transformers has a span of 6", posswap.export_native, model, error=posswap.UnsupportedModelError)
-    model.save_pretrained(tmp_path / "model")
-    assert "**rotary positions**" in posswap.write_card(tmp_path / "model", base_model="org/tiny").read_text()
