@@ -231,16 +231,17 @@ class Reader(torch.nn.Module):
     ("family", "scheme", "span"), [("gpt2", "relative:clip=4", None), ("bert", "relative:clip=4", 5), ("gpt2", "alibi", 5)]
 )
 def test_programs_take_any_batch(make_swapped, tokens, family, scheme, span):
-    """Batch and length stay free, with a span and a mask, too, in `torch.export` and so in ONNX, and in traces."""
+    """Batch and length stay free, above a span and below, in `torch.export` and so in ONNX, and in traces of any length."""
     layers = {"n_layer": 1} if family == "gpt2" else {"num_hidden_layers": 1}
     model = make_swapped(family, scheme, "sdpa", max_positions=64, span=span, **layers)
     model.config.use_cache = False
     reader, free = Reader(model), {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     given = (tokens,) if span is None else (tokens, torch.ones_like(tokens))
-    exported = torch.export.export(reader, given, dynamic_shapes=(free,) * len(given), strict=False).module()
-    for program in (exported, torch.jit.trace(reader, given, check_trace=False)):
-        for rows in (1, 3):
-            other = [one.repeat(2, 2)[:rows, :33] for one in given]
+    programs = [torch.export.export(reader, given, dynamic_shapes=(free,) * len(given), strict=False).module()]
+    programs += [torch.jit.trace(reader, tuple(one[:, :n] for one in given), check_trace=False) for n in (4, 20)]
+    for program in programs:
+        for rows, length in ((1, 33), (3, 33), (3, 4)):
+            other = [one.repeat(2, 2)[:rows, :length] for one in given]
             if span:
                 other[1][-1, 20:] = 0
             assert_close(program(*other), reader(*other), rtol=1e-4, atol=1e-4)

@@ -1,7 +1,5 @@
 """Attention with a span: block by block as with a dense mask, caches that forget, saving, and what is refused."""
 
-from itertools import product
-
 import pytest
 import torch
 from conftest import refused
@@ -179,20 +177,6 @@ def test_a_loaded_model_gets_a_span(make, tmp_path, text):
     refused(remedy, again, torch.full((1, longest + 1), 5))
     again.save_pretrained(tmp_path)
     assert_close(AutoModelForCausalLM.from_pretrained(tmp_path).eval()(text).logits, again(text).logits)
-
-
-@pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated, and warns of each value that it reads
-@pytest.mark.parametrize("family", ["gpt2", "bert"])
-@torch.no_grad()
-def test_an_exported_program_reads_short_texts(make, family, text):
-    """A text shorter than the span needs no mask for it, but a program has it, whatever lengths it was traced with."""
-    model = make(family, "rotary", span=16, first=2).base_model
-    model.config.use_cache = model.config.return_dict = False
-    free = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
-    programs = [torch.export.export(model, (text,), dynamic_shapes=free, strict=False).module()]
-    programs += [torch.jit.trace(model, text[:, :length], check_trace=False) for length in (8, 33)]
-    for program, length in product(programs, (5, 16, 33)):
-        assert_close(program(text[:, :length])[0], model(text[:, :length])[0], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
