@@ -142,23 +142,6 @@ def test_compiled_layers(make_swapped):
     torch.compiler.reset()
 
 
-@torch.no_grad()
-def test_a_gpt2_that_looks_both_ways(make_swapped, tokens):
-    """`is_causal = False` in the config, with and without a mask, is another function, the same with both backends."""
-    found = []
-    for backend in ("sdpa", "eager"):
-        model = make_swapped("gpt2", SCHEME, backend)
-        for inputs in ({}, {"attention_mask": RIGHT}):
-            causal = model(tokens, use_cache=False, **inputs).logits[0, 0]
-            model.config.is_causal = False
-            both = model(tokens, use_cache=False, **inputs).logits
-            model.config.is_causal = True
-            assert (causal - both[0, 0]).abs().max() > 0.01
-            found.append(both[0])  # the row without padding
-    for sdpa, eager in zip(found[:2], found[2:], strict=True):
-        assert_close(sdpa, eager, rtol=1e-4, atol=1e-4)
-
-
 def test_a_mask_may_change_before_the_backward(make_swapped, tokens):
     """As that of a loop which fills one tensor again and again."""
     model, mask = make_swapped("bert", SCHEME, "sdpa"), LEFT.bool()

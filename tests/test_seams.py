@@ -1,6 +1,7 @@
 """What families and schemes may leave to the seams: positions that are counted another way, and biases on scores."""
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, RobertaConfig, Robe
 import hf_posswap as posswap
 from hf_posswap import architectures, attention
 from hf_posswap.attention import CACHE, PositionedAttention, add_bias, read_positions, to_digits, write_positions
+from hf_posswap.contract.subject import gradients_of, padded
 from hf_posswap.functional import distance_attention
 from hf_posswap.functional.distance_attention import attend_by_distance
 from hf_posswap.sharing import export
@@ -47,10 +49,9 @@ def test_a_cache_counts_on(scheme):
         assert torch.equal(whole, expected)
 
 
-@pytest.mark.parametrize("family", sorted(architectures.ARCHITECTURES.keys() - {"bert", "gpt2"}))
-@torch.no_grad()
+@pytest.mark.parametrize("family", sorted(architectures.ARCHITECTURES))
 def test_ids_are_the_familys_own(make_model, family):
-    """With its own table a swapped model reads, in every form of input, what the plain one reads; others see no padding."""
+    """With its own table a swapped model reads and learns, in every form, what the plain one does; others see no padding."""
     model = make_model(family)
     tokens = torch.randint(4, 99, (2, 12), generator=torch.Generator().manual_seed(3))
     tokens[0, 9:] = tokens[1, :4] = 0
@@ -65,8 +66,10 @@ def test_ids_are_the_familys_own(make_model, family):
         {"input_ids": tokens, "attention_mask": mask, "position_ids": counted},
         {"inputs_embeds": embeds[:1], "position_ids": counted[1:] + 7},
     ]
-    plain = [model(**form).logits for form in forms]
+    plain, gradients = [model(**form).logits for form in forms], gradients_of(model)
     posswap.swap(model, "learned")
+    for name, found in gradients_of(model).items():  # rows that are no positions are gone
+        assert found is gradients[name] is None or torch.equal(found, gradients[name][-len(found) :]), name
     for form, expected in zip(forms, plain, strict=True):
         real = form.get("attention_mask", torch.ones(expected.shape[:2])).bool()
         assert torch.equal(model(**form).logits[real], expected[real]), form.keys()
@@ -78,18 +81,19 @@ def test_ids_are_the_familys_own(make_model, family):
             assert_close(model(**form).logits[mask.bool()], alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["bert-decoder", "opt"])
+@pytest.mark.parametrize(("family", "scheme"), [("bert-decoder", "alibi"), ("opt", "alibi"), ("gpt2", "relative:clip=4")])
 @torch.no_grad()
-def test_a_decoder_that_looks_both_ways(make_swapped, family, tokens):
-    """With `is_causal` false in its config a decoder sees later tokens, with eager attention and with sdpa."""
-    model = make_swapped(family, "alibi", "eager")
-    for causal in (True, False):
+def test_a_decoder_that_looks_both_ways(make_swapped, family, scheme, tokens):
+    """With `is_causal` false in its config a decoder sees later tokens, padded or not, with eager attention and with sdpa."""
+    model = make_swapped(family, scheme, "eager")
+    for causal, mask in product((True, False), (torch.ones_like(tokens), padded(after=7)["attention_mask"])):
         model.config.is_causal = causal
         model.set_attn_implementation("eager")
-        output = model(tokens, output_attentions=True)
+        output = model(tokens, attention_mask=mask, output_attentions=True)
         assert (output.attentions[0].triu(1).max() == 0) == causal
         model.set_attn_implementation("sdpa")
-        assert_close(model(tokens).logits, output.logits, rtol=1e-4, atol=1e-4)
+        found = model(tokens, attention_mask=mask).logits
+        assert_close(found[mask.bool()], output.logits[mask.bool()], rtol=1e-4, atol=1e-4)
 
 
 def test_every_family_is_named_on_import():
@@ -119,9 +123,7 @@ def test_a_bias_by_distance_needs_no_square(make_swapped, watch, monkeypatch, fa
     calls = watch(attention, "attend_by_distance")
     quick = run()
     assert len(calls) == 2
-    padded = torch.ones_like(tokens)
-    padded[0, -3:] = 0
-    run(attention_mask=padded)
+    run(attention_mask=padded(after=3)["attention_mask"])
     assert len(calls) == 2
     monkeypatch.setattr(PositionedAttention, "_all_by_distance", lambda *_: False)
     assert_close(quick, run(), rtol=1e-3, atol=1e-5)
