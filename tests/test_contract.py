@@ -103,33 +103,23 @@ def test_inputs_embeds_and_tuples(model, tokens):
         assert torch.equal(model(tokens, return_dict=False, **inputs)[0], expected)
 
 
-def test_hidden_states_and_attentions(model, family, backend, tokens):
-    """As many hidden states and attentions as a plain model returns; attention rows sum to 1 and see no padding."""
-    mask = padded(after=7)["attention_mask"]
-    with torch.no_grad():
-        output = model(tokens, attention_mask=mask, output_hidden_states=True)
-        assert len(output.hidden_states) == 3 and all(h.shape == (2, LENGTH, 32) for h in output.hidden_states)
-        model.set_attn_implementation("eager")
-        output = model(tokens, attention_mask=mask, output_attentions=True)
-        assert len(output.attentions) == 2
-        for probabilities in output.attentions:
-            assert probabilities.shape == (2, 2, LENGTH, LENGTH)
-            assert_close(probabilities.sum(-1), torch.ones(2, 2, LENGTH))
-            assert probabilities[1, :, :, 13:].abs().max() == 0
-            if family != "bert":
-                assert probabilities.triu(1).abs().max() == 0
-
-
-def test_outputs_recorded_before_the_swap(make_model, family, case, tokens):
-    """A model that has recorded attentions before its swap records the new ones after it, and the old ones restored."""
+def test_hidden_states_and_attentions(make_model, family, case, tokens):
+    """As many as a plain model records, swapped and restored after it has; rows of attention sum to 1 and see no padding."""
+    asked = {"attention_mask": padded(after=7)["attention_mask"], "output_attentions": True, "output_hidden_states": True}
     model = make_model(family)
-    before = model(tokens, output_attentions=True, output_hidden_states=True)
+    before = model(tokens, **asked)
     posswap.swap(model, case.scheme, max_positions=case.max_positions)
-    swapped = model(tokens, output_attentions=True, output_hidden_states=True)
-    assert (len(swapped.attentions), len(swapped.hidden_states)) == (2, 3)
+    swapped = model(tokens, **asked)
+    assert len(swapped.attentions) == 2
+    assert len(swapped.hidden_states) == 3 and all(h.shape == (2, LENGTH, 32) for h in swapped.hidden_states)
+    for probabilities in swapped.attentions:
+        assert probabilities.shape == (2, 2, LENGTH, LENGTH)
+        assert_close(probabilities.sum(-1), torch.ones(2, 2, LENGTH))
+        assert probabilities[1, :, :, 13:].abs().max() == 0
+        assert family == "bert" or probabilities.triu(1).abs().max() == 0
     same = case.scheme in (posswap.Learned(), posswap.Learned(extend="tile"))  # these tokens fit the trained length
     assert torch.equal(swapped.attentions[1], before.attentions[1]) == same
-    after = posswap.restore(model)(tokens, output_attentions=True)
+    after = posswap.restore(model)(tokens, **asked)
     assert len(after.attentions) == 2 and torch.equal(after.attentions[1], before.attentions[1])
 
 
