@@ -57,8 +57,6 @@ def test_swap_then_describe(folder, tmp_path, program):
     ("arguments", "says"),
     [
         (("--scheme", "RoPE"), "it is 'rotary' here"),
-        (("--scheme", "nope"), "it is 'none' here"),
-        (("--scheme", "t5"), "it is 'buckets' here"),
         (("--scheme", "rotary", "--max-positions", "3"), "max_positions=3"),
         (("--scheme", "rotary", "--fit-tokens", "999"), "--fit-tokens is about a fit"),
         (("--scheme", "rotary", "--fit", "auto", "--fit-tokens", "0"), "greater than or equal to 1"),

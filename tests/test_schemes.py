@@ -174,9 +174,12 @@ def test_scheme_strings(text, scheme):
     assert parse_scheme(str(scheme)) == scheme
 
 
-@pytest.mark.parametrize(("text", "name"), [("ALiBi", "alibi"), ("ROTARY", "rotary"), ("RoPE", "rotary")])
+SPELLINGS = {"ALiBi": "alibi", "ROTARY": "rotary", "RoPE": "rotary", "nope": "none", "t5": "buckets"}
+
+
+@pytest.mark.parametrize(("text", "name"), SPELLINGS.items())
 def test_hints_do_not_see_case(text, name):
-    """A known scheme is recognised in another spelling."""
+    """A known scheme is recognised in another spelling, or by the name that it has in papers."""
     refused(f"unknown scheme '{text}' .*'{name}'.*; known are", parse_scheme, text)
 
 
