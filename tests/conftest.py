@@ -229,6 +229,12 @@ def refused(says: str, call, *arguments, error: type[Exception] = posswap.Posswa
         call(*arguments, **options)
 
 
+def fails(says: str, run, *arguments, **options) -> None:
+    """A command with these arguments ends with status 2 and a paragraph that says this, and no traceback."""
+    code, *_, err = run(*arguments, **options)
+    assert code == 2 and says in err and "Traceback" not in err, err
+
+
 def rewrite(path: Path, change) -> None:
     """Let `change` edit what a JSON or safetensors file holds, in place."""
     if path.suffix == ".json":

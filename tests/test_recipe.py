@@ -12,7 +12,7 @@ from typing import Annotated
 
 import pytest
 import torch
-from conftest import refused
+from conftest import fails, refused
 from transformers import AutoModelForSequenceClassification
 
 import hf_posswap as posswap
@@ -171,12 +171,9 @@ def test_a_run_from_the_command_line(start, tmp_path):
     assert result["config"] == json.loads(json.dumps(asdict(Config(depth=4, lengths=(7, 8), learning_rate=1e-3))))
     assert " --depth 4 --lengths 7" in result["command"] and result["versions"]["torch"]
     assert (result["question"], result["meaning"]) == ("How deep?", {"depth": "where it was"})
-    code, out = start("--output", output)
-    assert code == 2 and "not empty" in out and "Traceback" not in out
-    code, out = start("--output", output, "--start", "fit")
-    assert code == 2 and "there is no text; known are cold, swap, scratch" in out
-    code, out = start("--output", output, "--resume")
-    assert code == 2 and "another configuration" in out
+    fails("not empty", start, "--output", output)
+    fails("there is no text; known are cold, swap, scratch", start, "--output", output, "--start", "fit")
+    fails("another configuration", start, "--output", output, "--resume")
 
 
 def test_inputs_are_named_as_they_were(start, tmp_path, monkeypatch):
@@ -202,11 +199,9 @@ def test_a_resumed_run_reads_what_it_began_with(start, tmp_path):
     code, out = start("--config", tmp_path / "texts" / "out" / "config.json", "--output", tmp_path / "again")
     assert code == 0, out  # its config.json is a file of options
     (tmp_path / "texts" / "a.txt").write_text("0.6")
-    code, out = start(*asked, "--resume")
-    assert code == 2 and "its files had other contents" in out
+    fails("its files had other contents", start, *asked, "--resume")
     (tmp_path / "texts" / "out" / "config.json").write_text("{")
-    code, out = start(*asked, "--resume")
-    assert code == 2 and "config.json is no JSON" in out and "Traceback" not in out
+    fails("config.json is no JSON", start, *asked, "--resume")
 
 
 def test_inputs_in_folders(tmp_path):
@@ -229,8 +224,7 @@ def test_figures_that_are_no_numbers(start, tmp_path):
             ({"figures": {"accuracy": 0.5}, "model": model}, "ended in bias that is not finite"),
         )
     ):
-        code, out = start("--output", tmp_path / str(number), answer={"cost": {}, **answer})
-        assert code == 2 and says in out
+        fails(says, start, "--output", tmp_path / str(number), answer={"cost": {}, **answer})
         assert not (tmp_path / str(number) / "result.json").exists()
 
 
@@ -254,8 +248,7 @@ def test_stopped_from_outside(start, tmp_path, number):
 def test_a_folder_in_use(start, tmp_path):
     """Two runs cannot write into one folder."""
     with lock(tmp_path / "out"):
-        code, out = start("--output", tmp_path / "out")
-        assert code == 2 and "in use by another run" in out
+        fails("in use by another run", start, "--output", tmp_path / "out")
 
 
 @pytest.fixture
@@ -318,5 +311,5 @@ def test_a_lone_process_of_two(start, monkeypatch, tmp_path):
     """A launcher that starts one process where several were asked for is an error at once, also in recipes without our loop."""
     for name, value in {"MASTER_ADDR": "x", "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no"}.items():
         monkeypatch.setenv(name, value)
-    code, out = start("--output", tmp_path / "out")
-    assert code == 2 and "torchrun" in out and not (tmp_path / "out").exists()
+    fails("torchrun", start, "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
