@@ -1,7 +1,6 @@
 """Clipped relative attention (schemes/relative.py: Shaw et al. 2018, section 3.2, https://arxiv.org/abs/1803.02155) as fused
-Triton kernels in the manner of FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691), exact, forward and backward.
-
-    s_ij = scale * q_i . (k_j + a^K_r),   z_i = sum_j softmax(s_i)_j (v_j + a^V_r),   r = clip(j - i, -clip, clip) + clip
+Triton kernels in the manner of FlashAttention-2 (Dao 2023, https://arxiv.org/abs/2307.08691), exact, forward and backward:
+the formula of `relative_attention`.
 
 With the two identities of `relative_window`, there is nothing to add far to the left, and one number per query far to the
 right; only tiles on the band between look anything up. Such a lookup, and what the band sums up, is a "band" of W numbers per

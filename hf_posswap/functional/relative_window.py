@@ -1,8 +1,6 @@
-"""Attention with clipped relative positions in O(L * block) memory, forward and backward; see `relative_attention`.
+"""Attention with clipped relative positions in O(L * block) memory, forward and backward: the formula of `relative_attention`.
 
-    s_ij = scale * q_i . (k_j + a^K_r),   z_i = sum_j softmax(s_i)_j (v_j + a^V_r),   r = clip(j - i, -clip, clip) + clip
-
-Written out this takes (Q, K, D) tensors. Two identities leave O(L * clip) work beyond plain attention; both are exact:
+Written out it takes (Q, K, D) tensors. Two identities leave O(L * clip) work beyond plain attention; both are exact:
 
 1. Softmax does not see a constant that is added to a row. So every bias is taken relative to the far left, r = 0: keys
    there need none. Keys at the far right, r = 2 * clip, all have the same, q_i . (a^K_2clip - a^K_0), which shifts their
