@@ -11,21 +11,12 @@ import warnings
 import torch
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
+from hf_posswap import span_mask
 from hf_posswap.architectures import Inputs
 from hf_posswap.attention import CACHE, Shared, Tokens, check_implementation, key_positions, let_carry, to_digits
 from hf_posswap.errors import PosswapError, SequenceTooLongError
 from hf_posswap.schemes.base import is_traced
 from hf_posswap.span_cache import keep_span
-from hf_posswap.span_mask import (
-    FAR_SPAN,
-    additive,
-    check_keys,
-    fitted_mask,
-    in_blocks,
-    near_mask,
-    of_the_whole_cache,
-    with_padding,
-)
 from hf_posswap.surgery import check_longest, state_of
 
 _FAR = 8  # an input of more than this many times the fitted length gives a warning
@@ -49,7 +40,7 @@ def positioned_forward(base_class: type):
         mask = inputs.attention_mask
         if implementation != "sdpa" and isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool:
             # Eager and flex attention add masks: True would count as 1.0, where sdpa takes it for "attend".
-            arguments["attention_mask"] = additive(mask, self.dtype)
+            arguments["attention_mask"] = span_mask.additive(mask, self.dtype)
         past, slots = _slots(arguments.get(CACHE), inputs)
         arguments["position_ids"], positions = _positions(self, inputs, arguments.get("position_ids"), past, slots)
         tokens = Tokens(positions, slots, past)
@@ -141,7 +132,7 @@ def _share(base, arguments: dict, inputs: Inputs, tokens: Tokens) -> dict:
         if cache is None and causal and use_cache and not base.training:  # the model itself would make one that keeps all keys
             crossing = arguments.get("encoder_hidden_states") is not None
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()
-        mask = arguments["attention_mask"] = fitted_mask(mask, inputs, tokens, cache)
+        mask = arguments["attention_mask"] = span_mask.fitted_mask(mask, inputs, tokens, cache)
     if causal and cache is not None:
         # Values are read here, once for all layers, and only where a cache asks for them.
         look = state.span is not None and not is_traced()
@@ -165,22 +156,22 @@ def _share_kind(base, first, kind, tokens: Tokens, mask, cache, blocks: bool = T
         written = positions
         keys = key_positions(cache, positions, slots, past, head_dim, kind.first)
     if kind.span is not None:
-        written = with_padding(tokens, mask)
+        written = span_mask.with_padding(tokens, mask)
         seen = key_positions(cache, written, slots, past, head_dim, kind.first)  # as `keys`, but for padding
         if causal:
-            check_keys(seen, mask, tokens)
+            span_mask.check_keys(seen, mask, tokens)
         # A text no longer than the span needs no mask for it, if its positions have no gaps. A program may read longer ones.
         program = torch.compiler.is_exporting() or torch.jit.is_tracing()
         if program or not (tokens.counted and tokens.fresh) or keys.shape[-1] > kind.span.span:
-            if blocks and in_blocks(base, tokens, mask):
+            if blocks and span_mask.in_blocks(base, tokens, mask):
                 span, key_mask = kind.span, None if mask is None else mask.bool()
                 mask = own = None if mask is None else key_mask[:, None, None]
             else:
-                keys, seen = (of_the_whole_cache(one, cache, slots) for one in (keys, seen))
-                mask = own = near_mask(base, kind.span, tokens, seen, mask)
+                keys, seen = (span_mask.of_the_whole_cache(one, cache, slots) for one in (keys, seen))
+                mask = own = span_mask.near_mask(base, kind.span, tokens, seen, mask)
     elif state_of(base).span is not None and causal and mask is None and tokens.fresh and not tokens.counted:
         # Layers with a span keep packed texts apart, so those without one do, too.
-        own = near_mask(base, FAR_SPAN, tokens, of_the_whole_cache(positions, cache, slots), None)
+        own = span_mask.near_mask(base, span_mask.FAR_SPAN, tokens, span_mask.of_the_whole_cache(positions, cache, slots), None)
     shared = first.prepare(positions, slots, tokens.length, keys, mask if isinstance(mask, torch.Tensor) else None)
     read = () if first.bias is None or first.attend is not None else ("causal", "in_order", "block")
     if not all(hasattr(shared, name) for name in read):

@@ -40,10 +40,7 @@ from hf_posswap.training.run_log import announce
 with extra():
     from datasets import Dataset
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
-    from sentence_transformers.sentence_transformer.losses import (
-        CachedMultipleNegativesRankingLoss,
-        MultipleNegativesRankingLoss,
-    )
+    from sentence_transformers.sentence_transformer import losses
     from sentence_transformers.util import mine_hard_negatives
 
 EACH = 6  # passages drawn from each document in the evaluation
@@ -140,7 +137,7 @@ class PairsWithBrake(nn.Module):
         super().__init__()
         self.model, self.brake, self.cached = model, brake, cached
         options = {"scale": 1 / TEMPERATURE, "gather_across_devices": PartialState().num_processes > 1}
-        kind = CachedMultipleNegativesRankingLoss if cached else MultipleNegativesRankingLoss
+        kind = losses.CachedMultipleNegativesRankingLoss if cached else losses.MultipleNegativesRankingLoss
         self.pairs = kind(model, **options, **({"mini_batch_size": cached} if cached else {}))
 
     def forward(self, features, labels: torch.Tensor) -> torch.Tensor:

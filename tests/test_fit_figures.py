@@ -22,8 +22,7 @@ from transformers import (
 
 import hf_posswap as posswap
 from hf_posswap.contract.subject import tiny_model
-from hf_posswap.data.calibration import check_batches, few_tokens, split_batches, written_text
-from hf_posswap.fitting import fit as fitting
+from hf_posswap.data import calibration
 from hf_posswap.fitting import layerwise
 from hf_posswap.fitting.fit import fit
 from hf_posswap.fitting.layerwise import _stages
@@ -94,8 +93,8 @@ def test_damage_is_a_naive_loop(pair, side):
 def test_own_text(make_model, monkeypatch):
     """Without batches a causal model writes, an encoder gets random tokens; without a head, or a way to write, an error."""
     for name in ("written_text", "random_tokens"):
-        function = getattr(fitting, name)
-        monkeypatch.setattr(fitting, name, lambda model, _f=function, **o: _f(model, tokens=2500, **o))
+        function = getattr(calibration, name)
+        monkeypatch.setattr(calibration, name, lambda model, _f=function, **o: _f(model, **{"tokens": 2500} | o))
     reports = []
     for family in ("gpt2", "bert-decoder", "bert"):
         model = posswap.swap(make_model(family), "relative:clip=4")
@@ -110,11 +109,11 @@ def test_own_text(make_model, monkeypatch):
     report = fit(longer, original_model=make_model("gpt2", n_positions=40), reconstruct=20, progress=False)
     assert set(report.after.by_length) == {32}
     model = make_model("gpt2")
-    plain, settings = written_text(model, tokens=200), model.generation_config
+    plain, settings = calibration.written_text(model, tokens=200), model.generation_config
     settings.num_beams, settings.max_new_tokens, settings.repetition_penalty = 3, 4, 9.0
-    assert plain.shape == (6, 32) and torch.equal(written_text(model, tokens=200), plain)
+    assert plain.shape == (6, 32) and torch.equal(calibration.written_text(model, tokens=200), plain)
     assert model.generation_config is settings
-    assert not torch.equal(written_text(model, tokens=200, seed=1), plain)
+    assert not torch.equal(calibration.written_text(model, tokens=200, seed=1), plain)
 
 
 KINDS = {
@@ -171,7 +170,8 @@ def test_what_stands_under_padding_does_not_matter(make_model, family, scheme, m
 def test_a_tenth_is_held_out(make_model, rows):
     """However sequences come in batches, every tenth of a length is held out, and none is lost."""
     parts = [*text().split(rows), text(3, 9), text(1, 5)]
-    fitted, held = (few_tokens(part, 100) for part in split_batches(check_batches(parts, make_model("bert"), 32)))
+    both = calibration.split_batches(calibration.check_batches(parts, make_model("bert"), 32))
+    fitted, held = (calibration.few_tokens(part, 100) for part in both)
     ids = [[row.tolist() for one in part for row in one["input_ids"]] for part in (fitted, held)]
     assert sorted(ids[0] + ids[1]) == sorted(row.tolist() for part in parts for row in part)
     assert [row for row in ids[1] if len(row) == 20] == text()[9::10].tolist()

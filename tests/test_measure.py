@@ -10,19 +10,9 @@ from conftest import KINDS, WORDS, refused
 from sklearn.linear_model import RidgeClassifier, RidgeClassifierCV
 from transformers import BertModel
 
+from hf_posswap import measure
 from hf_posswap.data.calibration import check_batches
 from hf_posswap.evaluating import evaluating, watching
-from hf_posswap.measure import (
-    attention_by_distance,
-    kl_divergence,
-    perplexity,
-    pooled_cosine,
-    pooled_states,
-    token_losses,
-    word_order_examples,
-    word_order_preference,
-    word_order_probe,
-)
 from hf_posswap.measure import word_order as module
 
 
@@ -32,8 +22,8 @@ def test_pooled_cosine_is_that_of_sentence_transformers(make_model, make_swapped
     original, model = make_model("bert", head=BertModel), make_swapped("bert", "none", head=BertModel)
     states = [one(input_ids=tokens).last_hidden_state for one in (original, model)]
     wanted = [torch.nn.functional.normalize(one.mean(1), dim=-1) for one in states]  # `pooling_mode="mean"`, then `Normalize`
-    torch.testing.assert_close(pooled_states(original, tokens), wanted[0], atol=1e-5, rtol=0)
-    found = pooled_cosine(model, tokens, pooled_states(original, tokens))
+    torch.testing.assert_close(measure.pooled_states(original, tokens), wanted[0], atol=1e-5, rtol=0)
+    found = measure.pooled_cosine(model, tokens, measure.pooled_states(original, tokens))
     assert found == pytest.approx((wanted[0] * wanted[1]).sum(-1).mean().item(), abs=1e-5) and found < 0.99
     for pool in (lambda one: one[:, 0], lambda one: one.max(1).values):
         other = torch.nn.functional.cosine_similarity(*map(pool, states), dim=-1).mean().item()
@@ -45,16 +35,16 @@ def test_word_order_against_a_loop(make_model, gpt2_tokenizer, bert_tokenizer):
     """Two neighbours, never the last word, are swapped; a causal model prefers one, an encoder tells states apart."""
     chance, model = random.Random(0), make_model("gpt2")
     paragraphs = [" ".join(chance.choices(WORDS, k=chance.randint(6, 20))) for _ in range(60)]
-    texts, labels = word_order_examples(paragraphs, 80)
+    texts, labels = measure.word_order_examples(paragraphs, 80)
     assert labels == [0, 1] * 40
     for one, other in zip(texts[::2], texts[1::2], strict=True):
         words = [text.split() for text in (one, other)]
         first, second = (place for place, (a, b) in enumerate(zip(*words, strict=True)) if a != b)
         assert second == first + 1 < len(words[0]) - 1 and sorted(words[0]) == sorted(words[1])
     start = gpt2_tokenizer.bos_token_id
-    losses = [token_losses(model, torch.tensor([[start, *gpt2_tokenizer(text)["input_ids"]]])).nansum() for text in texts]
+    losses = [measure.token_losses(model, torch.tensor([[start, *gpt2_tokenizer(one)["input_ids"]]])).nansum() for one in texts]
     wanted = numpy.mean([one < other for one, other in zip(losses[::2], losses[1::2], strict=True)])
-    assert word_order_preference(model, gpt2_tokenizer, texts) == pytest.approx(wanted)
+    assert measure.word_order_preference(model, gpt2_tokenizer, texts) == pytest.approx(wanted)
     encoder = make_model("bert", head=BertModel)
     for text, vector in zip(texts, module.sentence_vectors(encoder, bert_tokenizer, texts), strict=True):
         states = encoder(**bert_tokenizer(text, return_tensors="pt"), output_hidden_states=True).hidden_states
@@ -76,7 +66,7 @@ def test_the_probe_keeps_twins_together(monkeypatch):
 
     monkeypatch.setattr(sklearn.linear_model, "RidgeClassifierCV", Watched)
     monkeypatch.setattr(module, "sentence_vectors", lambda model, tokenizer, texts: vectors[: len(texts)])
-    share = word_order_probe(None, None, (["text"] * 120, labels), (["text"] * 40, labels[:40]))
+    share = measure.word_order_probe(None, None, (["text"] * 120, labels), (["text"] * 40, labels[:40]))
     ((alpha, scaled, folds),) = chosen
     assert len(folds) == 5 and sorted(place for _, test in folds for place in test) == list(range(120))
     for train, test in folds:
@@ -95,28 +85,28 @@ def test_measures_leave_modes_alone(make_model, gpt2_tokenizer, tokens):
     model.train().transformer.wte.eval()
     modes = [part.training for part in model.modules()]
     texts = ["a b c d", "a c b d"]
-    for measure in (
-        lambda: perplexity(model, tokens),
-        lambda: kl_divergence(model, original, tokens),
-        lambda: pooled_states(model, tokens).sum().item(),
-        lambda: token_losses(model, tokens).nansum().item(),
-        lambda: word_order_preference(model, gpt2_tokenizer, texts),
+    for call in (
+        lambda: measure.perplexity(model, tokens),
+        lambda: measure.kl_divergence(model, original, tokens),
+        lambda: measure.pooled_states(model, tokens).sum().item(),
+        lambda: measure.token_losses(model, tokens).nansum().item(),
+        lambda: measure.word_order_preference(model, gpt2_tokenizer, texts),
     ):
-        assert measure() == measure()
+        assert call() == call()
         assert [part.training for part in model.modules()] == modes
 
 
 def test_a_diverged_model_is_not_scored(make_model, gpt2_tokenizer, bert_tokenizer):
     """NaN is no preference and no state."""
     texts = ["a b c d", "a c b d"] * 4
-    for family, measure in (
-        ("gpt2", lambda model: word_order_preference(model, gpt2_tokenizer, texts)),
-        ("bert", lambda model: word_order_probe(model, bert_tokenizer, (texts, [0, 1] * 4), (texts, [0, 1] * 4))),
+    for family, call in (
+        ("gpt2", lambda model: measure.word_order_preference(model, gpt2_tokenizer, texts)),
+        ("bert", lambda model: measure.word_order_probe(model, bert_tokenizer, (texts, [0, 1] * 4), (texts, [0, 1] * 4))),
     ):
         model = make_model(family)
         for parameter in model.parameters():
             parameter.data.fill_(torch.nan)
-        refused("NaN or infinite", measure, model)
+        refused("NaN or infinite", call, model)
 
 
 def test_nothing_stays_when_looking_fails(make_model, tokens):
@@ -143,7 +133,7 @@ def test_against_eager_probabilities(model, family, backend, tokens, side):
         mask[1] = mask[1] if side == "left" else mask[1].flip(0)
     model.train()
     batch = {"input_ids": tokens, "attention_mask": mask}
-    found = attention_by_distance(model, [batch], reach=5)
+    found = measure.attention_by_distance(model, [batch], reach=5)
     ((tokens, mask),) = (one.values() for one in check_batches(batch, model, 20))
     assert model.training and found.shape == (2, 2, 11)
     assert torch.allclose(found.sum(-1), torch.ones(2, 2), atol=1e-5)
@@ -168,7 +158,7 @@ def test_a_span_is_seen(make_swapped, family, backend, scheme, tokens):
     mask = torch.ones_like(tokens)
     mask[1, 12:] = 0
     for given in ({"input_ids": tokens}, {"input_ids": tokens, "attention_mask": mask}):
-        found = attention_by_distance(model, [given], reach=5)
+        found = measure.attention_by_distance(model, [given], reach=5)
         assert found[..., :3].abs().max() == found[..., 8:].abs().max() == 0
         assert torch.allclose(found.sum(-1), torch.ones(2, 2), atol=1e-5)
 
@@ -177,9 +167,9 @@ def test_batches_of_several_lengths(make_model, tokens):
     """Queries count alike wherever they stand: two batches give the mean weighted by tokens."""
     model = make_model("bert")
     parts = [{"input_ids": tokens}, {"input_ids": tokens[:, :7]}]
-    each = [attention_by_distance(model, [part], reach=4) for part in parts]
+    each = [measure.attention_by_distance(model, [part], reach=4) for part in parts]
     for given in (parts, (part["input_ids"] for part in parts)):
-        together = attention_by_distance(model, given, reach=4)
+        together = measure.attention_by_distance(model, given, reach=4)
         assert torch.allclose(together, (each[0] * 40 + each[1] * 14) / 54, atol=1e-6)
-    refused("no batches", attention_by_distance, model, [])
+    refused("no batches", measure.attention_by_distance, model, [])
     assert not any(module._forward_pre_hooks for module in model.modules())

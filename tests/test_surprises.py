@@ -6,19 +6,13 @@ import dataclasses
 import accelerate
 import pytest
 import torch
+import transformers
 from conftest import refused
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.testing import assert_close
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    Blip2Config,
-    Blip2ForConditionalGeneration,
-    ContinuousBatchingConfig,
-    GenerationConfig,
-)
 
 import hf_posswap as posswap
 
@@ -31,7 +25,7 @@ def test_part_of_a_swapped_model(make_model, tmp_path):
     posswap.swap(model.bert, "rotary")  # nothing contradicts it now
     model = posswap.swap(make_model("bert"), "none")
     model.save_pretrained(tmp_path)
-    refused("swap the whole model", posswap.swap, AutoModelForMaskedLM.from_pretrained(tmp_path).bert, "rotary")
+    refused("swap the whole model", posswap.swap, transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).bert, "rotary")
 
 
 def test_longer_range_of_a_loaded_model_keeps_what_it_learned(make_swapped, tokens, tmp_path):
@@ -39,7 +33,7 @@ def test_longer_range_of_a_loaded_model_keeps_what_it_learned(make_swapped, toke
     for scheme in ("relative:clip=4", "rotary", "sinusoidal", "none"):
         model = make_swapped("bert", scheme)
         model.save_pretrained(tmp_path / scheme[:4])
-        loaded = AutoModelForMaskedLM.from_pretrained(tmp_path / scheme[:4], attn_implementation="eager").eval()
+        loaded = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / scheme[:4], attn_implementation="eager").eval()
         posswap.swap(loaded, scheme, max_positions=64)
         assert torch.equal(loaded(tokens).logits, model(tokens).logits), scheme
         assert loaded(torch.cat([tokens] * 3, dim=1)).logits.shape[1] == 60
@@ -53,7 +47,7 @@ OF_ONE_LENGTH.append(LONGROPE.replace(",factor=2", ""))
 @pytest.mark.parametrize("scheme", [LONGROPE, *OF_ONE_LENGTH])
 def test_what_was_made_for_one_length(make_swapped, tokens, tmp_path, scheme):
     """A learned rung belongs to its N, a longrope without a factor to the longest input: another length is refused."""
-    model, load = make_swapped("gpt2", scheme, max_positions=64), AutoModelForCausalLM.from_pretrained
+    model, load = make_swapped("gpt2", scheme, max_positions=64), transformers.AutoModelForCausalLM.from_pretrained
     model.save_pretrained(tmp_path)
     loaded = load(tmp_path, attn_implementation="eager").eval()
     if scheme in OF_ONE_LENGTH:
@@ -70,7 +64,7 @@ def test_an_extended_table_of_a_loaded_model_keeps_all_rows(make_swapped, tokens
     scheme, text = f"learned:extend={extend}", torch.cat([tokens] * 3, dim=1)
     model = make_swapped("bert", scheme, "sdpa", max_positions=60)
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
+    loaded = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).eval()
     for options in ({}, {"span": 60}):
         assert_close(posswap.swap(loaded, scheme, **options)(text).logits, model(text).logits)
     posswap.swap(loaded, "none")
@@ -81,7 +75,7 @@ def test_back_to_the_scheme_that_was_loaded(make_swapped, tokens, tmp_path):
     """Swapped away and back, a loaded rotary encoder is as it was: its projections are balanced once only."""
     model = make_swapped("bert", "rotary")
     model.save_pretrained(tmp_path)
-    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    loaded = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     posswap.swap(loaded, "relative:clip=4")
     posswap.swap(loaded, "rotary")
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
@@ -153,13 +147,11 @@ def test_second_derivatives_are_refused(make_swapped, scheme, tokens):
 def test_averages_of_a_model(make_swapped, tmp_path):
     """An average over training steps, buffers too, is saved as the scheme's: its digest is no number to be averaged."""
     model = make_swapped("bert", "rotary")
-    average = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
-    )
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     for _ in range(3):
         average.update_parameters(model)
     average.module.save_pretrained(tmp_path)
-    AutoModelForMaskedLM.from_pretrained(tmp_path)
+    transformers.AutoModelForMaskedLM.from_pretrained(tmp_path)
     model.load_state_dict(average.module.state_dict())
 
 
@@ -201,11 +193,9 @@ def test_a_part_of_another_model(make_model):
     """The language model of a BLIP-2 is refused whatever else was imported: the whole would not load again."""
     text = make_model("opt").config.to_dict()
     small = {"hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 1, "num_attention_heads": 2}
-    parts = {
-        "vision_config": small | {"image_size": 28, "patch_size": 14},
-        "qformer_config": small | {"encoder_hidden_size": 32},
-    }
-    whole = Blip2ForConditionalGeneration(Blip2Config(**parts, text_config=text, num_query_tokens=4))
+    parts = {"vision_config": small | {"image_size": 28, "patch_size": 14}, "text_config": text}
+    parts["qformer_config"] = small | {"encoder_hidden_size": 32}
+    whole = transformers.Blip2ForConditionalGeneration(transformers.Blip2Config(**parts, num_query_tokens=4))
     says = "a part of Blip2ForConditionalGeneration.*swap or restore the parts first"
     refused(says, posswap.swap, whole.language_model, "rotary", error=posswap.UnsupportedModelError)
 
@@ -269,7 +259,7 @@ def test_an_adapter_of_a_swapped_model_on_a_plain_one(make_model, tokens, tmp_pa
     """PEFT puts it there without a word; whatever is done with it next here is an error, and on its own base it is right."""
     model = posswap.swap(make_model("gpt2"), "rotary")
     model.save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager").eval()
     options = LoraConfig(target_modules=["c_attn"], task_type=task, fan_in_fan_out=True, init_lora_weights=False)
     adapted = get_peft_model(model, options)
     adapted.save_pretrained(tmp_path / "adapter")
@@ -286,7 +276,7 @@ def test_an_adapter_of_before_the_swap(make_model, tmp_path):
     """What it saves names the plain model no more, onto which PEFT's own loader would put it; restored, it does again."""
     make_model("gpt2").save_pretrained(tmp_path)
     options = LoraConfig(target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True)
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path), options)
+    adapted = get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(tmp_path), options)
     for change, name in ((lambda one: posswap.swap(one, "rotary"), None), (posswap.restore, str(tmp_path))):
         change(adapted).save_pretrained(tmp_path / "adapter")
         assert LoraConfig.from_pretrained(tmp_path / "adapter").base_model_name_or_path == name
@@ -306,8 +296,8 @@ def test_continuous_batching_generates(make_model, scheme):
     """Where the paged cache serves, it writes what `generate` does."""
     model = posswap.swap(make_model("gpt2", "sdpa"), scheme)
     prompts, length = [[5, 6, 7], [8, 9, 10, 11, 12]], 6
-    config = GenerationConfig(max_new_tokens=length, do_sample=False, eos_token_id=98, pad_token_id=0)
-    small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=64)  # by default it takes most of the machine's memory
+    config = transformers.GenerationConfig(max_new_tokens=length, do_sample=False, eos_token_id=98, pad_token_id=0)
+    small = transformers.ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=64)  # the default: most of a machine's memory
     written = model.generate_batch(prompts, generation_config=config, continuous_batching_config=small)
     found = [one.generated_tokens for one in written.values()]
     expected = [model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :] for prompt in prompts]

@@ -19,16 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.architectures import Architecture, longest_input
 from hf_posswap.checkpoint import SwappedModel
-from hf_posswap.data.calibration import (
-    Batch,
-    TextBatches,
-    check_batches,
-    few_tokens,
-    random_tokens,
-    read_texts,
-    split_batches,
-    written_text,
-)
+from hf_posswap.data import calibration
 from hf_posswap.errors import DataError, PosswapError, UnsupportedModelError
 from hf_posswap.evaluating import evaluating
 from hf_posswap.fitting.layerwise import Walk, opening
@@ -108,7 +99,7 @@ def fit(
         if batches is None:
             kind, batches = _own_text(teacher, causal, seed, reads)
         own, longest = tokenizer or tokenizer_of(model), reads_whole(model, longest_input(target.config))
-        batches = read_texts(batches, own, longest, causal=causal, window=window or reads, seed=seed)
+        batches = calibration.read_texts(batches, own, longest, causal=causal, window=window or reads, seed=seed)
         text = _parts(batches, target)
         told = text.report or text.select
         longest = max(batch["input_ids"].shape[1] for batch in (*text, *text.select, *text.report))
@@ -180,21 +171,21 @@ class _NotBetter(Exception):
 def _own_text(teacher: PreTrainedModel, causal: bool, seed: int, length: int) -> tuple[str, torch.Tensor | list[torch.Tensor]]:
     """Return text that the model makes itself, and what it is called."""
     if not causal:
-        return "random tokens", random_tokens(teacher, seed=seed, length=length)
+        return "random tokens", calibration.random_tokens(teacher, seed=seed, length=length)
     if not (teacher.can_generate() and teacher.get_output_embeddings() is not None):
         raise DataError("this model has no language-modelling head to write its own text with: pass batches")
-    return "written by the model", written_text(teacher, seed=seed, length=length)
+    return "written by the model", calibration.written_text(teacher, seed=seed, length=length)
 
 
-def _parts(batches: torch.Tensor | Iterable, target: PreTrainedModel) -> TextBatches:
+def _parts(batches: torch.Tensor | Iterable, target: PreTrainedModel) -> calibration.TextBatches:
     """Return what to fit on, to select by and to report on, checked, in small batches; the last may be empty."""
     longest, size = longest_input(target.config), target.config.hidden_size
-    if isinstance(batches, TextBatches):
+    if isinstance(batches, calibration.TextBatches):
         given = (batches, batches.select, batches.report)
-        parts = [check_batches(part, target, longest) if number < 2 or part else [] for number, part in enumerate(given)]
+        parts = [calibration.check_batches(one, target, longest) if place < 2 or one else [] for place, one in enumerate(given)]
     else:
-        parts = [*split_batches(check_batches(batches, target, longest)), []]
-    text = TextBatches(*(few_tokens(part, _TOKENS_A_BATCH) for part in parts))
+        parts = [*calibration.split_batches(calibration.check_batches(batches, target, longest)), []]
+    text = calibration.TextBatches(*(calibration.few_tokens(part, _TOKENS_A_BATCH) for part in parts))
     if _tokens(text) < 4 * size or not text.select:
         sequences = sum(len(batch["input_ids"]) for batch in (*text, *text.select))
         raise DataError(
@@ -204,7 +195,7 @@ def _parts(batches: torch.Tensor | Iterable, target: PreTrainedModel) -> TextBat
     return text
 
 
-def _tokens(batches: list[Batch]) -> int:
+def _tokens(batches: list[calibration.Batch]) -> int:
     return sum(int(batch["attention_mask"].sum()) for batch in batches)
 
 

@@ -11,14 +11,8 @@ for DistilBERT's (relu) and ALBERT's there is no class.
 """
 
 import torch
+import transformers
 from torch import nn
-from transformers import (
-    BertLMHeadModel,
-    JinaEmbeddingsV3Config,
-    RoFormerConfig,
-    RoFormerForCausalLM,
-    RoFormerForMultipleChoice,
-)
 
 from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import UnsupportedModelError
@@ -29,7 +23,7 @@ _HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassifi
 _TOKENS = ("Model", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice")
 ROFORMER = native.pairs_of_heads(("Bert", "Electra", "DistilBert", "Albert"), "RoFormer", _TOKENS)
 ROFORMER |= native.pairs_of_heads(("Electra",), "RoFormer", ("ForCausalLM", "ForSequenceClassification"))
-ROFORMER |= {BertLMHeadModel: RoFormerForCausalLM}
+ROFORMER |= {transformers.BertLMHeadModel: transformers.RoFormerForCausalLM}
 JINA = native.pairs_of_heads(("Roberta", "XLMRoberta", "Camembert"), "JinaEmbeddingsV3", (*_HEADS, "ForQuestionAnswering"))
 JINA |= native.pairs_of_heads(("Bert",), "JinaEmbeddingsV3", ("ForSequenceClassification",))
 # Fields of a config that BERT and its kin share.
@@ -58,7 +52,7 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
     weights = _as_bert(model, weights)
     native.reorder(weights, native.pairs_first(positions), config.num_attention_heads)
     pooler = {name: weights.pop(name) for name in list(weights) if "pooler." in name}
-    if chooses := target is RoFormerForMultipleChoice:
+    if chooses := target is transformers.RoFormerForMultipleChoice:
         weights |= {f"sequence_summary.summary.{name.rpartition('.')[2]}": value for name, value in pooler.items()}
         left_out = ()
     base = "" if stock is model.architecture.base_class else "roformer."
@@ -74,7 +68,7 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
         fields["num_hidden_layers"] *= config.inner_group_num
     if chooses:
         fields |= {"summary_type": "first", "summary_use_proj": True, "summary_activation": _CHOOSES.get(family, "tanh")}
-    exported = native.build(target, RoFormerConfig(**fields, tie_word_embeddings=tied), weights, model)
+    exported = native.build(target, transformers.RoFormerConfig(**fields, tie_word_embeddings=tied), weights, model)
     counted = "positions that count from the first token on: RoFormer takes no position_ids"
     return exported, left_out, (counted, *holds_for)
 
@@ -159,7 +153,8 @@ def jina(model: SwappedModel, stock: type, tokenizer) -> Converted:
     native.reorder(own, native.halves_first(positions), config.num_attention_heads)
     weights = _renamed(own, (_JINA_CLASSIFIER if model.architecture.model_type == "bert" else {}) | _JINA_NAMES)
     fields = native.common(config, *_SAME, "classifier_dropout") | native.rope_fields(positions)
-    exported = native.build(JINA[stock], JinaEmbeddingsV3Config(**fields, tie_word_embeddings=tied), weights, model)
+    config = transformers.JinaEmbeddingsV3Config(**fields, tie_word_embeddings=tied)
+    exported = native.build(JINA[stock], config, weights, model)
     return exported, (), (native.COUNTED.format("JinaEmbeddingsV3"), *holds_for)
 
 
