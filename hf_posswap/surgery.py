@@ -92,10 +92,10 @@ def check_longest(model: PreTrainedModel) -> None:
     own = state_of(model).geometry.max_positions
     for config in (model.config, model.base_model.config):
         if (said := model.architecture.longest_input(config)) != own:
-            what = (
-                f"the config was changed: its length and padding id now make {said} positions, the model was set up for {own}"
+            raise PosswapError(
+                f"the config was changed: its length and padding id now make {said} positions, the model was set up for {own}. "
+                "Set it back; for another length call posswap.swap(model, scheme, max_positions=...)"
             )
-            raise PosswapError(f"{what}. Set it back; for another length call posswap.swap(model, scheme, max_positions=...)")
 
 
 def is_part(model: PreTrainedModel) -> bool:

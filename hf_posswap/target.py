@@ -131,9 +131,8 @@ def check_not_in_composite(model: PreTrainedModel) -> None:
     A module does not know its parent, but the garbage collector finds what refers to it. It searches all objects of the
     process, so it is asked only where models of other families have been imported.
     """
-    own = {architecture.base_class.__module__ for architecture in ARCHITECTURES.values()} | {
-        "transformers.models.auto.modeling_auto"
-    }
+    own = {architecture.base_class.__module__ for architecture in ARCHITECTURES.values()}
+    own |= {"transformers.models.auto.modeling_auto"}
     if not any(name.startswith("transformers.models.") and ".modeling_" in name for name in {*sys.modules} - own):
         return
     holders = [one for one in gc.get_referrers(model) if isinstance(one, dict)]

@@ -89,9 +89,8 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
         model, done = train(model, examples, config, collate=pad, output=folder, resume=resume)
     announce("measuring")
     started = time.perf_counter()
-    answers = heat_maps(
-        model, tested, config, ask=recall_keys if causal else lambda *given: [point_at_keys(*given, kinds=tested.kinds)]
-    )
+    ask = recall_keys if causal else lambda *given: [point_at_keys(*given, kinds=tested.kinds)]
+    answers = heat_maps(model, tested, config, ask=ask)
     panels = {name: [[mean(cell) for cell in row] for row in rows] for name, rows in answers.items()}
     if PartialState().is_main_process:
         learnt = dict.fromkeys((min(config.train_lengths), max(config.train_lengths)))

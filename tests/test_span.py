@@ -136,11 +136,8 @@ def test_packed_texts_stay_apart(make, text, backend):
     ):
         refused("position_ids go back", model, **given)
     assert begun.get_seq_length() == 25
-    compiled, packed, changed = (
-        torch.compile(model, backend="eager"),
-        {"position_ids": positions, "use_cache": False},
-        text.clone(),
-    )
+    compiled, changed = torch.compile(model, backend="eager"), text.clone()
+    packed = {"position_ids": positions, "use_cache": False}
     changed[:, -1] += 1  # a trace does not see that positions go back, but the last token is behind all others
     before, after = (compiled(one, attention_mask=torch.ones_like(text), **packed).logits for one in (text, changed))
     assert torch.equal(before[:, :-1], after[:, :-1])
@@ -234,11 +231,9 @@ def test_masks_that_do_not_fit(make, text):
             cache = model(text[:, :12], attention_mask=first).past_key_values
             if span == 50 or first is None:  # what was forgotten, a later mask may show in vain
                 refused("from the first call on", model, text[:, 12:13], attention_mask=later, past_key_values=cache)
-    cache = make("gpt2", "rotary", span=5)(text[:, :12]).past_key_values
-    whole = torch.ones(2, 1, 1, 13, dtype=torch.bool)
-    refused(
-        "a mask of 2 dimensions", make("gpt2", "rotary", span=5), text[:, 12:13], attention_mask=whole, past_key_values=cache
-    )
+    model, whole = make("gpt2", "rotary", span=5), torch.ones(2, 1, 1, 13, dtype=torch.bool)
+    cache = model(text[:, :12]).past_key_values
+    refused("a mask of 2 dimensions", model, text[:, 12:13], attention_mask=whole, past_key_values=cache)
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])

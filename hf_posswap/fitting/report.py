@@ -68,16 +68,14 @@ class FitReport:
             kinds = {f"original, window of {read.window}": read.original} if losses else {}
             kinds |= {"before": read.before, "after": read.after}
             rows = [(key, *(kind[key] for kind in kinds.values())) for key in read.before]
-            tables.append(
-                _table((f"{read.measure} at {'positions' if losses else 'lengths up to'}", *kinds), rows, first="left")
-            )
+            heads = (f"{read.measure} at {'positions' if losses else 'lengths up to'}", *kinds)
+            tables.append(_table(heads, rows, first="left"))
         rows = []
         by_layer = zip(self.before.by_layer, self.after.by_layer, strict=True)
         for fit, states in zip(self.layers, by_layer, strict=bool(self.layers)):  # none: there was nothing to fit
             solved = "" if fit.solved is None else f"{fit.solved:.4f}" + " (not kept)" * (not fit.kept)
-            rows.append(
-                (str(fit.layer), fit.before, solved, f"{fit.after:.4f}" + " (no steps)" * (not fit.reconstructed), *states)
-            )
+            after = f"{fit.after:.4f}" + " (no steps)" * (not fit.reconstructed)
+            rows.append((str(fit.layer), fit.before, solved, after, *states))
         heads = ("layer", "error before", "closed form", "after steps", "states before", "states after")
         return [*tables, _table(heads, rows)]
 
@@ -140,9 +138,8 @@ class FitReport:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str | float]], *, first: str = "right") -> Table:
-    found = Table(
-        *(Column(head, justify="right" if place else first) for place, head in enumerate(heads)), box=None, pad_edge=False
-    )
+    columns = [Column(head, justify="right" if place else first) for place, head in enumerate(heads)]
+    found = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         found.add_row(*(cell if isinstance(cell, str) else f"{cell:.4f}" for cell in row))
     return found

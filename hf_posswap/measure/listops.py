@@ -25,12 +25,7 @@ from torch.utils.data import Dataset
 
 from hf_posswap.errors import DataError
 
-OPERATORS = {
-    "[MIN": min,
-    "[MAX": max,
-    "[MED": lambda values: int(median(values)),
-    "[SM": lambda values: sum(values) % 10,
-}
+OPERATORS = {"[MIN": min, "[MAX": max, "[MED": lambda values: int(median(values)), "[SM": lambda values: sum(values) % 10}
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]")
 SYMBOLS = (*OPERATORS, "]", *map(str, range(10)))
 TOKEN_IDS = {symbol: number for number, symbol in enumerate((*SPECIAL, *SYMBOLS))}

@@ -118,11 +118,8 @@ class ProjectedSinusoids(ProjectedCode):
             self.register_parameter(name, nn.Parameter(value))
 
     def initial_values(self) -> dict[str, torch.Tensor]:
-        return {
-            "projection": torch.eye(self.width) * self.width,
-            "bias": torch.zeros(self.width),
-            "first": self.code(torch.tensor(0)),
-        }
+        identity, zeros = torch.eye(self.width) * self.width, torch.zeros(self.width)
+        return {"projection": identity, "bias": zeros, "first": self.code(torch.tensor(0))}
 
 
 @dataclass(frozen=True, kw_only=True)
