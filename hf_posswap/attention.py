@@ -20,6 +20,7 @@ from hf_posswap.functional.banded import Span, banded_attention
 from hf_posswap.functional.closed_form import Evidence
 from hf_posswap.functional.distance_attention import attend_by_distance
 from hf_posswap.schemes import AttentionPositions, Scheme
+from hf_posswap.schemes.base import transforms, weigh
 
 
 class Shared(NamedTuple):
@@ -132,13 +133,16 @@ class PositionedAttention(nn.Module):
             mask = add_bias(mask, bias, shared.causal(key.shape[-2]) if after else None, implementation)
             if implementation == "flex_attention":
                 kwargs["position_bias"] = bias.expand(len(query), query.shape[1], *bias.shape[2:])
+            if implementation == "sdpa" and transforms():  # where its kernels give no gradient of a mask
+                probabilities = weigh(query @ key.mT * scaling, mask, dropout).to(value.dtype)
+                return (probabilities @ value).transpose(1, 2), None
         return self.architecture.backend(self)(self, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
 
     def _all_by_distance(self, query, key, mask, dropout: float, shared) -> bool:
         """Whether `attend_by_distance` serves: on CPUs in sdpa's place, with each token once and none masked."""
         plain = mask is None and query.shape[-2] == key.shape[-2] and dropout == 0
         sdpa = self.config._attn_implementation == "sdpa" and query.device.type == "cpu"
-        return plain and sdpa and self.positions.by_distance is not None and shared.in_order
+        return plain and sdpa and self.positions.by_distance is not None and shared.in_order and not transforms()
 
     def _banded(self, query, key, value, mine: Shared, causal: bool) -> torch.Tensor:
         """Return (B, Q, H, D), a block of queries after the other."""

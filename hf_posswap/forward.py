@@ -15,7 +15,7 @@ from hf_posswap import span_mask
 from hf_posswap.architectures import Inputs
 from hf_posswap.attention import CACHE, Shared, Tokens, check_implementation, key_positions, let_carry, to_digits
 from hf_posswap.errors import PosswapError, SequenceTooLongError
-from hf_posswap.schemes.base import is_traced
+from hf_posswap.schemes.base import is_traced, transforms
 from hf_posswap.span_cache import keep_span
 from hf_posswap.surgery import check_longest, state_of
 
@@ -89,9 +89,9 @@ def _check_length(base, scheme, tokens: Tokens) -> None:
     limit = base.architecture.longest_input(base.config)
     needed = past + slots.shape[-1] if isinstance(past, int) else 0
     # Values are read only where that costs nothing: not while tracing, and not where it would wait for a GPU, unless there are
-    # more tokens than positions, as in a row of several texts.
+    # more tokens than positions, as in a row of several texts. Under vmap there are none to read.
     look = tokens.length is None and positions.numel() and (positions.device.type == "cpu" or needed > limit)
-    if look and not torch.compiler.is_compiling():
+    if look and not torch.compiler.is_compiling() and "Vmap" not in transforms():
         needed = int(positions.max()) + 1
         if int(positions.min()) < 0:
             raise PosswapError(f"position_ids must not be negative, the smallest is {int(positions.min())}")

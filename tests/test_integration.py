@@ -8,6 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.testing import assert_close
 
 import hf_posswap as posswap
+from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.contract.subject import move, padded, position_parameters
 from hf_posswap.measure.positions import position_table
 
@@ -70,6 +71,23 @@ def test_compiled_gradients(make_swapped, tokens, fresh_compiler):
     compiled(tokens, use_cache=False).logits.square().mean().backward()
     for name, parameter in model.named_parameters():
         assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_gradients_of_each_text(make_swapped, family, tokens):
+    """`torch.vmap` gives them as autograd does, one text after the other; a text that is too long stays an error."""
+    model = make_swapped(family, "relative:clip=3")
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    causal = model.architecture.is_causal(model.config)
+
+    def loss(weights, text):
+        mask = torch.ones_like(text)[None] if causal else None  # with one, or without: transformers' own way cannot be mapped
+        return torch.func.functional_call(model, weights, (text[None],), {"attention_mask": mask}).logits[..., 5].sum()
+
+    of_each = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))
+    together = torch.func.grad(lambda weights: sum(loss(weights, text) for text in tokens))(weights)
+    assert_close({name: grad.sum(0) for name, grad in of_each(weights, tokens).items()}, together, rtol=1e-3, atol=1e-3)
+    refused("reaches 40 positions", of_each, weights, tokens.repeat(1, 2), error=posswap.SequenceTooLongError)
 
 
 @pytest.mark.parametrize(

@@ -121,10 +121,10 @@ def test_inputs_that_do_not_fit(make_swapped, name, value, says, tokens):
     refused(says, make_swapped("gpt2", "relative:clip=4", "sdpa", max_positions=64), tokens[:1], **{name: value})
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # in torch.func.jvp
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # in forward-mode derivatives
 @pytest.mark.parametrize("scheme", ["alibi", "buckets", "relative:clip=3"])
 def test_second_derivatives_are_refused(make_swapped, scheme, tokens):
-    """The written-out backward passes have none; the gradients of `torch.func.grad`, which asks for them in case, are right."""
+    """The written-out backward passes have none; where `torch.func` asks, attention is made of torch's own operations."""
     model = make_swapped("bert", scheme, "sdpa", max_positions=64)
     states = model.get_input_embeddings()(tokens).detach().requires_grad_()
 
@@ -133,15 +133,16 @@ def test_second_derivatives_are_refused(make_swapped, scheme, tokens):
 
     (gradient,) = torch.autograd.grad(loss(states), states, create_graph=True)
     refused("first derivatives only.*'eager'", torch.autograd.grad, gradient.sum(), states)
-    assert_close(torch.func.grad(loss)(states.detach()), gradient, rtol=1e-4, atol=1e-5)
-    refused("no forward-mode derivatives.*'eager'", torch.func.jvp, loss, (states.detach(),), (states.detach(),))
-    rows = states.detach()[:, None]
-    refused("cannot be mapped by torch.vmap.*'eager'", torch.vmap(torch.func.grad(loss)), rows)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(states.detach(), states.detach())
+        refused("no forward-mode derivatives.*'eager'", loss, dual)
+    for way in (torch.func.grad, torch.func.jacrev):
+        assert_close(way(loss)(states.detach()), gradient, rtol=1e-4, atol=1e-5)
+    assert_close(torch.vmap(torch.func.grad(loss))(states.detach()[:, None])[:, 0], gradient, rtol=1e-4, atol=1e-5)
     model.set_attn_implementation("eager")
     (eager,) = torch.autograd.grad(loss(states), states, create_graph=True)
     assert_close(eager, gradient, rtol=1e-4, atol=1e-5)
     assert torch.autograd.grad(eager.sum(), states)[0].isfinite().all()
-    assert_close(torch.vmap(torch.func.grad(loss))(rows)[:, 0], gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_averages_of_a_model(make_swapped, tmp_path):

@@ -11,15 +11,11 @@ _EAGER = "call model.set_attn_implementation('eager')"
 
 
 class FirstOrder(torch.autograd.Function):
-    """A Function that names what to do instead of forward-mode derivatives and vmap."""
+    """A Function that names what to do instead of forward-mode derivatives."""
 
     @staticmethod
     def jvp(ctx, *tangents):
         raise PosswapError(f"this attention has no forward-mode derivatives: {_EAGER}")
-
-    @staticmethod
-    def vmap(info, in_dims, *arguments):
-        raise PosswapError(f"this attention cannot be mapped by torch.vmap: {_EAGER}")
 
 
 def first_order(backward: Callable) -> Callable:

@@ -107,8 +107,14 @@ class Places(NamedTuple):
 
 
 def is_traced() -> bool:
-    """Whether this code is being traced, for later use with other lengths and positions."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    """Whether values cannot be read: this code is traced, for later use with other lengths and positions, or mapped (vmap)."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or "Vmap" in transforms()
+
+
+def transforms() -> list[str]:
+    """Return what `torch.func` is doing to this code, outermost first: "Vmap", "Grad", "Jvp"; nothing while compiling."""
+    stack = () if torch.compiler.is_compiling() else torch._C._functorch.get_interpreter_stack() or ()
+    return [one.key().name for one in stack]
 
 
 def weigh(scores: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:

@@ -34,7 +34,17 @@ from hf_posswap.functional.closed_form import (
     sum_keys_by_distance,
 )
 from hf_posswap.functional.relative_attention import IMPLEMENTATIONS, relative_attention
-from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number, is_traced, weigh
+from hf_posswap.schemes.base import (
+    AttentionPositions,
+    Geometry,
+    Places,
+    Scheme,
+    check_choice,
+    check_number,
+    is_traced,
+    transforms,
+    weigh,
+)
 from hf_posswap.schemes.sinusoidal import sinusoids
 
 
@@ -150,7 +160,7 @@ class RelativePositions(AttentionPositions):
                 key, value = key[..., :length, :], value[..., :length, :]
             elif key_mask is not None:  # a sliding one holds the last keys only
                 key_mask = key_mask[:, -key.shape[-2] :]
-            if not return_probabilities and not is_traced() and not self.key_query:
+            if not return_probabilities and not self.key_query and not (is_traced() or transforms()):
                 mask = None if key_mask is None else key_mask.expand(len(query), -1)
                 options = {"clip": self.clip, "causal": causal, "key_mask": mask, "dropout": dropout, "scale": scaling}
                 return relative_attention(query, key, value, *tables, implementation=self.implementation, **options), None
