@@ -238,7 +238,20 @@ def _check(
         kinds = f"{family.model_type} {sizes[1]}, the swapped one {architecture.model_type} {sizes[0]}"
         raise PosswapError(f"original_model is {kinds} (vocabulary, size, layers, heads): pass what it was swapped from")
     _check_weights(other)
+    if (likeness := _likeness(target, other)) < 0.5:
+        what = f"original_model is another model of this size: its word embeddings are others (correlation {likeness:.2f})"
+        raise PosswapError(f"{what}. Pass the checkpoint that was swapped, or one that was trained further from it")
     return other
+
+
+def _likeness(*models: PreTrainedModel) -> float:
+    """Return the correlation of two models' word embeddings: near 1 after any fine-tuning, near 0 of other models."""
+    words = [model.get_input_embeddings().weight.detach() for model in models]
+    if not all(one.is_floating_point() for one in words):  # quantized
+        return 1.0
+    if words[0].shape != words[1].shape:
+        return 0.0
+    return float(torch.cosine_similarity(*((one - one.mean(0)).float().cpu().flatten() for one in words), dim=0))
 
 
 def _check_weights(model: PreTrainedModel) -> None:
