@@ -1,6 +1,5 @@
 """The models of recipes: load a checkpoint and its tokenizer, and give the model the positions of a run."""
 
-import resource
 import sys
 from collections.abc import Callable
 
@@ -120,11 +119,18 @@ def give_positions(model, config: SwapOptions, longest: int, fit_batches: Callab
 def cost(model: PreTrainedModel, run: TrainingRun | None = None) -> dict:
     """Return what a run cost: parameters, tokens, seconds, tokens/s, and peak memory in bytes on this process's device."""
     device = PartialState().device
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _peak_memory()
     spent = {"parameters": model.num_parameters(), "peak_memory_bytes": peak, "processes": PartialState().num_processes}
     if run is not None:
         spent |= {"tokens": run.tokens, "seconds": run.seconds, "tokens_per_second": run.tokens_per_second}
     return spent
+
+
+def _peak_memory() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows
+        import psutil  # which accelerate needs
+
+        return psutil.Process().memory_info().peak_wset
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
