@@ -46,11 +46,19 @@ def config_entry(
 def check_options(scheme: Scheme) -> None:
     """Raise PosswapError for an option that config.json cannot hold."""
     for option, value in scheme.to_dict().items():
+        what = f"{scheme.name}: config.json cannot hold {option}={value!r:.60}"
         try:
             json.dumps(value)
         except (TypeError, ValueError):
-            what = f"{scheme.name}: config.json cannot hold {option}={value!r:.60}"
             raise PosswapError(f"{what}: let the option be numbers and text, and make the rest from it in the module") from None
+        if not _has_text_keys(value):
+            raise PosswapError(f"{what}, whose keys would become text: let them be text, and read numbers from it there")
+
+
+def _has_text_keys(value) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _has_text_keys(one) for key, one in value.items())
+    return not isinstance(value, list | tuple) or all(map(_has_text_keys, value))
 
 
 def scheme_in(entry: dict[str, Any]) -> Scheme:

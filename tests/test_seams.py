@@ -181,6 +181,8 @@ def test_what_is_the_users_own(make_model, tmp_path, monkeypatch):
     monkeypatch.setitem(posswap.SCHEMES, "mine", Mine)
     for odd in (torch.ones(2), len, {1}, torch.float32):
         refused("mine: config.json cannot hold option=.*: let the", posswap.swap, make_model("gpt2"), Mine(option=odd))
+    for odd in ({1: 2}, [{"a": ({None: 2},)}]):
+        refused("option=.*, whose keys would become text: let them", posswap.swap, make_model("gpt2"), Mine(option=odd))
     posswap.swap(make_model("gpt2"), "mine").save_pretrained(tmp_path)
     says = "Forgetful makes rates, steps in __init__, and no checkpoint holds that"
     refused(says, AutoModelForCausalLM.from_pretrained, tmp_path, error=posswap.CheckpointError)
