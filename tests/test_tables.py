@@ -77,7 +77,7 @@ def test_labels_have_one_numbering(tmp_path):
 
 
 def test_numbers_are_a_regression(tmp_path):
-    """Numbers with a fraction are predicted as they are; whole ones on request; an all-whole column of floats counts too."""
+    """Numbers with a fraction are predicted as they are; whole ones on request. A few written as 1.0 could be either."""
     rows = [{"text": f"t {n}", "score": n / 4} for n in range(20)]
     task = read_task(TableConfig(train_file=write_rows(tmp_path / "t.csv", rows)))
     assert task.is_regression and set(task.train.labels) | set(task.validation.labels) == {n / 4 for n in range(20)}
@@ -85,6 +85,11 @@ def test_numbers_are_a_regression(tmp_path):
     assert read_task(TableConfig(train_file=stars)).label_names == ("0", "1", "2", "3", "4")
     task = read_task(TableConfig(train_file=stars, task="regression", max_train_samples=None, data_seed=1))
     assert task.is_regression and all(isinstance(label, float) for label in task.train.labels)
+    odd = write_rows(tmp_path / "p.csv", [{"text": f"t {n}", "label": n % 5 + 0.0} for n in range(20)])
+    refused("holds 0.0, 1.0, .*numbers. Pass task=classification or", read_task, TableConfig(train_file=odd))
+    assert read_task(TableConfig(train_file=odd, task="regression")).is_regression
+    task = read_task(TableConfig(train_file=odd, validation_file=stars, task="classification"))
+    assert task.label_names == ("0", "1", "2", "3", "4") and task.train.labels == task.validation.labels
 
 
 def test_words_that_mean_nothing_elsewhere(tmp_path):

@@ -112,8 +112,12 @@ def read_task(config: TableConfig) -> Task:
     pairs = {split: read_texts(table, pair, where[split], "text_pair_column") for split, table in tables.items() if pair}
     values = {split: _label_column(table, label, where[split]) for split, table in tables.items()}
     named = {split: getattr(table.features[label], "names", None) for split, table in tables.items()}  # of numbered labels
-    fractions = all(isinstance(value, float) for value in values["train"])
-    if config.task == "regression" or config.task == "auto" and fractions:
+    different = set(values["train"])
+    fractions = config.task == "auto" and all(isinstance(value, float) for value in different)
+    if fractions and 1 < len(different) <= 10 and all(value.is_integer() for value in different):
+        what = f"column {label!r} of {where['train']} holds {', '.join(map(str, sorted(different)))}: classes, or numbers?"
+        raise DataError(f"{what} Pass task=classification or task=regression")
+    if config.task == "regression" or fractions:
         names, labels = (), {split: _numbers(values[split], label, where[split]) for split in values}
     else:
         names, labels = _number_labels(values, named, label, where)
@@ -289,6 +293,10 @@ def _numbers(values: list, column: str, where: str) -> list[float]:
     return [float(value) for value in values]
 
 
+def _plain(value: int | float | str) -> str:
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
 def _number_labels(
     values: dict[str, list], named: dict[str, list[str] | None], column: str, where: dict[str, str]
 ) -> tuple[tuple[str, ...], dict[str, list[int]]]:
@@ -311,9 +319,10 @@ def _number_labels(
         if len(different) > max(10, len(train) // 2):
             found = f"{len(different)} different labels in {len(train)} rows"
             raise DataError(f"column {column!r} of {where['train']} holds {found}: give another, or task=regression")
-        # Compared as text: 1 in a csv and "1" in a json file are one label.
-        names, known = [str(value) for value in different], {str(value): number for number, value in enumerate(different)}
-        values = {split: [str(value) for value in labels] for split, labels in values.items()}
+        # Compared as text: 1 in a csv and "1" in a json file are one label, as is 1.0, which pandas makes of 1 beside gaps.
+        values = {split: [_plain(value) for value in labels] for split, labels in values.items()}
+        names = [_plain(value) for value in different]
+        known = {name: number for number, name in enumerate(names)}
     for split, labels in values.items():
         if (strange := next((value for value in labels if value not in known), None)) is not None:
             place = f"row {labels.index(strange) + 1} of {where[split]}"
