@@ -23,7 +23,7 @@ from hf_posswap.experiments.differences import paired_table, verdict
 from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.experiments.page import plot, write_comparison
 from hf_posswap.experiments.swap_cost import SwapCostConfig
-from hf_posswap.provenance import without_home
+from hf_posswap.provenance import input_hashes, without_home
 
 ROOT = Path(__file__).parent.parent
 
@@ -303,6 +303,19 @@ def test_a_folder_is_of_one_question(tmp_path):
     _begin(tmp_path, {"recipe": ["a.py"], "options": ["--max-steps", "5"]})
     for recipe, steps in (("b.py", "5"), ("a.py", "6")):
         refused("choose another --output", _begin, tmp_path, {"recipe": [recipe], "options": ["--max-steps", steps]})
+
+
+def test_data_that_changed_between_runs(tmp_path, monkeypatch):
+    """It is found before the runs to come, not after them."""
+    monkeypatch.setattr(commands_compare, "_run", lambda command: write_run(Path(command[-1]), {}, also=also) and 0)
+    data, jobs = tmp_path / "data.csv", [("none", "swap", seed) for seed in range(3)]
+    data.write_text("text,label")
+    also = {"config": {"beir": [str(data)], "seed": 0}, "inputs": input_hashes({"beir": (str(data),)})}
+    run_all(["any"], jobs[:1], tmp_path / "out")
+    run_all(["any"], jobs[:2], tmp_path / "out")
+    data.write_text("text,label,changed")
+    run_all(["any"], jobs[:2], tmp_path / "out")
+    refused("beir .* has other content than for the finished run in", run_all, ["any"], jobs, tmp_path / "out")
 
 
 def test_the_order_of_runs():

@@ -24,7 +24,7 @@ from hf_posswap.errors import DataError, Interrupted, PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL, load_runs
 from hf_posswap.experiments.options import STARTS
 from hf_posswap.experiments.page import write_comparison
-from hf_posswap.provenance import read_json, write_json
+from hf_posswap.provenance import input_hashes, read_json, write_json
 from hf_posswap.schemes import parse_scheme
 from hf_posswap.schemes.importing import import_schemes
 from hf_posswap.terminal import print_markdown
@@ -105,7 +105,7 @@ def compare(
 
 def run_all(command: list[str], jobs: list[tuple[str, str, int]], output: Path) -> None:
     """Run a recipe's command for each (scheme, start, seed) that has no result below `output` yet."""
-    bar = tqdm(jobs, desc="compare", unit="run", disable=None)
+    bar, finished = tqdm(jobs, desc="compare", unit="run", disable=None), None
     for number, (scheme, start, seed) in enumerate(bar, 1):
         bar.set_postfix_str(f"{scheme}, {start}, seed {seed}")
         # A plus stays: 1e+1 is not 1e-1.
@@ -114,7 +114,10 @@ def run_all(command: list[str], jobs: list[tuple[str, str, int]], output: Path) 
             name = f"{name[:180]}-{sha256(name.encode()).hexdigest()[:12]}"
         folder = output / "runs" / name
         if (folder / "result.json").exists():
+            finished = folder
             continue
+        if finished is not None:
+            _check_inputs(finished)
         chosen = ["--scheme", scheme, "--start", start, "--seed", str(seed), "--output", str(folder)]
         announce(f"compare: {scheme}, {start}, seed {seed}, run {number} of {len(jobs)}")
         status = _run([*command, *chosen, *(["--resume"] if folder.exists() else [])])
@@ -122,6 +125,16 @@ def run_all(command: list[str], jobs: list[tuple[str, str, int]], output: Path) 
             raise Interrupted(f"stopped; finished runs are kept in {output}: the same command does the rest")
         if status:
             raise PosswapError(f"the run of {scheme}, {start}, seed {seed} failed; finished runs are kept in {output}")
+
+
+def _check_inputs(folder: Path) -> None:
+    """Raise PosswapError if a file that this finished run has read is another now: it could not be compared with new runs."""
+    run = read_json(folder / "result.json")
+    for name, hashes in run.get("inputs", {}).items():  # older results have none
+        given = run["config"][name]
+        if input_hashes({name: tuple(given) if isinstance(given, list) else given}, folder).get(name, hashes) != hashes:
+            what = f"{name} {given!r} has other content than for the finished run in {folder}"
+            raise PosswapError(f"{what}: put back what it was, or choose another --output")
 
 
 def _run(command: list[str]) -> int:
