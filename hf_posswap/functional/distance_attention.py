@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from hf_posswap.functional.first_order import FirstOrder, first_order
+from hf_posswap.functional.first_order import first_order
 from hf_posswap.functional.relative_window import LOG2_E, dense, plain_attention, product_into
 
 BLOCK = 128  # queries at a time
@@ -30,7 +30,7 @@ def attend_by_distance(query, key, value, bias: torch.Tensor, scale: float, caus
     return DistanceAttention.apply(dense(query), key.flip(-2), value.flip(-2), bias, scale, causal)[0]
 
 
-class DistanceAttention(FirstOrder):
+class DistanceAttention(torch.autograd.Function):
     """(B, H, L, D), keys and values in reversed order, bias (H, 2 L - 1) -> (B, H, L, D), log-sum-exps."""
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Attention with a written-out backward pass: it has first derivatives, in reverse mode, and says so where others are asked."""
+"""Attention with a written-out backward pass: it has first derivatives, and says so where second ones are asked."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -6,16 +6,6 @@ from functools import wraps
 import torch
 
 from hf_posswap.errors import PosswapError
-
-_EAGER = "call model.set_attn_implementation('eager')"
-
-
-class FirstOrder(torch.autograd.Function):
-    """A Function that names what to do instead of forward-mode derivatives."""
-
-    @staticmethod
-    def jvp(ctx, *tangents):
-        raise PosswapError(f"this attention has no forward-mode derivatives: {_EAGER}")
 
 
 def first_order(backward: Callable) -> Callable:
@@ -52,4 +42,5 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _):
-        raise PosswapError(f"this attention has first derivatives only: for second ones {_EAGER}")
+        what = "this attention has first derivatives only"
+        raise PosswapError(f"{what}: for second ones call model.set_attn_implementation('eager')")

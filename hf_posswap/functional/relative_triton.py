@@ -21,7 +21,7 @@ from __future__ import annotations  # without triton there is no tl.constexpr
 import torch
 
 from hf_posswap.errors import PosswapError
-from hf_posswap.functional.first_order import FirstOrder, first_order
+from hf_posswap.functional.first_order import first_order
 
 try:
     import triton
@@ -81,7 +81,7 @@ def _relative_to_first_row(table: torch.Tensor, heads: int) -> torch.Tensor:
     return (table[..., 1:, :] - table[..., :1, :]).expand(heads, -1, -1)
 
 
-class _BandAttention(FirstOrder):
+class _BandAttention(torch.autograd.Function):
     """Attention with scores scale * (q_i . k_j + biases[i, column of j - i]).
 
     Returns the output (B, Q, H, D) and, with `values`, the probabilities summed by column (H, B, Q, W), else None.

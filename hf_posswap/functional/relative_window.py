@@ -24,7 +24,7 @@ from itertools import count
 
 import torch
 
-from hf_posswap.functional.first_order import FirstOrder, first_order
+from hf_posswap.functional.first_order import first_order
 
 LOG2_E = math.log2(math.e)
 
@@ -208,7 +208,7 @@ class Group:
         return kept.div_(1 - self.plan.dropout)
 
 
-class WindowedAttention(FirstOrder):
+class WindowedAttention(torch.autograd.Function):
     """(B, H, Q, D), (B, H, K, D) twice, tables relative to the far left (H or 1, N, D), a^V_0 -> (B, H, Q, D), log-sum-exps.
 
     `seed` is that of dropout; every block derives its own from it.

@@ -112,9 +112,16 @@ def is_traced() -> bool:
 
 
 def transforms() -> list[str]:
-    """Return what `torch.func` is doing to this code, outermost first: "Vmap", "Grad", "Jvp"; nothing while compiling."""
-    stack = () if torch.compiler.is_compiling() else torch._C._functorch.get_interpreter_stack() or ()
-    return [one.key().name for one in stack]
+    """Return what `torch.func`, or `forward_ad`, is doing to this code: "Vmap", "Grad", "Jvp"; nothing while compiling."""
+    if torch.compiler.is_compiling():
+        return []
+    forward = ["Jvp"] * (torch.autograd.forward_ad._current_level >= 0)
+    return forward + [one.key().name for one in torch._C._functorch.get_interpreter_stack() or ()]
+
+
+def is_plain() -> bool:
+    """Whether attention must be made of torch's own operations."""
+    return is_traced() or bool(transforms())
 
 
 def weigh(scores: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> torch.Tensor:

@@ -34,17 +34,7 @@ from hf_posswap.functional.closed_form import (
     sum_keys_by_distance,
 )
 from hf_posswap.functional.relative_attention import IMPLEMENTATIONS, relative_attention
-from hf_posswap.schemes.base import (
-    AttentionPositions,
-    Geometry,
-    Places,
-    Scheme,
-    check_choice,
-    check_number,
-    is_traced,
-    transforms,
-    weigh,
-)
+from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number, is_plain, weigh
 from hf_posswap.schemes.sinusoidal import sinusoids
 
 
@@ -68,7 +58,7 @@ class RelativePositions(AttentionPositions):
     def prepare(self, position_ids, slots, length, key_positions, attention_mask=None) -> Places:
         """Check once for all layers whether positions go up by one from key to key."""
         places = Places(position_ids, slots, key_positions)
-        if is_traced() or key_positions is None:
+        if is_plain() or key_positions is None:
             return places
         mask = None
         if attention_mask is not None:
@@ -160,7 +150,7 @@ class RelativePositions(AttentionPositions):
                 key, value = key[..., :length, :], value[..., :length, :]
             elif key_mask is not None:  # a sliding one holds the last keys only
                 key_mask = key_mask[:, -key.shape[-2] :]
-            if not return_probabilities and not self.key_query and not (is_traced() or transforms()):
+            if not return_probabilities and not self.key_query and not is_plain():
                 mask = None if key_mask is None else key_mask.expand(len(query), -1)
                 options = {"clip": self.clip, "causal": causal, "key_mask": mask, "dropout": dropout, "scale": scaling}
                 return relative_attention(query, key, value, *tables, implementation=self.implementation, **options), None
