@@ -79,7 +79,8 @@ def test_other_weights_are_refused(delta, make_model):
         before = weights_hash(other)
         refused("made from (other weights|a model .* with)", posswap.load_delta, other, folder, error=posswap.CheckpointError)
         assert weights_hash(other) == before and type(other) is GPT2LMHeadModel
-    for kind, field in (("bert", "is_decoder"), ("opt", "do_layer_norm_before"), ("esm", "pad_token_id")):
+    for field in ("is_decoder", "layer_norm_eps", "do_layer_norm_before", "pad_token_id"):
+        kind = {"do_layer_norm_before": "opt", "pad_token_id": "esm"}.get(field, "bert")
         other, _, made = delta(kind, posswap.Relative(clip=4))
         vars(other.config)[field] = 7
         refused(f"made from a model .* with {field}=", posswap.load_delta, other, made, error=posswap.CheckpointError)
