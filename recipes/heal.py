@@ -22,7 +22,6 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import longest_input
-from hf_posswap.data.text import cut_blocks, split_tokens, spread, token_lists
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.items import averaged
@@ -69,10 +68,8 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         raise PosswapError(f"block_size={block_size} must be from 3 to {longest}, the length {config.model} was trained at")
     if (config.skip_to or 0) > longest:
         raise PosswapError(f"skip_to={config.skip_to}: the original, which reads the same positions, has {longest}: lower it")
-    to_train, to_select, _ = split_tokens(token_lists(text.training, text.tokenizer), block_size)
-    blocks = cut_blocks(to_train, text.tokenizer, block_size)
+    blocks, aside = text.parts(block_size)
     check_enough(blocks, config)
-    aside = spread(cut_blocks(to_select, text.tokenizer, block_size), config.evaluation_tokens)
     held = text.held(longest, 4 * longest) if causal else text.held(text.block_size, longest)
     held = held[longest] if causal else list(held.values())
     original = load_original(config.model)

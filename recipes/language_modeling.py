@@ -27,7 +27,15 @@ from hf_posswap.experiments import text_tasks
 from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost
 from hf_posswap.experiments.recipe import main
-from hf_posswap.experiments.text_tasks import MaskedBlocks, RunText, TextConfig, mask_tokens, masked_lm_loss, train_head
+from hf_posswap.experiments.text_tasks import (
+    MaskedBlocks,
+    RunText,
+    TextConfig,
+    check_enough,
+    mask_tokens,
+    masked_lm_loss,
+    train_head,
+)
 from hf_posswap.measure.losses import lm_head, loss_by_position, mean_loss, row_losses, row_perplexities, token_losses
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.run_log import announce
@@ -40,6 +48,7 @@ class Config(TextConfig):
         "perplexity": "on held-out text; with N, in blocks of N tokens",
         "loss": "its logarithm, nats a token",
         "start": "the same before training",
+        "select_loss": "nats a token of a tenth of the training text that is not trained on, to choose a rate by",
     }
     LEAST = {"head_steps": 1, "head_learning_rate": 1e-12, "block_size": 4, "lengths": 4}
 
@@ -65,12 +74,17 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     lengths = sorted({*(config.lengths or (max(4, block_size // 4), max(4, block_size // 2))), block_size})
     if not causal and tokenizer.mask_token is None:
         raise PosswapError(f"the tokenizer of {config.model} has no mask token, which masked language modelling needs")
-    blocks, cuts = text.blocks(block_size), text.held(*lengths)
-    held = {n: (cut,) for n, cut in cuts.items()}
+    blocks, aside = text.parts(block_size)
+    check_enough(blocks, config)
+    cuts = text.held(*lengths)
+
+    def to_read(cut: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (cut,) if causal else mask_tokens(cut, tokenizer, config.mlm_probability)
+
+    held = {n: to_read(cut) for n, cut in cuts.items()}
     if causal:
         rows = [{"input_ids": row, "labels": row} for row in blocks]
     else:
-        held = {n: mask_tokens(*cut, tokenizer, config.mlm_probability) for n, cut in held.items()}
         examples = config.max_steps * config.batch_size
         rows = MaskedBlocks(blocks, tokenizer, config.mlm_probability, seed=config.seed, examples=examples)
 
@@ -83,7 +97,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
             short, asked = (shorter_blocks(long, tokenizer, length) for long in (blocks, cuts[lengths[-1]]))
             examples = config.head_steps * config.batch_size
             new = MaskedBlocks(short, tokenizer, config.mlm_probability, seed=text_tasks.FIXED_SEED, examples=examples)
-            head.update(_new_head(model, missing, new, mask_tokens(asked, tokenizer, config.mlm_probability), config, folder))
+            head.update(_new_head(model, missing, new, to_read(asked), config, folder))
         elif config.head:
             raise PosswapError(f"{config.model} has a head of its own: leave out --head")
 
@@ -100,6 +114,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         "loss": row_losses(losses[block_size]),
         "start_perplexity": row_perplexities(start[block_size]),
         "start_loss": row_losses(start[block_size]),
+        "select_loss": row_losses(token_losses(model, *to_read(aside))),
     }
     return {
         **averaged(figures),

@@ -29,7 +29,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_posswap.architectures import longest_input
 from hf_posswap.attention import CACHE
-from hf_posswap.data.text import cut_blocks, split_tokens, spread, token_lists
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.items import averaged
@@ -73,20 +72,18 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     text = RunText(config, reads_on=True)
     trained = text.trained
     swapped, longest = config.scheme != ORIGINAL, trained * max(config.factor, config.fit_factor)
-    fit_length, read_length, tokenizer = trained * config.fit_factor, trained * config.factor, text.tokenizer
+    fit_length, read_length = trained * config.fit_factor, trained * config.factor
     blocks = text.held(read_length)[read_length]
     if config.tune_steps and config.tune_tokens % fit_length:  # the original, with shorter rows, would train on other budgets
         what = f"tune_tokens={config.tune_tokens} must be a multiple of {fit_length}, the tokens of a swapped model's row"
         raise PosswapError(f"{what} (fit_factor * {trained}): choose another, or another fit_factor")
     if config.tune_steps:
-        to_train, to_select, _ = split_tokens(token_lists(text.training, tokenizer), read_length)
-        rows = cut_blocks(to_train, tokenizer, fit_length if swapped else trained)
+        rows, aside = text.parts(fit_length if swapped else trained, read_length)
         budget = TrainingConfig(
             max_steps=config.tune_steps, batch_size=config.tune_tokens // rows.shape[1], dropout=False,
             learning_rate=config.learning_rate, table_learning_rate_factor=1.0, seed=config.seed,
         )  # fmt: skip
         check_enough(rows, budget)
-        to_select = spread(cut_blocks(to_select, tokenizer, read_length), config.evaluation_tokens)
     model = text.load(
         max_positions=max(longest, config.generate) if swapped else None,
         fit_batches=lambda: text.fit_batches(fit_length, window=trained),
@@ -106,7 +103,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     if config.tune_steps:
         figures = by_position("start_loss")
         model, done = train(model, [{"input_ids": row, "labels": row} for row in rows], budget, output=folder, resume=resume)
-        figures["select_loss"] = row_losses(read(to_select))
+        figures["select_loss"] = row_losses(read(aside))
     figures = by_position("loss") | figures
     details = {"trained_length": trained, "evaluation_tokens": blocks.numel()}
     if config.generate:

@@ -62,16 +62,17 @@ def test_healing_end_to_end(recipe, heal, name):
 def test_select_text_is_not_trained_on(recipe, heal, monkeypatch, name):
     """`select` is damage, or the ratio where the text teaches, on blocks that share no six tokens with training."""
     kept, trained = [], []
-    monkeypatch.setattr(recipe, "spread", lambda blocks, tokens: kept.append(blocks) or blocks)
+    parts = recipe.RunText.parts
+    monkeypatch.setattr(recipe.RunText, "parts", lambda *given: kept.append(parts(*given)) or kept[-1])
     train = recipe.train
     monkeypatch.setattr(recipe, "train", lambda model, rows, *a, **o: trained.extend(rows) or train(model, rows, *a, **o))
 
     def runs_of_six(rows):
         return {tuple(six) for row in rows for six in row.unfold(0, 6, 1).tolist()}
 
-    result = heal(name, learning_rate=1e-9)
+    result = heal(name, learning_rate=1e-9, evaluation_tokens=4096)
     seen = runs_of_six(row["input_ids"] for row in trained)
-    assert len(runs_of_six(kept[0])) > 300 and len(seen & runs_of_six(kept[0])) < 0.01 * len(seen)
+    assert len(runs_of_six(kept[0][1])) > 300 and len(seen & runs_of_six(kept[0][1])) < 0.01 * len(seen)
     figures = result["figures"]
     assert figures["select"] == pytest.approx(figures["damage"], rel=0.5) and figures["select"] != figures["damage"]
     if name == "gpt2":

@@ -13,7 +13,7 @@ from transformers import AutoModelForMaskedLM, BertForMaskedLM, DistilBertConfig
 
 from hf_posswap.data.text import read_documents, shorter_blocks, spread, token_blocks
 from hf_posswap.experiments.recipe import main
-from hf_posswap.experiments.text_tasks import MaskedBlocks, TextConfig, documents, mask_tokens, train_head
+from hf_posswap.experiments.text_tasks import MaskedBlocks, RunText, TextConfig, documents, mask_tokens, train_head
 from hf_posswap.measure.losses import mean_loss, token_losses
 from hf_posswap.provenance import weight_hashes
 from hf_posswap.training import TrainingConfig, run_state
@@ -154,13 +154,23 @@ def test_causal_language_modeling(gpt2, text, result, tmp_path):
     found = result("language_modeling", **options)
     figures, details = found["figures"], found["details"]
     assert figures["loss"] < figures["start_loss"] - 0.3
-    assert figures["perplexity"] == figures["perplexity_32"]
+    assert figures["perplexity"] == figures["perplexity_32"] and figures["select_loss"] not in (figures["loss"], None)
     assert figures["perplexity"] == pytest.approx(math.exp(figures["loss"]), rel=1e-5)
     assert {"perplexity_8", "perplexity_16"} < set(figures) and details["objective"] == "causal"
     assert list(details["loss_by_position"]) == ["0-7", "8-31"] and details["new_head"] is None
     assert len(details["curve"]) == 12 and found["cost"]["tokens"] == 12 * 4 * 32
     other = result("language_modeling", **options, seed=1, output=tmp_path / "other")["figures"]
     assert other["start_loss"] == figures["start_loss"] and other["loss"] != figures["loss"]
+
+
+def test_select_text(tmp_path):
+    """Rates are chosen by text that is not trained on: it has no run of tokens in common with the training text."""
+    (tmp_path / "numbers.txt").write_text(" ".join(map(str, range(4000))))
+    config = TextConfig(model="stdlib-gpt2", scheme="rotary", train_file=str(tmp_path / "numbers.txt"), evaluation_tokens=512)
+    parts = RunText(config).parts(32, 128)
+    assert parts[0].shape[1] == 32 and parts[1].shape == (4, 128)
+    rows, aside = ({tuple(run) for run in part.unfold(1, 12, 1).flatten(0, 1).tolist()} for part in parts)
+    assert rows and aside and not rows & aside
 
 
 def test_from_scratch(gpt2, text, result, tmp_path):
@@ -281,21 +291,26 @@ def test_read_on(gpt2, text, result, tmp_path, monkeypatch):
     assert 0 < window["window that slides"] and list(window) == ["window read for each token", "window that slides"]
 
 
-@pytest.mark.parametrize(("scheme", "length"), [("original", 32), ("rotary", 64)])
-def test_read_on_trains_as_it_says(gpt2, result, recipe, tmp_path, watch, scheme, length):
+@pytest.mark.parametrize(
+    ("name", "scheme", "length", "at"),
+    [("read_on", "original", 32, 1), ("read_on", "rotary", 64, 1), ("language_modeling", "rotary", 32, -1)],
+)
+def test_trains_as_it_says(gpt2, result, recipe, tmp_path, watch, name, scheme, length, at):
     """Blocks of the fit's length, or the original's, at the rate that was given; select text is not trained on."""
     words = torch.randint(len(WORDS), (4000,), generator=torch.Generator().manual_seed(0))
     (tmp_path / "words.txt").write_text(" ".join(WORDS[i] for i in words))
     options = {"model": gpt2, "train_file": str(tmp_path / "words.txt"), "scheme": scheme}
-    options |= {"evaluation_tokens": 256, "factor": 4, "fit_factor": 2, "tune_steps": 2, "tune_tokens": 128}
-    module = recipe("read_on")
-    trainings, read = watch(module, "train"), watch(module, "token_losses", "sliding_window_losses")
-    result("read_on", **options, learning_rate=0.03)
+    budget = {"factor": 4, "fit_factor": 2, "tune_steps": 2, "tune_tokens": 128}
+    options |= budget if name == "read_on" else {"max_steps": 2, "batch_size": 4}
+    module = recipe(name)
+    trainings = watch(module, "train")
+    read = watch(module, "token_losses", *({"sliding_window_losses"} & vars(module).keys()))
+    result(name, **options, evaluation_tokens=256, learning_rate=0.03)
     _, rows, config = trainings[0].args
     assert config.learning_rate == 0.03 and config.batch_size * length == 128
     assert {len(row["input_ids"]) for row in rows} == {length}
     trained = {tuple(row["input_ids"].tolist()) for row in rows}
-    select = read[1].args[1].unflatten(1, (-1, length)).flatten(0, 1)
+    select = read[at].args[1].unflatten(1, (-1, length)).flatten(0, 1)
     assert not trained & {tuple(row.tolist()) for row in select}
 
 

@@ -17,7 +17,17 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedModel, PreTr
 
 from hf_posswap.architectures import longest_input
 from hf_posswap.data.calibration import TextBatches, text_batches
-from hf_posswap.data.text import Split, embedded_documents, read_documents, shorter_blocks, spread, token_blocks
+from hf_posswap.data.text import (
+    Split,
+    cut_blocks,
+    embedded_documents,
+    read_documents,
+    shorter_blocks,
+    split_tokens,
+    spread,
+    token_blocks,
+    token_lists,
+)
 from hf_posswap.errors import DataError, PosswapError, UnsupportedModelError
 from hf_posswap.experiments.models import load_family, load_model, load_tokenizer, usual_class
 from hf_posswap.experiments.options import RecipeConfig
@@ -100,6 +110,16 @@ class RunText:
         blocks = token_blocks(self.training, self.tokenizer, length)
         check_enough(blocks, self.config)
         return blocks
+
+    def parts(self, length: int, longest: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the training text in blocks (N, length), less the select text, and select text in blocks (N, longest).
+
+        Select text is a tenth of the training text, on which no run trains: rates are chosen by it. It has --evaluation-tokens.
+        """
+        longest = longest or length
+        to_train, to_select, _ = split_tokens(token_lists(self.training, self.tokenizer), longest)
+        aside = spread(cut_blocks(to_select, self.tokenizer, longest), self.config.evaluation_tokens)
+        return cut_blocks(to_train, self.tokenizer, length), aside
 
     def held(self, *lengths: int) -> dict[int, torch.Tensor]:
         """Return --evaluation-tokens of held-out text, the same tokens in blocks of each length: {length: (N, length)}."""
