@@ -98,15 +98,15 @@ def test_measures_leave_modes_alone(make_model, gpt2_tokenizer, tokens):
 
 def test_a_diverged_model_is_not_scored(make_model, gpt2_tokenizer, bert_tokenizer):
     """NaN is no preference and no state."""
-    texts = ["a b c d", "a c b d"] * 4
-    for family, call in (
-        ("gpt2", lambda model: measure.word_order_preference(model, gpt2_tokenizer, texts)),
-        ("bert", lambda model: measure.word_order_probe(model, bert_tokenizer, (texts, [0, 1] * 4), (texts, [0, 1] * 4))),
+    texts, labels = ["a b c d", "a c b d"] * 4, [0, 1] * 4
+    for family, says, call in (
+        ("gpt2", "predicts NaN", lambda model: measure.word_order_preference(model, gpt2_tokenizer, texts)),
+        ("bert", "NaN or infinite", lambda model: measure.word_order_probe(model, bert_tokenizer, *[(texts, labels)] * 2)),
     ):
         model = make_model(family)
         for parameter in model.parameters():
             parameter.data.fill_(torch.nan)
-        refused("NaN or infinite", call, model)
+        refused(says, call, model)
 
 
 def test_nothing_stays_when_looking_fails(make_model, tokens):

@@ -19,6 +19,7 @@ from hf_posswap.data.text import sentences_of
 from hf_posswap.errors import DataError
 from hf_posswap.evaluating import evaluating
 from hf_posswap.extras import extra
+from hf_posswap.measure.losses import token_losses
 
 
 def word_order_examples(paragraphs: list[str], count: int, *, seed: int = 0) -> tuple[list[str], list[int]]:
@@ -65,26 +66,15 @@ def word_order_probe(
     return float(probe.fit(vectors[0], train[1]).score(vectors[1], test[1]))
 
 
-@torch.no_grad()
 def word_order_preference(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> float:
     """Return the share of sentences that a causal model finds likelier than their swapped twins (texts alternate)."""
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    scores = []
-    for first in range(0, len(texts), 64):
-        batch = tokenizer(texts[first : first + 64], padding=True, padding_side="right", return_tensors="pt").to(model.device)
-        # A start token in front, so that the first word is predicted too.
-        tokens = torch.nn.functional.pad(batch["input_ids"], (1, 0), value=start)
-        mask = torch.nn.functional.pad(batch["attention_mask"], (1, 0), value=1)
-        with evaluating(model):
-            logits = model(input_ids=tokens, attention_mask=mask).logits[:, :-1].float()
-        likelihood = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0] * mask[:, 1:]
-        scores.append(likelihood.sum(1))
-    scores = torch.cat(scores)
-    if not scores.isfinite().all():
-        raise DataError(
-            "the model's likelihoods are NaN or infinite, as after training that diverged: there is nothing to compare"
-        )
-    return (scores[0::2] > scores[1::2]).float().mean().item()
+    batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    # A start token in front, so that the first word is predicted too. Padding stands behind, where no word sees it.
+    tokens, labels = (torch.nn.functional.pad(ids, (1, 0), value=start) for ids in (batch["input_ids"], labels))
+    losses = token_losses(model, tokens, labels).nansum(1)
+    return (losses[0::2] < losses[1::2]).float().mean().item()
 
 
 @torch.no_grad()
