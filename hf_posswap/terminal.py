@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby, pairwise
 from tempfile import gettempdir
 from typing import NoReturn
@@ -14,7 +14,7 @@ import typer
 from huggingface_hub.errors import HTTPError
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.table import Table
+from rich.table import Column, Table
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
@@ -112,6 +112,15 @@ def as_text(*parts: Table | str, width: int) -> str:
         for part in parts:
             console.print(part)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def number_table(heads: Sequence[str], rows: Iterable[Sequence[str | float]], digits: int, *, first="left", **look) -> Table:
+    """Return a table without lines, whose numbers have so many digits and stand on the right, below their heads."""
+    columns = [Column(head, justify="right" if place else first) for place, head in enumerate(heads)]
+    found = Table(*columns, box=None, pad_edge=False, **look)
+    for row in rows:
+        found.add_row(*(cell if isinstance(cell, str) else f"{cell:.{digits}f}" for cell in row))
+    return found
 
 
 def print_markdown(console: Console, text: str) -> None:

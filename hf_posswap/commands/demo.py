@@ -13,7 +13,6 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_posswap.assets import embedded_model, is_installed
@@ -25,7 +24,7 @@ from hf_posswap.measure.damage import perplexity, pooled_cosine, pooled_states
 from hf_posswap.provenance import new_folder, provenance
 from hf_posswap.sharing.card import write_card
 from hf_posswap.swapping import swap
-from hf_posswap.terminal import say
+from hf_posswap.terminal import number_table, say
 
 SCHEMES = ("rotary", "relative")
 LENGTH = 128  # tokens of a block that an encoder is fitted and measured on
@@ -61,12 +60,7 @@ class Demo:
         self.console.print(f"\n[bold]{title}[/bold] {meaning}")
 
     def table(self, columns: list[str], rows: list[tuple], digits: int) -> None:
-        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index else "left")
-        for label, *values in rows:
-            table.add_row(label, *(value if isinstance(value, str) else f"{value:.{digits}f}" for value in values))
-        self.console.print(table)
+        self.console.print(number_table(columns, rows, digits, padding=(0, 3, 0, 0)))
 
     def fit(self, model: PreTrainedModel, batches) -> FitReport:
         """Fit a swapped model with the budget of this demo."""

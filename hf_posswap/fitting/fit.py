@@ -200,11 +200,7 @@ def _tokens(batches: list[calibration.Batch]) -> int:
 
 
 def _check(
-    target: PreTrainedModel,
-    architecture: Architecture,
-    given: PreTrainedModel | None,
-    reconstruct: int,
-    learning_rate: float,
+    target: PreTrainedModel, architecture: Architecture, given: PreTrainedModel | None, reconstruct: int, learning_rate: float
 ) -> PreTrainedModel:
     """Return the original to fit to; PosswapError says why there is none."""
     if type(reconstruct) is not int or reconstruct < 0:

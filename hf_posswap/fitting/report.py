@@ -1,18 +1,17 @@
 """The report of a fit: what it won back, as tables and as a file beside the saved model."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from rich.table import Column, Table
+from rich.table import Table
 
 from hf_posswap.errors import CheckpointError
 from hf_posswap.fitting.layerwise import LayerFit
 from hf_posswap.measure.damage import Damage
 from hf_posswap.measure.reading import Reading
 from hf_posswap.provenance import provenance, weight_hashes, without_home, write_json
-from hf_posswap.sharing.delta import saved_head_hashes, saved_weights_hash
-from hf_posswap.terminal import as_text
+from hf_posswap.sharing.delta import saved_hashes
+from hf_posswap.terminal import as_text, number_table
 
 FIT_FILE = "posswap_fit.json"
 
@@ -62,14 +61,14 @@ class FitReport:
         for name in ("length", "position"):
             before, after = (getattr(one, f"by_{name}") for one in (self.before, self.after))
             rows += [(f"  {name} {key}", before[key], after[key]) for key in before if len(before) <= 8]
-        tables = [_table(("damage", "before", "after"), rows, first="left")]
+        tables = [number_table(("damage", "before", "after"), rows, 4)]
         if read := self.reading:
             losses = read.measure == "loss"
             kinds = {f"original, window of {read.window}": read.original} if losses else {}
             kinds |= {"before": read.before, "after": read.after}
             rows = [(key, *(kind[key] for kind in kinds.values())) for key in read.before]
             heads = (f"{read.measure} at {'positions' if losses else 'lengths up to'}", *kinds)
-            tables.append(_table(heads, rows, first="left"))
+            tables.append(number_table(heads, rows, 4))
         rows = []
         by_layer = zip(self.before.by_layer, self.after.by_layer, strict=True)
         for fit, states in zip(self.layers, by_layer, strict=bool(self.layers)):  # none: there was nothing to fit
@@ -77,7 +76,7 @@ class FitReport:
             after = f"{fit.after:.4f}" + " (no steps)" * (not fit.reconstructed)
             rows.append((str(fit.layer), fit.before, solved, after, *states))
         heads = ("layer", "error before", "closed form", "after steps", "states before", "states after")
-        return [*tables, _table(heads, rows)]
+        return [*tables, number_table(heads, rows, 4, first="right")]
 
     def _notes(self) -> list[str]:
         """Return what the figures are, and on what text they were measured."""
@@ -124,22 +123,13 @@ class FitReport:
         hashes = weight_hashes(Path(folder))
         if not hashes:
             raise CheckpointError(f"there is no model in {folder}: save the fitted model there first")
-        if saved_weights_hash(Path(folder)) != self.sha256:
+        sha256, head = saved_hashes(Path(folder))
+        if sha256 != self.sha256:
             raise CheckpointError(f"{folder} holds other weights than those that this report is of: save the model as fitted")
-        heads = saved_head_hashes(Path(folder)).items() if self.after.measure == "KL" else ()
-        if changed := [name for name, value in heads if self.head.get(name) != value]:
-            raise CheckpointError(
-                f"{folder} holds another head ({changed[0]}) than this report is of: save the model as fitted"
-            )
+        other = [name for name, value in head.items() if self.head.get(name) != value]
+        if other and self.after.measure == "KL":
+            raise CheckpointError(f"{folder} holds another head ({other[0]}) than this report is of: save the model as fitted")
         report = {name: value for name, value in asdict(self).items() if name != "head"} | {
             "made": provenance() | {"command": command and without_home(command)}
         }
         write_json(Path(folder) / FIT_FILE, {"format": 1, "weights": hashes, "report": report})
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str | float]], *, first: str = "right") -> Table:
-    columns = [Column(head, justify="right" if place else first) for place, head in enumerate(heads)]
-    found = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        found.add_row(*(cell if isinstance(cell, str) else f"{cell:.4f}" for cell in row))
-    return found

@@ -171,13 +171,7 @@ def write_kernel(
 
 
 def fit_relative_keys(
-    queries: torch.Tensor,
-    masses: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    shared: bool,
-    ridge: float = 1e-3,
-    tolerance: float = 1e-2,
+    queries: torch.Tensor, masses: torch.Tensor, targets: torch.Tensor, *, shared: bool, ridge=1e-3, tolerance=1e-2
 ) -> torch.Tensor:
     """Solve for key vectors a: (H, R, D), or (1, R, D) when heads share them; float64.
 

@@ -187,29 +187,19 @@ def weights_hash(model: PreTrainedModel) -> str:
     return _hash(_weights(model))
 
 
-def saved_weights_hash(folder: Path) -> str:
-    """Return `weights_hash` of the swapped model in a folder, whose files are mapped, not read at once."""
-    return _hash({name: value for name, value in _saved(folder)[0].items() if _counts(name)})
-
-
 def head_hashes(model: PreTrainedModel) -> dict[str, str]:
     """Return the SHA-256 of each weight that is not of the headless model, by name."""
     return {name: _hash({name: value}) for name, value in _head(model).items()}
 
 
-def saved_head_hashes(folder: Path) -> dict[str, str]:
-    """Return `head_hashes` of the swapped model in a folder, without weights that are tied, which files leave out."""
-    return {name: _hash({name: value}) for name, value in _saved(folder)[1].items()}
-
-
-def _saved(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the weights of the headless model in a folder, and those of its head."""
+def saved_hashes(folder: Path) -> tuple[str, dict[str, str]]:
+    """Return `weights_hash` and `head_hashes` of the swapped model in a folder; files leave out weights that are tied."""
     family = find_family(json.loads((folder / "config.json").read_text())["model_type"])
     prefix = f"{family.base_class.base_model_prefix}."
-    found = {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
-    base = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
-    head = {name: value for name, value in found.items() if not name.startswith(prefix)}
-    return (base, head) if base else (found, {})  # a headless model's names have no prefix
+    found = {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}  # mapped only
+    inside = {name for name in found if name.startswith(prefix)} or {*found}  # a headless model's names have no prefix
+    base = {plain: found[name] for name in inside if _counts(plain := name.removeprefix(prefix))}
+    return _hash(base), {name: _hash({name: found[name]}) for name in sorted(found.keys() - inside)}
 
 
 def _hash(weights: dict[str, torch.Tensor]) -> str:

@@ -123,7 +123,7 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
         exported.to(model.device).eval()
         if model.can_generate():
             exported.generation_config = copy.deepcopy(model.generation_config)
-        certificate = certify(model, exported, tokenizer, left_out=left_out, holds_for=holds_for)
+        certificate = certify(model, exported, tokenizer, left_out, holds_for)
     return NativeExport(exported, certificate, tokenizer, None if pipeline is None else around(pipeline, exported))
 
 

@@ -7,7 +7,7 @@ there is a padding token, a second sequence is padded on the right.
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from hf_posswap.architectures import longest_input
 from hf_posswap.data.text import cut_blocks, embedded_documents, token_lists
@@ -52,12 +52,7 @@ class Certificate:
 
 
 def certify(
-    model: PreTrainedModel,
-    exported: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    left_out: tuple[str, ...] = (),
-    holds_for: tuple[str, ...] = (),
+    model: PreTrainedModel, exported: PreTrainedModel, tokenizer, left_out: tuple[str, ...], holds_for: tuple[str, ...]
 ) -> Certificate:
     """Compare outputs of a swapped model and of its export on the same tokens; PosswapError: beyond `TOLERANCE`."""
     causal = model.architecture.is_causal(model.config)
