@@ -19,7 +19,7 @@ from hf_posswap.functional.closed_form import balance
 from hf_posswap.pipelines import card, check_reads, is_pipeline, limits, set_card, set_limits
 from hf_posswap.scheme_entry import on_hub
 from hf_posswap.schemes import SCHEMES, Constant, Scheme, check_class, parse_scheme
-from hf_posswap.surgery import Snapshot, Undo, is_part, state_of, undo_of
+from hf_posswap.surgery import Undo, is_part, state_of, undo_of
 from hf_posswap.target import check_not_in_composite, find_target
 from hf_posswap.warm_start import balanced_order, query_key_moments
 
@@ -85,7 +85,8 @@ def swap(
             raise PosswapError(f"{what}: let the config say what the table has, and give swap another length as max_positions")
     elif undo is None:
         surgery.check_longest(target)
-    asked, max_positions = max_positions, _check_max_positions(max_positions, start)
+    asked, held, most = max_positions, start.max_positions, MOST_POSITIONS
+    max_positions = held if asked is None else _integer("max_positions", asked, held, most, f"; the model holds {held:,} now")
     check_reads(model, max_positions if asked is None else None)
     # A loaded swapped model knows how long its original's table was; any other one has that table.
     trained = start.max_positions if start.state is None else start.state.geometry.trained_positions
@@ -298,20 +299,12 @@ def is_unchanged(model: PreTrainedModel) -> bool:
     return undo is not None and undo.fingerprint == surgery.fingerprint(target, architecture)
 
 
-def _integer(given: Any) -> int:
-    """Return an integer of any type, such as NumPy's, as a plain one; for anything else -1, which is never allowed."""
+def _integer(name: str, given: Any, least: int, most: int, note: str) -> int:
+    """Return an integer of any type, such as NumPy's, as a plain one; for anything else, or one out of range, PosswapError."""
     with suppress(TypeError):
-        return -1 if isinstance(given, bool) else operator.index(given)
-    return -1
-
-
-def _check_max_positions(max_positions: int | None, start: Snapshot) -> int:
-    if max_positions is None:
-        return start.max_positions
-    if not start.max_positions <= _integer(max_positions) <= MOST_POSITIONS:
-        what = f"max_positions={max_positions!r} must be an integer from {start.max_positions:,}"
-        raise PosswapError(f"{what}, what the model holds now, to {MOST_POSITIONS:,}")
-    return _integer(max_positions)
+        if not isinstance(given, bool) and least <= operator.index(given) <= most:
+            return operator.index(given)
+    raise PosswapError(f"{name}={given!r} must be an integer from {least:,} to {most:,}{note}")
 
 
 def _check_span(span: int | None, first: int, max_positions: int) -> Span | None:
@@ -319,11 +312,8 @@ def _check_span(span: int | None, first: int, max_positions: int) -> Span | None
         if first != 4:
             raise PosswapError(f"first={first!r} is about a span, of which there is none: give span, too, or leave first out")
         return None
-    for name, value, least in (("span", span, 1), ("first", first, 0)):
-        if not least <= _integer(value) <= max_positions:
-            what = f"{name}={value!r} must be an integer from {least} to {max_positions:,}, the longest input"
-            raise PosswapError(f"{what}: choose another, or a larger max_positions")
-    return Span(_integer(span), _integer(first))
+    note = ", the longest input: choose another, or a larger max_positions"
+    return Span(_integer("span", span, 1, max_positions, note), _integer("first", first, 0, max_positions, note))
 
 
 def _rows(target: PreTrainedModel, architecture: Architecture) -> torch.Tensor:

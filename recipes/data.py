@@ -6,7 +6,6 @@
 No recipe needs these files: all take any path. A result names the SHA-256 of what it read (`inputs` in result.json).
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -17,25 +16,15 @@ from hf_posswap.errors import DataError
 from hf_posswap.provenance import input_hashes
 from hf_posswap.terminal import run_program
 
-
-@dataclass(frozen=True)
-class DataSet:
-    """A public data set: where it is, under which licence, and how the files were made, by name with their SHA-256."""
-
-    source: str  # GitHub repository @ commit, and the files in it
-    licence: str
-    made: str
-    files: dict[str, str]
-
-
-SETS = {name: DataSet(**one) for name, one in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()).items()}
+# Name -> source (GitHub repository @ commit, and the files in it), licence, how the files were made, their SHA-256 by name.
+SETS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def data(folder: Annotated[Path | None, typer.Argument(help="A folder with cola/train.csv and so on, to check.")] = None):
     """Say where the data of the results come from, or check what is in a folder."""
     if folder is None:
         for name, one in SETS.items():
-            print(f"{name}: {', '.join(one.files)}\n  from {one.source}\n  licence: {one.licence}\n  {one.made}")
+            print(f"{name}: {', '.join(one['files'])}\n  from {one['source']}\n  licence: {one['licence']}\n  {one['made']}")
         return
     states = check(folder)
     for file, state in states.items():
@@ -50,7 +39,7 @@ def check(folder: Path) -> dict[str, str]:
     """Return, for each file, whether it is "the same", "another" or "missing"."""
     states = {}
     for name, one in SETS.items():
-        for file, expected in one.files.items():
+        for file, expected in one["files"].items():
             found = input_hashes({"file": str(folder / name / file)})
             same = "the same" if found and found["file"][file] == expected else "another"
             states[f"{name}/{file}"] = same if found else "missing"

@@ -206,7 +206,7 @@ def test_command_lines_fit_each_other(make_model):
 def test_the_data_of_the_results_has_a_source(tmp_path, capsys):
     """Each file that a result was measured on is in recipes/data.py by its hash; a copy is checked, another file is named."""
     data = runpy.run_path(str(ROOT / "recipes" / "data.py"))
-    known = {digest for one in data["SETS"].values() for digest in one.files.values()}
+    known = {digest for one in data["SETS"].values() for digest in one["files"].values()}
     read = [
         {
             file: digest
