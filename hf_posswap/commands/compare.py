@@ -1,11 +1,4 @@
-"""Run a recipe for several schemes, starts and seeds under one budget, or collect finished runs, and compare them.
-
-    hf-posswap compare recipes/passkey.py --launcher "accelerate launch --config_file recipes/accelerate/multi_gpu.yaml" \\
-        --output runs/keys -- --model gpt2
-
-Each run is a separate process. Finished runs are kept, so the same command goes on after an interruption. Writes
-comparison.json, .md, .html (self-contained) and pictures.
-"""
+"""Run a recipe for several schemes, starts and seeds under one budget, or collect finished runs, and compare them."""
 
 import os
 import shlex
@@ -54,7 +47,8 @@ def compare(
     """Compare position schemes in one recipe: equal budgets, means ± standard deviation, one page to share.
 
     The default recipe measures what a swap costs, and what a fit and a short tuning win back, on the built-in MiniLM.
-    Options after -- are passed to every run.
+    Options after -- are passed to every run, which is a process of its own. Finished runs are kept, so the same command goes
+    on after an interruption. Writes comparison.json, .md, .html (self-contained) and pictures.
 
     \b
         hf-posswap compare --quick --output runs/quick

@@ -1,9 +1,5 @@
 """Run the checks on a scheme, your own or a built-in one, and say what fails, by how much, and what the usual cause is.
 
-    hf-posswap check rotary:theta=500
-    hf-posswap check my_module:MyScheme
-    hf-posswap check path/to/file.py:MyScheme
-
 Nothing is trained or downloaded. Random state and registered schemes of the process stay as they are.
 """
 
