@@ -1,12 +1,4 @@
-"""`hf-posswap plot`: draw a scheme, a model or a result file with one of the functions in `plots`.
-
-    hf-posswap plot table sinusoidal --output table.png                 # as printed, 16 positions of 64 dimensions
-    hf-posswap plot dot-products minilm sinusoidal --output dots.svg    # a learned table next to a formula
-    hf-posswap plot attention minilm rotary --dark --output heads.png   # before and after a swap
-    hf-posswap plot recovery runs/heal --output recovery.png
-
-Schemes are drawn by their formula, at sizes of your choice; models with their own weights.
-"""
+"""`hf-posswap plot`: draw a scheme, a model or a result file with one of the functions in `plots`."""
 
 import math
 from collections.abc import Sequence
@@ -243,7 +235,16 @@ def plot(
     shift: Annotated[list[int] | None, typer.Option(min=1, help="k of translation; repeatable. Default: 1 4 16.")] = None,
     figure: Annotated[str | None, typer.Option(help="Which figure of a result file, where there are several.")] = None,
 ):
-    """Draw positions, or results of finished runs: hf-posswap plot attention minilm rotary --output heads.png"""
+    """Draw positions, or results of finished runs.
+
+    Schemes are drawn by their formula, at sizes of your choice; models with their own weights.
+
+    \b
+        hf-posswap plot table sinusoidal --output table.png
+        hf-posswap plot dot-products minilm sinusoidal --output dots.svg
+        hf-posswap plot attention minilm rotary --dark --output heads.png
+        hf-posswap plot recovery runs/heal --output recovery.png
+    """
     if kind not in KINDS:
         raise PosswapError(f"there is no picture {kind!r}; there are {', '.join(KINDS)}")
     if output.suffix not in (".png", ".svg"):

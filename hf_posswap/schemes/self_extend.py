@@ -91,10 +91,7 @@ class SelfExtendPositions(RotaryPositions):
         return None if self.training else self._attend
 
     def _attend(self, query, key, value, mask, shared: Turns, *, scaling, dropout, causal, return_probabilities):
-        """Return (B, H, Q, D), and the probabilities (B, H, Q, K) or None.
-
-        `mask` is additive, or boolean with True = attend.
-        """
+        """Take and return what `RelativePositions.attend` does."""
         turn, length = super().rotate, key.shape[-2]
         seen = shared.places.causal(length)[None, None] if causal and mask is None else mask
         grouped, query = turn(key, shared.of_keys(length)), query * (scaling * self._sharpness(seen, key)).to(query.dtype)

@@ -39,13 +39,7 @@ _OF_A_RUN += ("versions", "hardware", "config", "figures", "cost", "weights")
 def gather(folder: Path, results: str | Path | Sequence[str | Path] | None = None, base_model: str | None = None) -> dict:
     """Return the content of `RESULTS_FILE` for a folder with a swapped model, its native export or a delta.
 
-    `results` are folders of `compare` or of single runs; None: those in the folder's own file, if it is of these weights.
-    `base_model` is "owner/name", "owner/name@revision", or "local:name" for a model that is not on the Hub; it is needed if
-    the folder does not say it.
-
-    Raises:
-        CheckpointError: There is no such model, or a report next to it is of other weights.
-        PosswapError: The base model is unknown or contradicts the folder, or results do not belong to the model.
+    What `results` and `base_model` are, and what is raised, is said at `card.write_card`.
     """
     if not folder.is_dir():
         raise CheckpointError(f"there is no folder {folder}: save the model there first")
