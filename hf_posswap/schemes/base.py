@@ -175,7 +175,9 @@ class AttentionPositions(nn.Module):
         """Return the (B, K) bool mask that `attend` reads from `shared`; the model then makes no (Q, K) mask from it."""
         return None
 
-    initial_values = PositionEmbedding.initial_values
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """Return what parameters start from when there is no checkpoint: zeros."""
+        return {name: torch.zeros_like(parameter) for name, parameter in self.named_parameters()}
 
     def rotate(self, states: torch.Tensor, shared: Any) -> torch.Tensor:
         """Transform (B, H, Q, D) queries, and keys before they enter the cache."""
