@@ -253,6 +253,13 @@ def run_python(*arguments, **options) -> subprocess.CompletedProcess:
     return done
 
 
+def run_checks(file: Path, **variables: str) -> str:
+    """Run the `check_...` of a file as tests, in a process with these variables and not this conftest; return what it says."""
+    command = ["-m", "pytest", "--noconftest", "-n", "0", "-o", "python_functions=check_*", "-p", "no:cacheprovider", file]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"} | variables
+    return run_python(*command, env=environment, cwd=file.parents[1]).stdout
+
+
 @pytest.fixture
 def save(make_model, bert_tokenizer, gpt2_tokenizer, tmp_path):
     """The function that saves a tiny headless encoder or GPT-2, with its tokenizer: `save(family, **config)` is the folder."""

@@ -1,6 +1,5 @@
-"""Scenarios of sharing models and reading data sets, against one Hub on loopback: the client reads HF_ENDPOINT once.
-
-HF_ENDPOINT=http://127.0.0.1:PORT python tests/hub_job.py FOLDER  # prints {scenario: "" or what went wrong} last
+"""Sharing models and reading data sets, against one Hub on loopback, whose address the client reads when it is imported:
+test_hub.py runs these checks in a process of their own.
 """
 
 import copy
@@ -8,9 +7,7 @@ import json
 import os
 import subprocess
 import sys
-import traceback
 from contextlib import contextmanager
-from pathlib import Path
 from unittest.mock import patch
 
 import datasets
@@ -23,15 +20,25 @@ import hf_posswap as posswap
 from hf_posswap.data.tables import TableConfig, read_task
 from hf_posswap.data.text import read_documents
 
-SCENARIOS = {}
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
 TOKENS = torch.arange(5, 25)[None]
 
 
-def scenario(function):
-    """Collect a scenario by its name."""
-    SCENARIOS[function.__name__] = function
-    return function
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """The Hub, with what all checks have put there."""
+    with Hub.serve(tmp_path_factory.mktemp("xet"), port=int(os.environ["HF_ENDPOINT"].rpartition(":")[2])) as hub:
+        yield hub
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def model(folder):
+    return new_model(folder)
 
 
 def files(hub, name, revision="main"):
@@ -47,9 +54,8 @@ def refused(says):
     assert os.environ["HF_TOKEN"] not in str(raised.value)
 
 
-def new_model(folder, seed, **options):
-    """Write a swapped model whose layers are too small for anything but a test; each scenario has one."""
-    torch.manual_seed(seed)
+def new_model(folder, **options):
+    """Write a swapped model whose layers are too small for anything but a test."""
     model = BertForMaskedLM(BertConfig(**SIZES, initializer_range=0.3)).eval()
     posswap.swap(model, "rotary:theta=500").save_pretrained(folder, **options)
     return model
@@ -60,8 +66,7 @@ def push(folder, repo_id, **options):
     return posswap.share(folder, repo_id, base_model="local:tiny", license="mit", **options)
 
 
-@scenario
-def push_and_pull(hub, folder, model):
+def check_push_and_pull(hub, folder, model):
     """All files arrive, the model loads as it was; a second push of the same sends nothing; a changed card alone is sent."""
     (folder / "bpe.codes").write_text("t h 5")  # of a PhoBERT's tokenizer
     assert push(folder, "tester/first") == f"{hub.endpoint}/tester/first"
@@ -82,8 +87,7 @@ def push_and_pull(hub, folder, model):
         assert not path.is_file() or os.environ["HF_TOKEN"].encode() not in path.read_bytes()
 
 
-@scenario
-def the_base_is_recorded(hub, folder, model):
+def check_the_base_is_recorded(hub, folder, model):
     """A checkpoint that was loaded from the Hub is named in the swapped one's config, with its commit."""
     BertModel(BertConfig(**SIZES)).push_to_hub("tester/base")
     model = posswap.swap(BertModel.from_pretrained("tester/base"), "none")
@@ -98,11 +102,10 @@ def the_base_is_recorded(hub, folder, model):
     assert f"revision `{expected['revision']}`" in hub.repos["tester/of-base"].read("README.md").decode()
 
 
-@scenario
-def another_model(hub, folder, model):
+def check_another_model(hub, folder, model):
     """Weights, card and results of what was there before go: they are not read in the place of the new, sharded ones."""
     push(folder, "tester/changing")
-    model = new_model(folder / "second", seed=99, max_shard_size="10KB")
+    model = new_model(folder / "second", max_shard_size="10KB")
     push(folder / "second", "tester/changing")
     assert "model.safetensors" not in files(hub, "tester/changing")
     headless = posswap.swap(BertModel(BertConfig(**SIZES)), "rotary")
@@ -114,8 +117,7 @@ def another_model(hub, folder, model):
     assert torch.equal(pulled(TOKENS).logits, model(TOKENS).logits)
 
 
-@scenario
-def private(hub, folder, model):
+def check_private(hub, folder, model):
     """A new repository is as private as asked; one that is there is not changed, nor pushed to by mistake."""
     push(folder, "tester/hidden", private=True)
     assert hub.repos["tester/hidden"].private
@@ -125,8 +127,7 @@ def private(hub, folder, model):
         push(folder, "tester/open", private=True)
 
 
-@scenario
-def pull_request(hub, folder, model):
+def check_pull_request(hub, folder, model):
     """Into somebody else's repository: refused with the way out, and that way works, and leaves main alone."""
     hub.repos["other/theirs"] = Repo()
     with refused("open a pull request with create_pr=True"):
@@ -144,8 +145,7 @@ def pull_request(hub, folder, model):
         push(folder, "tester/unknown")
 
 
-@scenario
-def busy(hub, folder, model):
+def check_busy(hub, folder, model):
     """The commit is tried again where the Hub is busy, and where the connection is cut; in the end there is one."""
     for number, status in enumerate((429, 503, 500, 0)):
         hub.fail_next("POST", "/commit/", status, times=2 if status else 1, **{"Retry-After": "0"})
@@ -156,8 +156,7 @@ def busy(hub, folder, model):
     assert not hub.planned and "model.safetensors" in files(hub, "tester/busy-upload")
 
 
-@scenario
-def giving_up(hub, folder, model):
+def check_giving_up(hub, folder, model):
     """After some tries it says so; nothing is lost, nothing half there, and the same call goes on without sending twice."""
     hub.fail_next("POST", "/api/repos/create", 0, times=9)
     with refused(f"All files are in {folder}"):
@@ -179,8 +178,7 @@ def giving_up(hub, folder, model):
     assert not hub.planned and not hub.repos["other/slow"].pull_requests()
 
 
-@scenario
-def somebody_else(hub, folder, model):
+def check_somebody_else(hub, folder, model):
     """A commit in between is not written over."""
     push(folder, "tester/shared")
     repo = hub.repos["tester/shared"]
@@ -193,8 +191,7 @@ def somebody_else(hub, folder, model):
     assert repo.read("NOTES.md") == b"mine" and b"More." in repo.read("README.md")
 
 
-@scenario
-def a_card_that_is_there(hub, folder, model):
+def check_a_card_that_is_there(hub, folder, model):
     """What somebody has written into the card on the Hub stays around ours when the folder has no card yet."""
     hub.repos["tester/written"] = repo = Repo()
     repo.add("README.md", b"---\nlanguage: de\n---\n\nRead me first.\n")
@@ -209,8 +206,7 @@ def a_card_that_is_there(hub, folder, model):
     assert b"And this." not in repo.read("README.md")
 
 
-@scenario
-def what_is_not_sent(hub, folder, model):
+def check_what_is_not_sent(hub, folder, model):
     """Pickles, leftovers of training, foreign code, broken weights, strange indices, links, names: before any request."""
     requests = hub.requests
     with refused("is no name for a repository"):
@@ -255,8 +251,7 @@ def what_is_not_sent(hub, folder, model):
     assert not [name for name in files(hub, "tester/always") if ".git" in name]
 
 
-@scenario
-def delta_and_leaderboard(hub, folder, model):
+def check_delta_and_leaderboard(hub, folder, model):
     """A delta is shared and loaded by its id; leaderboards read repositories, by revision too, and say what is missing."""
     base = BertModel(BertConfig(**SIZES))
     posswap.save_delta(posswap.swap(copy.deepcopy(base), "relative:clip=4"), folder / "delta", base_model=base)
@@ -285,8 +280,7 @@ print(json.dumps(model(torch.arange(5, 25)[None]).logits.tolist()))
 """
 
 
-@scenario
-def pushed_by_transformers(hub, folder, model):
+def check_pushed_by_transformers(hub, folder, model):
     """push_to_hub does as well: the model loads by trust_remote_code alone."""
     model.push_to_hub("tester/pushed")
     assert {"config.json", "model.safetensors", "modeling_hf_posswap.py"} <= files(hub, "tester/pushed")
@@ -326,8 +320,7 @@ def read(name):
     return [list(task.label_names), len(task.train), len(task.validation), task.validation.texts[0]]
 
 
-@scenario
-def reading(hub, folder, model):
+def check_reading(hub, folder, model):
     """Data sets are read by the names that people write, once read also without a network; others are an error."""
     lines = parquet(folder, {"text": ["", " = A title = \n", "The cat sat on the mat. \n"]})
     for name, tree in {
@@ -355,8 +348,7 @@ def reading(hub, folder, model):
         assert read("glue/cola") == expected and hub.requests == requests
 
 
-@scenario
-def faults_while_reading(hub, folder, model):
+def check_faults_while_reading(hub, folder, model):
     """A Hub that answers with an error, or cuts the connection, is an error of one line; the same again goes on."""
     for status in (503, 0):
         name = f"faulty/glue{status}"
@@ -369,23 +361,3 @@ def faults_while_reading(hub, folder, model):
                 read(f"{name}/cola")
             hub.planned.clear()
             assert read(f"{name}/cola")[1:3] == [60, 20]
-
-
-def main(root: Path) -> None:
-    """Run all scenarios."""
-    chunks = root / "xet"
-    chunks.mkdir(parents=True)
-    found = {}
-    with Hub.serve(chunks, port=int(os.environ["HF_ENDPOINT"].rpartition(":")[2])) as hub:
-        for seed, (name, function) in enumerate(SCENARIOS.items()):
-            hub.planned.clear()
-            try:
-                function(hub, root / name, new_model(root / name, seed))
-                found[name] = ""
-            except BaseException:
-                found[name] = traceback.format_exc()
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -9,12 +9,12 @@ run in a process of their own, started by `test_in_the_interpreter`. To run some
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_checks
 from test_relative_attention import by_index, inputs
 
 from hf_posswap.errors import PosswapError
@@ -35,12 +35,8 @@ def load(monkeypatch, interpret: bool):
 @needs_triton
 def test_in_the_interpreter():
     """Run every check below in a process with Triton's interpreter; all pass, none is skipped."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-o", "python_functions=check_*", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    run = subprocess.run(command, env=environment, cwd=Path(__file__).parents[1], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    counts = {outcome: int(count) for count, outcome in re.findall(r"(\d+) (passed|skipped)", run.stdout)}
+    said = run_checks(Path(__file__), TRITON_INTERPRET="1")
+    counts = {outcome: int(count) for count, outcome in re.findall(r"(\d+) (passed|skipped)", said)}
     assert counts == {"passed": len(SITUATIONS) + len(LOW_PRECISION) + 2}
 
 
