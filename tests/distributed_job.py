@@ -19,6 +19,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from test_training import even_rows
 from transformers import BertForMaskedLM, BertForSequenceClassification, BertModel, BertTokenizer
 
 import hf_posswap as posswap
@@ -40,11 +41,6 @@ def bert(head=BertForMaskedLM, **changes):
 
 def gpt2():
     return posswap.swap(tiny_model("gpt2", n_layer=1), "relative:clip=4")
-
-
-def even_rows():
-    tokens = torch.randint(2, 98, (24, 16), generator=torch.Generator().manual_seed(1))
-    return [{"input_ids": row, "labels": row} for row in tokens]
 
 
 def ragged_rows(count=24, classes=None):

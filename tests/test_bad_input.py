@@ -50,6 +50,8 @@ SCHEME_ERRORS = [
     ("sinusoidal:project=2", r"project=2 is not one of True, False"),
     ("relative:clip=100000000000000", r"clip=100000000000000 must be an integer .* at most 65,536"),
     ("rotary:fraction=0.125,scaling={rope_type=dynamic,factor=2}", r"dynamic scaling needs at least 4 dimensions"),
+    ("self-extend:theta=auto", r"self-extend: theta='auto' must be a number"),  # which `choose` settles for rotary alone
+    ("self-extend:fraction=auto", r"self-extend: fraction='auto' must be a number"),
     ("ladder:rung=roman", r"rung='roman' is not one of 'count'"),
     ("ladder:combine=times", r"combine='times' is not one of 'add', 'concatenate'"),
     ("buckets:buckets=1", r"buckets=1 must be an integer of at least 2"),

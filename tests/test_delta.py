@@ -108,7 +108,7 @@ def test_broken_deltas(delta, change, says):
 
 
 def test_broken_files(delta):
-    """Deltas with cut weights, weights of another scheme or without their description are refused."""
+    """Deltas with cut weights, weights of another scheme or without their description are refused, and so are none."""
     base, _, folder = delta("gpt2", posswap.Relative(clip=4))
     weights = {name: value.clone() for name, value in load_file(folder / WEIGHTS).items()}  # not the file, mapped
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:100])
@@ -120,7 +120,12 @@ def test_broken_files(delta):
         refused(says, posswap.load_delta, base, folder, error=posswap.CheckpointError)
         assert not posswap.describe(base).swapped
     (folder / ABOUT).unlink()
-    refused("no position_delta.json", posswap.load_delta, base, folder, error=posswap.CheckpointError)
+    for place, says in (
+        (folder, "no position_delta.json"),
+        (folder / "nope", "neither a folder nor a name on the Hub"),
+        ("nope", "there is no folder nope; the Hub cannot be reached"),
+    ):
+        refused(says, posswap.load_delta, base, place, error=posswap.CheckpointError)
     assert not posswap.describe(base).swapped
 
 
@@ -155,15 +160,6 @@ def test_a_trained_head_is_not_lost(make_model, tmp_path):
         headless = type(base.bert)(base.config, add_pooling_layer=False)
         headless.load_state_dict(base.bert.state_dict(), strict=False)
         posswap.save_delta(model, tmp_path / name, base_model=headless)
-
-
-def test_no_such_delta(make_model, tmp_path):
-    """A folder that is not there is no name on the Hub."""
-    for name, says in (
-        (tmp_path / "nope", "neither a folder nor a name on the Hub"),
-        ("nope", "there is no folder nope; the Hub cannot be reached"),
-    ):
-        refused(says, posswap.load_delta, make_model("gpt2"), name, error=posswap.CheckpointError)
 
 
 def test_after_saving_and_loading(make_model, tmp_path, tokens):

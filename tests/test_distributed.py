@@ -11,7 +11,7 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
-from conftest import refused, run_python
+from conftest import run_python
 from safetensors.torch import load_file
 from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.multiprocessing import start_processes
@@ -70,18 +70,19 @@ def together(folder):
 
 
 def test_two_processes_take_the_steps_of_one(alone, together):
-    """The same global batch and the same losses, on swapped models, with labels and padding as uneven as can be."""
-    assert alone["processes"] == 1
+    """The same losses, however uneven labels and padding are; the same weights after training with each scheme, in which DDP
+    finds no unused parameter, and those of the first by `share_weights`; each of 203 examples counts once; documents of both
+    processes are each other's negatives, which an embedder shows. A batch that processes cannot share is refused.
+    """
+    assert alone["processes"] == 1 and len(alone["examples"]) == 203 and len(set(alone["examples"])) > 1
     for rank in together:
         assert rank["processes"] == 2
         assert rank["even"] == pytest.approx(alone["even"], abs=1e-4)
         assert rank["ragged"] == pytest.approx(alone["ragged"], abs=1e-4) and rank["tokens"] == alone["tokens"]
-
-
-def test_processes_hold_the_same_weights(alone, together):
-    """After training with each scheme, in which DDP finds no unused parameter; and those of the first by `share_weights`."""
+        assert rank["examples"] == alone["examples"] and rank["shared"] == alone["shared"]
     assert together[0]["schemes"] == together[1]["schemes"] and len(set(together[0]["schemes"])) == 5
-    assert together[0]["shared"] == together[1]["shared"] == alone["shared"]
+    assert together[0]["embedder"] == together[1]["embedder"] == pytest.approx(alone["embedder"], rel=1e-4, abs=1e-6)
+    assert len(alone["uneven"]) == 1 and "do not divide into 2 processes" in together[0]["uneven"]
 
 
 def test_two_processes_stop_together(folder, alone, together):
@@ -95,23 +96,12 @@ def test_two_processes_stop_together(folder, alone, together):
         assert [path.name for path in (folder / run / "nan" / "checkpoints").iterdir()] == ["step-00000002"]
 
 
-def test_a_batch_that_processes_cannot_share_is_refused(alone, together):
-    """Three sequences are one step for one process and an error for two."""
-    assert len(alone["uneven"]) == 1 and "do not divide into 2 processes" in together[0]["uneven"]
-
-
 def test_another_number_of_processes_is_refused(folder, together, make_model):
     """Random states and shares of batches are those of two processes: one does not go on with them."""
     config = TrainingConfig(max_steps=5, batch_size=8, learning_rate=1e-3)
     rows = [{"input_ids": torch.tensor([2, place]), "labels": torch.tensor([2, place])} for place in range(24)]
     with pytest.raises(PosswapError, match="processes 2 and 1"):
         train(make_model("gpt2"), rows, config, output=folder / "two" / "stopped", resume=True, progress=False)
-
-
-def test_each_example_counts_once(alone, together):
-    """203 examples are 203 on two processes, whatever fills up the last batch, and come out the same on both."""
-    assert len(alone["examples"]) == 203 and len(set(alone["examples"])) > 1
-    assert all(rank["examples"] == alone["examples"] for rank in together)
 
 
 def test_every_process_asks_for_keys(alone, together):
@@ -139,11 +129,6 @@ def test_a_recipe_on_two_processes(folder, alone, together):
     for (name, here), there in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert torch.allclose(here, there, atol=1e-4), name
     assert models[0].config.position_scheme["name"] == "rotary" and (kept[0] / "tokenizer.json").is_file()
-
-
-def test_an_embedder_on_two_processes(alone, together):
-    """Documents of both processes are each other's negatives, so that two take the steps of one."""
-    assert together[0]["embedder"] == together[1]["embedder"] == pytest.approx(alone["embedder"], rel=1e-4, abs=1e-6)
 
 
 def test_sharded_processes_take_the_steps_of_one(folder, alone):
@@ -181,13 +166,6 @@ def _same_models(one, other):
                 assert torch.allclose(value, found, atol=1e-4), key
         saved = [load_file(folder / name / "model.safetensors").keys() for folder in (one, other)]
         assert saved[0] == saved[1]
-
-
-def test_a_lone_process_of_two_is_refused(make_model, monkeypatch):
-    """Processes that a launcher has started and that do not know of each other are an error, not silent single runs."""
-    rows = [{"input_ids": torch.arange(9), "labels": torch.arange(9)}] * 8
-    monkeypatch.setenv("WORLD_SIZE", "2")  # what a launcher leaves behind where there is no GPU
-    refused("torchrun", train, make_model("gpt2"), rows, TrainingConfig(max_steps=1, batch_size=8), progress=False)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -72,26 +72,17 @@ def test_results():
     assert "| rotary" in posswap.leaderboard([RESULTS])
 
 
-KINDS = ("relative_key", "relative_key_query")
-
-
-@pytest.fixture(params=KINDS)
-def kind(request) -> str:
-    """Both types that transformers 4 had."""
-    return request.param
-
-
-@pytest.fixture
-def checkpoint(kind, tmp_path):
-    """A folder as transformers 4.57.6 wrote it, and what that version computed."""
-    with safe_open(GOLDEN / f"{kind}.safetensors", "pt") as file:
+@pytest.fixture(params=["relative_key", "relative_key_query"])
+def checkpoint(request, tmp_path):
+    """A folder as transformers 4.57.6 wrote it, of both types that it had, and what that version computed."""
+    with safe_open(GOLDEN / f"{request.param}.safetensors", "pt") as file:
         assert file.metadata()["transformers"] == "4.57.6"
         golden = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     weights = {name.removeprefix("weights."): value for name, value in golden.items() if name.startswith("weights.")}
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 64}
     config = transformers.BertConfig(**sizes, max_position_embeddings=16, pad_token_id=0).to_dict()
-    config |= {"position_embedding_type": kind, "architectures": ["BertForMaskedLM"], "transformers_version": "4.57.6"}
+    config |= {"position_embedding_type": request.param, "architectures": ["BertForMaskedLM"], "transformers_version": "4.57.6"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path, golden
 
@@ -111,17 +102,12 @@ def test_outputs_of_transformers_4(checkpoint, backend):
             assert_close(logits[real], golden[f"{name}_logits"][real], rtol=1e-5, atol=1e-5)
 
 
-def test_it_names_no_base(checkpoint):
-    """An adapter must not name the checkpoint as its base, which loads as an absolute model."""
+def test_what_is_named(checkpoint):
+    """No base for an adapter to name, which would load as an absolute model; a head that the checkpoint lacks, as new."""
     folder, _ = checkpoint
     model = posswap.load_relative_key(str(folder), transformers.AutoModelForMaskedLM, max_positions=40)
     assert model.config.max_position_embeddings == 40
     assert model.name_or_path == model.config.name_or_path == "" and "base_model" not in model.config.position_scheme
-
-
-def test_new_heads_are_named(checkpoint):
-    """A head that the checkpoint lacks is new, and is said to be; nothing else is."""
-    folder, _ = checkpoint
     with pytest.warns(
         UserWarning, match=r"lacks: bert.pooler.dense.bias, bert.pooler.dense.weight, classifier.bias, classifier.w"
     ):
@@ -164,9 +150,10 @@ def test_other_reports_do_not_warn(make_model, tmp_path, caplog):
     LoadReports().handle(record)  # transformers has such calls: Python's own handlers tell, and go on
 
 
-def test_what_is_refused(checkpoint, make_model, tmp_path, kind):
+def test_what_is_refused(checkpoint, make_model, tmp_path):
     """Absolute checkpoints, missing tables, classes without BERT and unknown options are refused."""
     folder, _ = checkpoint
+    kind = json.loads((folder / "config.json").read_text())["position_embedding_type"]
     make_model("bert").save_pretrained(tmp_path / "plain")
     refused("'absolute' positions", posswap.load_relative_key, tmp_path / "plain", error=posswap.UnsupportedModelError)
     transformers.RobertaConfig(position_embedding_type="relative_key").save_pretrained(tmp_path / "roberta")

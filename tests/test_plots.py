@@ -253,7 +253,7 @@ def test_attention_of_causal_and_deep_models():
 
 
 def test_loss_by_length_as_given():
-    """Means over seeds with a band; a line at the trained length, whose place the label says; the best in the title."""
+    """Means over seeds with a band, joined in order; a line at the trained length, told by the label; the best in the title."""
     axes = plots.plot_loss_by_length(LINES, 256, "title").axes[0]
     drawn = lines(axes)
     assert_close(drawn["rotary"][1], [3.2, 3.6])
@@ -268,6 +268,9 @@ def test_loss_by_length_as_given():
     wide = plots.plot_loss_by_length({"cold": {256: 2500.0}, "fit": {256: 23.0}}, None, "x", label="perplexity").axes[0]
     assert (wide.get_yscale(), wide.get_ylabel(), len(wide.lines)) == ("log", "perplexity", 2)
     assert {50, 100, 1000} <= set(wide.get_yticks())
+    unordered = plots.plot_loss_by_length({"$a$": {256: 3.0, 1024: 4.0, 512: 3.5}}, None, "$x_$").axes[0]
+    assert unordered.lines[0].get_xdata().tolist() == [256, 512, 1024]
+    unordered.figure.savefig(io.BytesIO())  # dollars in a name are dollars
 
 
 def test_recovery_as_given():
@@ -290,10 +293,3 @@ def test_heat_maps_as_given():
     rows = {round(axes.get_subplotspec().rowspan.start) for axes in figure.axes[:6]}
     assert rows == {0, 1} and not figure.axes[5].axison
     assert [axes.get_ylabel() for axes in figure.axes[:4]] == ["depth", "", "", "depth"]
-
-
-def test_points_are_joined_in_order():
-    """Lengths that come in another order are drawn from left to right; dollars in a name are dollars."""
-    axes = plots.plot_loss_by_length({"$a$": {256: 3.0, 1024: 4.0, 512: 3.5}}, None, "$x_$").axes[0]
-    assert axes.lines[0].get_xdata().tolist() == [256, 512, 1024]
-    axes.figure.savefig(io.BytesIO())

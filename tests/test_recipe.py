@@ -158,7 +158,7 @@ def test_bad_files(tmp_path, text, says):
 
 
 def test_a_run_from_the_command_line(start, tmp_path):
-    """Options, help, result file; a finished folder is not overwritten, another configuration is not resumed."""
+    """Options, help, result file; a folder that is finished or in use is not written to, another configuration not resumed."""
     code, out = start("--help")
     assert code == 0 and "Where the key is. [default: 3]" in out
     assert "Peak learning rate. [default: 0.001]" in " ".join(out.split())  # another default has the help of its parent
@@ -175,6 +175,8 @@ def test_a_run_from_the_command_line(start, tmp_path):
     fails("not empty", start, "--output", output)
     fails("there is no text; known are cold, swap, scratch", start, "--output", output, "--start", "fit")
     fails("another configuration", start, "--output", output, "--resume")
+    with lock(tmp_path / "locked"):
+        fails("in use by another run", start, "--output", tmp_path / "locked")
 
 
 def test_inputs_are_named_as_they_were(start, tmp_path, monkeypatch):
@@ -244,12 +246,6 @@ def test_stopped_from_outside(start, tmp_path, number):
         code, out = start("--output", output, answer=answer)
         assert code == expected and "Traceback" not in out and set(tmp_path.glob("tmp*")) == set()
         assert (output / "result.json").exists() == ("--resume goes on" not in out) == (code == 0)
-
-
-def test_a_folder_in_use(start, tmp_path):
-    """Two runs cannot write into one folder."""
-    with lock(tmp_path / "out"):
-        fails("in use by another run", start, "--output", tmp_path / "out")
 
 
 @pytest.fixture

@@ -99,12 +99,6 @@ def test_the_longest_input_stays_within_the_trained_length(longest, group):
     assert posswap.SelfExtend(near=3, group=7).scales(geometry) == (3, 7)
 
 
-@pytest.mark.parametrize("option", ["theta", "fraction"])
-def test_nothing_is_chosen(option):
-    """Rotary's options may be "auto", which `choose` settles; here nothing would."""
-    refused(f"self-extend: {option}='auto' must be a number", posswap.SelfExtend, **{option: "auto"})
-
-
 def test_no_room_for_groups(make_model):
     """Near distances that fill the trained length need a given group."""
     refused("near=32 leaves no room below 32: give group", posswap.swap, make_model("gpt2"), "self-extend:near=32")

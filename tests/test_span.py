@@ -11,13 +11,8 @@ import hf_posswap as posswap
 from hf_posswap.functional.banded import Span, banded_attention
 from hf_posswap.span_cache import SpanLayer
 
+# One of each kind: in the embeddings, in queries and keys, in attention itself.
 SCHEMES = ["learned:extend=tile", "rotary", "relative:clip=3", "relative:clip=3,key_query=true", "self-extend:group=3,near=4"]
-
-
-@pytest.fixture(params=SCHEMES)
-def scheme(request):
-    """A scheme of each kind: in the embeddings, in queries and keys, in attention itself."""
-    return request.param
 
 
 @pytest.fixture
@@ -42,6 +37,7 @@ def dense(span, first, length, causal, padding=None):
     return mask if padding is None else mask & padding[:, None, None].bool()
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("first", [0, 3])
 @torch.no_grad()
 def test_blocks_are_what_the_mask_says(make, family, scheme, first, text):
@@ -70,6 +66,7 @@ def test_a_short_text_with_gaps(make, family, text):
         assert_close(model(text[:, :4], position_ids=positions, attention_mask=ones).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("padding", [slice(0), slice(13), slice(10, 23)], ids=["none", "left", "inside"])
 @torch.no_grad()
 def test_a_cache_that_forgets(make, scheme, text, padding):

@@ -28,34 +28,31 @@ def test_part_of_a_swapped_model(make_model, tmp_path):
     refused("swap the whole model", posswap.swap, transformers.AutoModelForMaskedLM.from_pretrained(tmp_path).bert, "rotary")
 
 
-def test_longer_range_of_a_loaded_model_keeps_what_it_learned(make_swapped, tokens, tmp_path):
-    """The same scheme again on a loaded model, for longer input, changes nothing at the old length."""
-    for scheme in ("relative:clip=4", "rotary", "sinusoidal", "none"):
-        model = make_swapped("bert", scheme)
-        model.save_pretrained(tmp_path / scheme[:4])
-        loaded = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / scheme[:4], attn_implementation="eager").eval()
-        posswap.swap(loaded, scheme, max_positions=64)
-        assert torch.equal(loaded(tokens).logits, model(tokens).logits), scheme
-        assert loaded(torch.cat([tokens] * 3, dim=1)).logits.shape[1] == 60
-
-
 LONGROPE = "rotary:scaling={rope_type=longrope,short_factor=[1,1,1,1,1,1,1,1],long_factor=[4,4,4,4,4,4,4,4],factor=2}"
 OF_ONE_LENGTH = [f"ladder:rung={rung},combine=concatenate" for rung in ("normalised", "binary")]
 OF_ONE_LENGTH.append(LONGROPE.replace(",factor=2", ""))
 
 
-@pytest.mark.parametrize("scheme", [LONGROPE, *OF_ONE_LENGTH])
-def test_what_was_made_for_one_length(make_swapped, tokens, tmp_path, scheme):
-    """A learned rung belongs to its N, a longrope without a factor to the longest input: another length is refused."""
-    model, load = make_swapped("gpt2", scheme, max_positions=64), transformers.AutoModelForCausalLM.from_pretrained
+LENGTHS = [(scheme, 32) for scheme in ("relative:clip=4", "rotary", "sinusoidal", "none")]
+LENGTHS += [(scheme, 64) for scheme in (LONGROPE, *OF_ONE_LENGTH)]
+
+
+@pytest.mark.parametrize(("scheme", "length"), LENGTHS)
+def test_the_same_scheme_on_a_loaded_model(make_swapped, tokens, tmp_path, scheme, length):
+    """For longer input it keeps what was learned, and changes nothing at the old length; another length is refused where a
+    learned rung belongs to its N, and a longrope without a factor to the longest input.
+    """
+    auto = transformers.AutoModelForMaskedLM if length == 32 else transformers.AutoModelForCausalLM
+    model, load = make_swapped("bert" if length == 32 else "gpt2", scheme, max_positions=length), auto.from_pretrained
     model.save_pretrained(tmp_path)
     loaded = load(tmp_path, attn_implementation="eager").eval()
     if scheme in OF_ONE_LENGTH:
         says, longer = "was made for 64 positions", {"max_position_embeddings": 128}
         refused(says, posswap.swap, loaded, scheme, max_positions=128)
         refused(says, load, tmp_path, error=posswap.CheckpointError, **longer)
-    longest = 64 if scheme in OF_ONE_LENGTH else 128
+    longest = length if scheme in OF_ONE_LENGTH else 2 * length
     assert torch.equal(posswap.swap(loaded, scheme, max_positions=longest)(tokens).logits, model(tokens).logits)
+    assert loaded(tokens.repeat(1, longest // 20)).logits.shape[1] == longest // 20 * 20
 
 
 @pytest.mark.parametrize("extend", ["tile", "interpolate"])

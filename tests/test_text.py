@@ -119,16 +119,12 @@ def test_parts_share_no_text(name, causal):
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def test_documents_that_are_none():
-    """One string is no list of its letters, and nothing, or a list with a gap, no text; and blocks have tokens."""
+def test_what_is_no_text_or_too_little():
+    """One string is no list of its letters, nothing and a list with a gap are no text, and three blocks are the least."""
     for documents in ("one text", [], ["text", None]):
         refused("must be a list of texts", text_batches, documents, Numbers(None), 32, causal=True)
     for lengths in ({"max_length": 0}, {"max_length": 64, "window": 0}):
         refused("must be at least 1", text_batches, numbers(400), Numbers(None), causal=True, **lengths)
-
-
-def test_too_little_text_for_parts():
-    """Three blocks of the longest are the least; the error says how much that is."""
     made = text_batches(numbers(384), Numbers(None), 128, causal=True)
     assert [part[0].shape for part in (made, made.select, made.report)] == [(1, 128)] * 3
     refused("383 tokens are too few.*give 384, or shorter blocks", text_batches, numbers(383), Numbers(None), 128, causal=True)

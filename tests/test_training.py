@@ -282,7 +282,9 @@ def test_batch_size_search(make_model, tmp_path, caplog, parts, from_call):
 
 
 def test_batch_size_search_ends(make_model, monkeypatch):
-    """A single sequence that does not fit is an error, other errors are not memory, and several processes are refused."""
+    """A single sequence that does not fit is an error, other errors are not memory, and several processes are refused, as are
+    single runs of processes that a launcher has started and that do not know of each other.
+    """
     config = TrainingConfig(max_steps=1, batch_size=6, auto_find_batch_size=True)
     refused("single sequence", trained, make_model("gpt2"), config, compute_loss=_Memory(0))
 
@@ -292,8 +294,9 @@ def test_batch_size_search_ends(make_model, monkeypatch):
     refused("shapes", trained, make_model("gpt2"), config, compute_loss=wrong, error=RuntimeError)
     with pytest.raises(torch.OutOfMemoryError):
         trained(make_model("gpt2"), TrainingConfig(max_steps=1, batch_size=6), compute_loss=_Memory(0))
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")  # what a launcher leaves behind where there is no GPU
     refused("one process", trained, make_model("gpt2"), config)
+    refused("torchrun", trained, make_model("gpt2"), TrainingConfig(max_steps=1, batch_size=8))
 
 
 def test_trackers(make_model, tmp_path, monkeypatch):
