@@ -1,12 +1,11 @@
 """A Hugging Face Hub on 127.0.0.1 for tests: what the real client sends to push, pull and open pull requests on models,
 and to read data sets, which are repositories whose name begins with datasets/.
 
-    with Hub.serve() as hub:
-        subprocess.run([...], env=os.environ | hub.environment(tmp_path))  # HF_ENDPOINT is read when the client is imported
+    with Hub.serve(folder, os.environ["HF_ENDPOINT"]) as hub:  # which the client reads when it is imported
         hub.fail_next("POST", "/commit/", 503)
 
 Clients run with default settings: hf_xet writes the chunks of large files into `xet_folder` (its own test backend, casUrl
-"local://..."); without that folder there is no place for large files, and all else works.
+"local://...").
 Nothing here is the real server: what it answers was recorded from what clients accept.
 """
 
@@ -96,7 +95,7 @@ class Refusal(Exception):
 class Hub:
     """Repositories, users, stored files, and what tests have planned."""
 
-    def __init__(self, xet_folder: Path | None, endpoint: str = ""):
+    def __init__(self, xet_folder: Path, endpoint: str):
         self.users = {"hf_tester": "tester"}  # token -> name
         self.repos: dict[str, Repo] = {}
         self.xet_folder = xet_folder
@@ -108,12 +107,12 @@ class Hub:
 
     @classmethod
     @contextmanager
-    def serve(cls, xet_folder: Path | None = None, port: int = 0):
-        """Run on a port; 0 is a free one."""
-        hub = cls(xet_folder)
-        server = ThreadingHTTPServer(("127.0.0.1", port), type("BoundHandler", (Handler,), {"hub": hub}))
+    def serve(cls, xet_folder: Path, endpoint: str):
+        """Run at an address of this machine."""
+        hub = cls(xet_folder, endpoint)
+        address = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
+        server = ThreadingHTTPServer(address, type("BoundHandler", (Handler,), {"hub": hub}))
         server.daemon_threads = True
-        hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:
@@ -122,11 +121,6 @@ class Hub:
             server.shutdown()
             server.server_close()
             thread.join()
-
-    def environment(self, home: Path) -> dict[str, str]:
-        """Return the variables of a client process of its own: this Hub, no cache but its own."""
-        settings = {"HF_ENDPOINT": self.endpoint, "HF_HOME": str(home), "HF_TOKEN": "hf_tester", "HF_HUB_OFFLINE": "0"}
-        return {**settings, "HF_HUB_DISABLE_TELEMETRY": "1"}
 
     def fail_next(self, method: str, pattern: str, status: int, *, times: int = 1, **headers: str) -> None:
         """Answer the next requests of this method, whose path matches, with an error; 0 cuts the connection."""

@@ -17,7 +17,7 @@ from hub import File, Hub, Repo
 from transformers import AutoConfig, AutoModelForMaskedLM, BertConfig, BertForMaskedLM, BertModel
 
 import hf_posswap as posswap
-from hf_posswap.data.tables import TableConfig, read_task
+from hf_posswap.data.tables import TableConfig, read_hub, read_task
 from hf_posswap.data.text import read_documents
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50}
@@ -27,7 +27,7 @@ TOKENS = torch.arange(5, 25)[None]
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
     """The Hub, with what all checks have put there."""
-    with Hub.serve(tmp_path_factory.mktemp("xet"), port=int(os.environ["HF_ENDPOINT"].rpartition(":")[2])) as hub:
+    with Hub.serve(tmp_path_factory.mktemp("xet"), os.environ["HF_ENDPOINT"]) as hub:
         yield hub
 
 
@@ -315,8 +315,9 @@ def glue(folder):
 
 
 def read(name):
-    """Return what is read of a data set's labels, sizes and texts."""
+    """Return what is read of a data set's labels, sizes and texts; it has no test part whose labels are not secret."""
     task = read_task(TableConfig(dataset=name))
+    assert task.test is None
     return [list(task.label_names), len(task.train), len(task.validation), task.validation.texts[0]]
 
 
@@ -326,6 +327,7 @@ def check_reading(hub, folder, model):
     for name, tree in {
         "nyu-mll/glue": glue(folder),
         "Salesforce/wikitext": data_set("wikitext-2-raw-v1", train=lines, validation=lines),
+        "other/unsplit": data_set("default", train=glue(folder)["cola/train-0.parquet"]),
         "other/private": {"train.parquet": lines},
         "other/script": {"script.py": File(b"raise SystemExit('code of a stranger was run')")},
     }.items():
@@ -333,6 +335,15 @@ def check_reading(hub, folder, model):
         hub.repos[f"datasets/{name}"].commit("main", tree)
     expected = [["wrong", "right"], 60, 20, SENTENCES[0]]
     assert read("glue/cola") == read("nyu-mll/glue:cola") == expected
+    assert read("other/unsplit")[1:3] == [54, 6] and len(read_hub("other/unsplit", None, "train")) == 60
+    for options, says in (
+        ({"validation_split": "test"}, "label -1, out of range"),
+        ({"validation_split": "dev"}, r"no split 'dev'; it has \['test', 'train', 'validation'\]"),
+        ({"dataset_config": "sst2"}, "give one"),
+        ({"test_file": "t.csv"}, "one of them"),
+    ):
+        with refused(says):
+            read_task(TableConfig(dataset="glue/cola", **options))
     texts = [" = A title = \n", "The cat sat on the mat. \n"]
     assert read_documents("wikitext:wikitext-2-raw-v1", split="validation") == texts
     for name, says in (

@@ -8,7 +8,7 @@ import pandas
 import pytest
 from conftest import refused
 
-from hf_posswap.data.tables import TableConfig, hold_out, read_hub, read_pairs, read_table, read_task
+from hf_posswap.data.tables import TableConfig, hold_out, read_pairs, read_table, read_task
 
 ROWS = [{"text": f"text number {n}", "label": n % 3} for n in range(30)]
 
@@ -226,28 +226,8 @@ def test_pairs_with_scores(tmp_path):
     refused("no label in row 2", read_pairs, write_rows(tmp_path / "t.jsonl", rows))
 
 
-def test_hub(monkeypatch):
-    """Splits of a Hub data set: given, missing, with secret labels; no network is an error."""
+def test_no_hub():
+    """No network is an error, and so is no data set at all; hub_job.py reads some."""
     says = "cannot read the Hub data set nyu-mll/glue, cola: .*a local file needs no network"
     refused(says, read_task, TableConfig(dataset="glue/cola"))
     refused("dataset.*train_file.*one of them", read_task, TableConfig())
-    asked = []
-    features = datasets.Features({"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])})
-    splits = {
-        name: datasets.Dataset.from_dict({"sentence": ["x"] * len(labels), "label": labels}, features=features)
-        for name, labels in (("train", [1, 0] * 10), ("validation", [1, 1]), ("test", [-1, -1]))
-    }
-    monkeypatch.setattr(datasets, "load_dataset", lambda *given, **options: asked.append(given) or splits)
-    task = read_task(TableConfig(dataset="nyu-mll/glue", dataset_config="cola"))
-    assert asked.pop() == ("nyu-mll/glue", "cola") and task.validation.labels == [1, 1] and task.test is None
-    for options, says in (
-        ({"validation_split": "test"}, r"label -1, out of range"),
-        ({"validation_split": "dev"}, r"no split 'dev'; it has \['test', 'train', 'validation'\]"),
-        ({"dataset_config": "sst2"}, "give one"),
-        ({"test_file": "t.csv"}, "one of them"),
-    ):
-        refused(says, read_task, TableConfig(dataset="glue/cola", **options))
-    del splits["validation"]
-    assert len(read_task(TableConfig(dataset="glue/cola")).validation) == 2
-    read_hub("a/b", None, "train")
-    assert asked[-1] == ("a/b", None)
