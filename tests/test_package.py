@@ -181,23 +181,23 @@ def test_registering_twice():
 
 def test_help_waits_for_no_library():
     """Help, version and completion import typer, and neither torch nor transformers nor the package itself."""
-    for option in ("--help", "--version", "--show-completion=bash"):
-        code = f"""
+    code = """
 import os, sys
 os.environ["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"  # the tests may not run under a shell
 before = set(sys.modules)
 import hf_posswap_cli
-sys.argv = ["hf-posswap", *{option.split("=")!r}]
-try:
-    hf_posswap_cli.main()
-except SystemExit as stop:
-    assert not stop.code
+for options in (["--help"], ["--version"], ["--show-completion", "bash"]):
+    sys.argv = ["hf-posswap", *options]
+    try:
+        hf_posswap_cli.main()
+    except SystemExit as stop:
+        assert not stop.code
 print()
 print(*sorted(set(sys.modules) - before))
 """
-        loaded = {name.partition(".")[0] for name in run_python("-W", "error", "-c", code).stdout.splitlines()[-1].split()}
-        heavy = loaded & {"torch", "transformers", "numpy", "hf_posswap", "huggingface_hub", "yaml", "tokenizers"}
-        assert "typer" in loaded and not heavy, (option, heavy)
+    loaded = {name.partition(".")[0] for name in run_python("-W", "error", "-c", code).stdout.splitlines()[-1].split()}
+    assert "typer" in loaded
+    assert not loaded & {"torch", "transformers", "numpy", "hf_posswap", "huggingface_hub", "yaml", "tokenizers"}
 
 
 def test_extras_are_not_needed(tmp_path):
