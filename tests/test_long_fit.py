@@ -126,11 +126,15 @@ def test_it_reads_on(pair, monkeypatch):
 
 
 def test_memory_and_files(pair, monkeypatch, tmp_path, watch):
-    """On disk are the states of the current layer, four times the tokens for windows; no call reads more than it may."""
+    """On disk are the states of the current layer, four times the tokens for windows; no call reads more than it may. What is
+    kept is told by the part to select by; what is reported is another part, whatever it says.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(teacher, "_TOKENS_AT_ONCE", 128)
     original, text = pair
+    parts = [[text[1]], text.select[1:], text.report[1:]]
     sizes, inner, calls = [], layerwise.Walk.fit_layers, watch(teacher.States, "_call")
+    compared = watch(layerwise.Walk, "_compare")
 
     def watched(self, *args):
         done = inner(self, *args)
@@ -138,7 +142,7 @@ def test_memory_and_files(pair, monkeypatch, tmp_path, watch):
         return done
 
     monkeypatch.setattr(layerwise.Walk, "fit_layers", watched)
-    quick(longer(original, "relative:clip=4"), TextBatches([text[1]], text.select[1:], text.report[1:]), reconstruct=2)
+    quick(longer(original, "relative:clip=4"), TextBatches(*parts), reconstruct=2)
     tokens, windows = 70 * LONG, 70 * 9 * WINDOW  # windows at 0, 8, ... 64
     opened = 60 * WINDOW  # what the closed form looks at, in both models
     states = 4 * 32 * (2 * tokens + windows + 3 * opened)
@@ -147,35 +151,25 @@ def test_memory_and_files(pair, monkeypatch, tmp_path, watch):
     assert max(rows * length for rows, length in read if rows > 4) <= 60 * WINDOW
     assert all(length <= WINDOW for _, length in read)
     assert list(tmp_path.iterdir()) == []
+    seen = [walk.batches[i]["input_ids"] for walk, _, i in (call.args for call in compared)]
+    looked = {tuple(row.tolist()) for ids in seen for row in ids}
+    rows = [{tuple(row.tolist()) for ids in part for row in ids} for part in parts]
+    assert rows[0] & looked and rows[1] <= looked and not rows[2] & looked
 
 
-def test_a_window_of_less(pair):
-    """The window that is asked for is the one that is read through, also where the original reads more."""
+def test_windows_and_scores(pair, monkeypatch):
+    """The window that is asked for is the one that is read through, also where the original reads more; an undone fit is judged
+    by the last error before it, a kept one by that after it.
+    """
     original, text = pair
-    report = quick(longer(original, "rotary"), text, window=16, reconstruct=5)
-    assert report.window == report.reading.window == 16 and set(report.after.by_length) == {16}
-    assert ("0-15" in report.reading.after) == (report.reading.measure == "loss")
-
-
-def test_the_score_is_that_of_the_model_as_it_is(pair, monkeypatch):
-    """An undone fit is judged by the last error before it, a kept one by that after it."""
-    original, text = pair
-    kept = quick(longer(original, "rotary"), text, reconstruct=5)
+    kept = quick(longer(original, "rotary"), text, window=16, reconstruct=5)
+    assert kept.window == kept.reading.window == 16 and set(kept.after.by_length) == {16}
+    assert ("0-15" in kept.reading.after) == (kept.reading.measure == "loss")
     assert kept.score == kept.layers[-1].after
     monkeypatch.setattr(layerwise.Walk, "error_unfitted", property(lambda walk: 0.01, lambda walk, value: None), raising=False)
     with pytest.warns(UserWarning, match="was undone"):
         undone = quick(longer(original, "rotary"), text, reconstruct=5)
     assert undone.score == 0.01 < undone.layers[-1].after
-
-
-def test_parts_decide_apart(pair, watch):
-    """What is kept is told by the part to select by; what is reported is another part, whatever it says."""
-    (original, text), compared = pair, watch(layerwise.Walk, "_compare")
-    quick(longer(original, "relative:clip=4"), text, reconstruct=2)
-    seen = [walk.batches[i]["input_ids"] for walk, _, i in (call.args for call in compared)]
-    looked = {tuple(row.tolist()) for ids in seen for row in ids}
-    rows = [{tuple(row.tolist()) for ids in part for row in ids} for part in (text, text.select, text.report)]
-    assert rows[0] & looked and rows[1] <= looked and not rows[2] & looked
 
 
 BAD = {
@@ -246,24 +240,11 @@ def naive(mask: torch.Tensor, causal: bool) -> dict[tuple[int, int], int]:
     return found
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_each_token_from_its_window(causal):
-    """Each token is taken once, from the window that a loop finds, and padding never."""
-    windows = lay_windows(masks(), WIDTH, STRIDE, causal=causal)
-    taken = [
-        ((row, place), places[0])
-        for row, places, chosen in zip(windows.rows.tolist(), windows.places.tolist(), windows.chosen.tolist(), strict=True)
-        for place, one in zip(places, chosen, strict=True)
-        if one
-    ]
-    assert sorted(taken) == sorted(naive(masks(), causal).items())
-    assert [row for few in windows.split(3) for row in few.rows.tolist()] == windows.rows.tolist()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
-def test_what_a_teacher_says(make_model, family, tmp_path):
+def test_what_a_teacher_says(make_model, family, tmp_path, monkeypatch):
     """Its states are the original's in each token's window; an encoder's less their mean at each place of the fitted text."""
+    monkeypatch.setattr("hf_posswap.fitting.teacher._TOKENS_AT_ONCE", 3 * WIDTH)  # windows come in parts
     model, mask = make_model(family), masks()
     ids = torch.randint(2, 98, mask.shape, generator=torch.Generator().manual_seed(0)) * mask
     short = {"input_ids": ids[:2, :6], "attention_mask": mask[:2, :6]}
