@@ -14,21 +14,16 @@ LEFT, RIGHT = (padded(**{side: 7})["attention_mask"] for side in ("before", "aft
 
 
 @pytest.fixture
-def taken(monkeypatch) -> list[tuple[str, tuple | None]]:
-    """The way that each layer took, with the shape of the key mask."""
-    ways = []
-    fast, slow = relative.relative_attention, relative.attend_by_index
+def taken(watch):
+    """The function that returns the way that each layer took since its last call, with the shape of the key mask."""
+    window, index = watch(relative, "relative_attention"), watch(relative, "attend_by_index")
 
-    def by_window(*arguments, key_mask, **options):
-        ways.append(("window", None if key_mask is None else tuple(key_mask.shape)))
-        return fast(*arguments, key_mask=key_mask, **options)
+    def ways() -> list[tuple[str, tuple | None]]:
+        masks = [one.kwargs["key_mask"] for one in window]
+        found = [("window", None if mask is None else tuple(mask.shape)) for mask in masks] + [("index", None) for _ in index]
+        window.clear(), index.clear()
+        return found
 
-    def by_index(*arguments, **options):
-        ways.append(("index", None))
-        return slow(*arguments, **options)
-
-    monkeypatch.setattr(relative, "relative_attention", by_window)
-    monkeypatch.setattr(relative, "attend_by_index", by_index)
     return ways
 
 
@@ -47,9 +42,8 @@ def test_positions_in_order_take_the_window(make_swapped, taken, tokens, family)
         ({"attention_mask": LEFT, "position_ids": from_mask}, (2, 20)),
         ({"position_ids": shifted}, None),
     ):
-        taken.clear()
         model(tokens, **inputs, **options)
-        assert taken == [("window", shape)] * 2
+        assert taken() == [("window", shape)] * 2
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
@@ -67,9 +61,8 @@ def test_everything_else_goes_by_index(make_swapped, taken, tokens, family):
         (eager, {}),
         (eager, {"attention_mask": RIGHT}),
     ):
-        taken.clear()
         asked(tokens, **inputs)
-        assert taken == [("index", None)] * 2
+        assert taken() == [("index", None)] * 2
 
 
 @torch.no_grad()
@@ -78,13 +71,12 @@ def test_generation_takes_the_window(make_swapped, taken, tokens):
     model = make_swapped("gpt2", SCHEME, "sdpa")
     model.generation_config.eos_token_id = None
     model.generate(tokens, attention_mask=LEFT, do_sample=False, max_new_tokens=4)
-    assert taken == [("window", (2, 20 + step)) for step in range(4) for _ in range(2)]
-    taken.clear()
+    assert taken() == [("window", (2, 20 + step)) for step in range(4) for _ in range(2)]
     cache = StaticCache(config=model.config, max_cache_len=29)
     expected = model(tokens, use_cache=False).logits
     parts = [model(part, past_key_values=cache).logits for part in tokens.split((12, 1, 7), dim=1)]
     assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-4)
-    assert {way for way, _ in taken} == {"window"}
+    assert {way for way, _ in taken()} == {"window"}
 
 
 @pytest.mark.parametrize(
