@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from test_training import even_rows
+from test_training import even_rows, ragged_rows
 from transformers import BertForMaskedLM, BertForSequenceClassification, BertModel, BertTokenizer
 
 import hf_posswap as posswap
@@ -41,19 +41,6 @@ def bert(head=BertForMaskedLM, **changes):
 
 def gpt2():
     return posswap.swap(tiny_model("gpt2", n_layer=1), "relative:clip=4")
-
-
-def ragged_rows(count=24, classes=None):
-    generator = torch.Generator().manual_seed(2)
-    lengths = torch.randint(2, 17, (count,), generator=generator).tolist()
-    rows = [{"input_ids": torch.randint(2, 98, (length,), generator=generator)} for length in lengths]
-    for place, row in enumerate(rows):
-        if classes:
-            row["labels"] = torch.tensor(place % classes)
-        else:  # some rows have many labels and some have none
-            dropped = torch.rand(row["input_ids"].shape, generator=generator) < (place % 4) / 3
-            row["labels"] = row["input_ids"].masked_fill(dropped, -100)
-    return rows
 
 
 def mean_loss_after(model, folder: Path) -> float:
@@ -178,7 +165,7 @@ def ddp(folder: Path) -> dict:
     share_weights(shared)
     seen["shared"] = shared.weight.tolist()
     classifier = bert(BertForSequenceClassification, num_labels=3).train()
-    rows = ragged_rows(203, classes=3)
+    rows = ragged_rows(203, classes=True)
     seen["examples"] = predict(classifier, rows, 0, 8).argmax(-1).tolist()
     assert classifier.training
     sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))

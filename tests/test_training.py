@@ -99,14 +99,15 @@ def test_bad_budget(make_model, options, says):
     refused(says, lambda: trained(make_model("gpt2"), TrainingConfig(**options)))
 
 
-def _ragged(classes=False):
+def ragged_rows(count=24, classes=False):
     generator = torch.Generator().manual_seed(1)
-    rows = [{"input_ids": torch.randint(2, 98, (length,), generator=generator)} for length in RAGGED]
-    if classes:
-        return [{**row, "labels": torch.tensor(place % 3)} for place, row in enumerate(rows)]
-    for row in rows:
-        row["labels"] = row["input_ids"].clone()
-        row["labels"][torch.rand(row["labels"].shape, generator=generator) < 0.5] = -100
+    rows = [{"input_ids": torch.randint(2, 98, (RAGGED[place % 24],), generator=generator)} for place in range(count)]
+    for place, row in enumerate(rows):
+        if classes:
+            row["labels"] = torch.tensor(place % 3)
+        else:  # some rows have many labels and some have none
+            dropped = torch.rand(row["input_ids"].shape, generator=generator) < (place % 4) / 3
+            row["labels"] = row["input_ids"].masked_fill(dropped, -100)
     return rows
 
 
@@ -144,7 +145,7 @@ def test_parts_count_by_their_labels(make_swapped, family):
     for parts in (1, 2, 8):
         model = make_swapped(family, "relative:clip=4")
         budget = TrainingConfig(**config, gradient_accumulation_steps=parts)
-        runs.append(train(model, _ragged(), budget, collate=pad, progress=False)[1])
+        runs.append(train(model, ragged_rows(), budget, collate=pad, progress=False)[1])
     whole = runs[0]
     assert whole.tokens == sum(RAGGED)  # three steps of eight: every example once
     for run in runs[1:]:
@@ -154,16 +155,16 @@ def test_parts_count_by_their_labels(make_swapped, family):
 def test_loss_is_the_mean_over_labels(make_model):
     """The first loss is that of the model itself on the whole batch; of examples where labels are classes."""
     classes = {"head": BertForSequenceClassification, "num_labels": 3}
-    hidden = [{**row, "labels": -100 if place % 2 else row["labels"]} for place, row in enumerate(_ragged(classes=True))]
-    wide = pad([{"input_ids": row["input_ids"]} for row in _ragged()])  # of one length: a softmax over places sees padding
+    hidden = [{**row, "labels": -100 if place % 2 else row["labels"]} for place, row in enumerate(ragged_rows(classes=True))]
+    wide = pad([{"input_ids": row["input_ids"]} for row in ragged_rows()])  # of one length: a softmax over places sees padding
     answers = [
         {"input_ids": ids, "attention_mask": mask, "start_positions": 0, "end_positions": 1}
         for ids, mask in zip(wide["input_ids"], wide["attention_mask"], strict=True)
     ]
     size = max(RAGGED)  # as many labels as the longest part has tokens
     several = {"head": BertForSequenceClassification, "num_labels": size, "problem_type": "multi_label_classification"}
-    marked = [{**row, "labels": (torch.arange(size) % len(row["input_ids"]) == 0).float()} for row in _ragged()]
-    cases = [({}, _ragged()), (classes, _ragged(classes=True)), (classes, hidden), (several, marked)]
+    marked = [{**row, "labels": (torch.arange(size) % len(row["input_ids"]) == 0).float()} for row in ragged_rows()]
+    cases = [({}, ragged_rows()), (classes, ragged_rows(classes=True)), (classes, hidden), (several, marked)]
     for head, rows in [*cases, ({"head": BertForQuestionAnswering}, answers)]:
         model = make_model("bert", **head)
         expected = model(**pad(rows)).loss.item()
@@ -183,7 +184,7 @@ def test_lengths_are_grouped(make_model):
             return batch
 
         budget = TrainingConfig(max_steps=6, batch_size=4, train_sampling_strategy=strategy)
-        runs.append(train(make_model("bert"), _ragged(), budget, collate=collate, progress=False)[1])
+        runs.append(train(make_model("bert"), ragged_rows(), budget, collate=collate, progress=False)[1])
         widths.append(seen)
     assert runs[0].tokens == runs[1].tokens == sum(RAGGED) and runs[0].losses != runs[1].losses
     assert sum(widths[1]) < 0.8 * sum(widths[0]) and widths[1][0] == max(RAGGED)
@@ -321,7 +322,7 @@ def test_nothing_to_train(make_model):
     budget = TrainingConfig(max_steps=12, batch_size=8)
     refused("frozen", trained, make_model("gpt2").requires_grad_(False), budget)
     head = {"head": BertForSequenceClassification, "num_labels": 3}
-    rows = _ragged(classes=True)
+    rows = ragged_rows(classes=True)
     alike = [{**row, "labels": torch.tensor(2)} for row in rows]
     refused("all labels are 2", train, make_model("bert", **head), alike, budget, collate=pad, progress=False)
     ignored = [{**row, "labels": torch.full_like(row["input_ids"], -100)} for row in rows]
