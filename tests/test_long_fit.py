@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import refused
+from test_fitting import quick
 from transformers import BertLMHeadModel, BertModel
 
 import hf_posswap as posswap
 from hf_posswap.contract.subject import tiny_model
 from hf_posswap.data.calibration import TextBatches
 from hf_posswap.fitting import layerwise, teacher
-from hf_posswap.fitting.fit import fit
 from hf_posswap.fitting.teacher import Teacher
 from hf_posswap.measure.reading import LongText
 from hf_posswap.measure.windows import lay_windows
@@ -35,11 +35,6 @@ def written(model, rows: int, length: int = LONG, seed: int = 0) -> torch.Tensor
         chances = model(ids[:, start:place]).logits[:, -1].softmax(-1)
         ids[:, place] = torch.multinomial(chances, 1, generator=generator)[:, 0]
     return ids
-
-
-def quick(model, batches, **options):
-    """A fit with few steps, no bar."""
-    return fit(model, batches, **{"reconstruct": 40, "learning_rate": 3e-3, "progress": False, **options})
 
 
 def beyond(reading: dict[str, float]) -> float:
@@ -85,7 +80,7 @@ def test_it_reads_on(pair, monkeypatch):
     original, text = pair
     scheme = "rotary" if original.config.model_type == "gpt2" else "relative:clip=4"
     long = longer(original, scheme)
-    report = quick(long, text)
+    report = quick(long, text, reconstruct=40)
     reading = report.reading
     assert (report.window, report.part, report.longest, report.trained_positions) == (WINDOW, "report", LONG, WINDOW)
     assert report.tokens_held_out == 10 * (WINDOW + LONG) and len(report.layers) == 2
@@ -103,7 +98,8 @@ def test_it_reads_on(pair, monkeypatch):
 
     # At the length alone: read by the same judge.
     short = longer(original, scheme)
-    other = quick(short, TextBatches([text[1][:, start : start + WINDOW] for start in (0, 32, 64)], [text.select[0]]))
+    cut = TextBatches([text[1][:, start : start + WINDOW] for start in (0, 32, 64)], [text.select[0]])
+    other = quick(short, cut, reconstruct=40)
     assert other.window is None and other.reading is None and other.part == "select" and str(other)
     masked = [{"input_ids": ids, "attention_mask": torch.ones_like(ids, dtype=torch.bool)} for ids in text.report]
     judged = LongText(posswap.original(short), short.architecture, masked, WINDOW).read(short)
@@ -120,7 +116,7 @@ def test_it_reads_on(pair, monkeypatch):
 
     monkeypatch.setattr(teacher.Teacher, "advance", shifted)
     broken, before = longer(original, scheme), longer(original, scheme)
-    quick(broken, TextBatches(text[1:], text.select[1:], text.report[1:]))
+    quick(broken, TextBatches(text[1:], text.select[1:], text.report[1:]), reconstruct=40)
     found = [distance(one, original, text.report[1]) for one in (long, short, before, broken)]
     assert found[0] < min(found[1:3]) and found[0] < 0.95 * found[3]
 
@@ -184,7 +180,6 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_windows(make_model, name):
-    """A window that cannot be is refused with the remedy."""
     options, says = BAD[name]
     model = posswap.swap(make_model("gpt2"), "rotary", max_positions=128)
     refused(says, quick, model, **{"batches": torch.ones(60, 96, dtype=torch.long), **options})
