@@ -120,13 +120,11 @@ def test_links():
     assert checked > 100
 
 
-def test_readme_is_short(readme):
-    """The README has at most 200 lines."""
-    assert len(readme.splitlines()) <= 200
-
-
 def test_tree(readme, update):
-    """What its last line names is there; the rest is made from what is there. The folders beside the package are named, too."""
+    """What its last line names is there; the rest is made from what is there. The folders beside the package are named, too.
+    The README has at most 200 lines.
+    """
+    assert len(readme.splitlines()) <= 200
     assert all((ROOT / "hf_posswap" / name).is_file() for name in update["BESIDE"])
     tree = readme.partition("<!-- tree -->")[2].partition("## ")[0]
     assert all(f" {folder}/" in tree and (ROOT / folder).is_dir() for folder in ("recipes", "notebooks", "tests"))

@@ -145,17 +145,14 @@ def test_ways_of_reading(folder, way):
 
 
 def test_white_space():
-    """A tokenizer may have tokens for white space: no document is made of it, and no passage."""
+    """A tokenizer may have tokens for white space: no document is made of it, and no passage. Text without any, one word for a
+    tokenizer, is cut like any other, into documents of the size that was asked for.
+    """
     tokenizer, words = load_tokenizer("stdlib-gpt2"), "word and more. " * 60
     documents = cut_documents([(words + "\r\n\t" * 400) * 3, (words[:90] + "\r\n\t" * 15) * 40], tokenizer, 64)
     assert len(documents) > 8 and min(map(len, documents)) > 50
     passages = draw_passages(documents, tokenizer, 4, 3, seed=0)
     assert all(one.text and one.text in documents[one.document] for one in passages)
-
-
-def test_text_without_spaces():
-    """Text that a tokenizer takes for one word is cut like any other, into documents of the size that was asked for."""
-    tokenizer = load_tokenizer("stdlib-gpt2")
     documents = cut_documents(["".join(chr(0x4E00 + (i * 37) % 5000) for i in range(600))], tokenizer, 64)
     sizes = [len(tokenizer(one)["input_ids"]) for one in documents]
     assert len(sizes) > 5 and all(abs(size - 64) <= 3 for size in sizes), sizes
