@@ -141,8 +141,6 @@ class Hub:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One request."""
-
     protocol_version = "HTTP/1.1"
     hub: Hub
 

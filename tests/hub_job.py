@@ -302,7 +302,6 @@ def data_set(config, **splits):
 
 
 def parquet(folder, columns, features=None):
-    """Return a table as a file."""
     datasets.Dataset.from_dict(columns, features).to_parquet(folder / "rows.parquet")
     return File((folder / "rows.parquet").read_bytes())
 

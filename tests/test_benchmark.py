@@ -14,7 +14,6 @@ from hf_posswap.schemes import parse_scheme
 
 @pytest.fixture
 def benchmark(recipe):
-    """The module recipes/benchmark_attention.py."""
     return recipe("benchmark_attention")
 
 

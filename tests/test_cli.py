@@ -34,7 +34,6 @@ from hf_posswap.terminal import begin
 
 @pytest.fixture
 def folder(save):
-    """A tiny BERT with its tokenizer on disk."""
     return save("bert")
 
 

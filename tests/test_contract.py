@@ -53,7 +53,6 @@ KIN = [
 
 @pytest.mark.parametrize(("case", "family", "backend"), KIN, ids=["-".join(row) for row in KIN])
 def test_kin(case, family, backend):
-    """Every check holds in every other family."""
     scheme = CASES[case].scheme
     subject = Subject(scheme, family, backend)
     expected = {"order_matters"} if subject.causal else {"cache"}

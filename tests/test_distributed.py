@@ -52,7 +52,6 @@ def _launch(mode, folder, **variables):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where the jobs write."""
     return tmp_path_factory.mktemp("jobs")
 
 

@@ -224,7 +224,6 @@ ROTARY, YARN = posswap.Rotary(mark_first=False), {"rope_type": "yarn", "factor":
     ],
 )
 def test_what_cannot_be_exported(make_model, make_swapped, family, scheme, options, says):
-    """The error says why."""
     model = make_model(family) if scheme is None else make_swapped(family, scheme, **options)
     refused(says, posswap.export_native, model, error=posswap.UnsupportedModelError)
 

@@ -48,7 +48,6 @@ def inputs_for(head: type) -> dict:
 
 
 def tensors_of(output) -> dict[str, torch.Tensor]:
-    """The tensors of a model output, by name."""
     return {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
 
 

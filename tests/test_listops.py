@@ -17,7 +17,6 @@ TINY = {"min_length": 4, "max_length": 12, "max_depth": 2, "max_args": 5}
 
 @pytest.fixture
 def recipe(recipe):
-    """The module recipes/listops.py."""
     return recipe("listops")
 
 
@@ -41,7 +40,6 @@ def test_against_python():
 
 @pytest.mark.parametrize("text", ["", "]", "[MIN 1 2", "[MIN 1 ]", "1 2", "10", "[MIN 1 2 ] ]", "[XOR 1 2 ]", "[PAD]", "¹"])
 def test_no_expressions(text):
-    """A text that is no expression is an error."""
     with pytest.raises(DataError):
         evaluate(text)
 
@@ -104,7 +102,6 @@ def test_batches():
 
 @pytest.fixture
 def checkpoint(save):
-    """A function that saves a tiny model."""
     return lambda family: str(save(family, initializer_range=0.05))
 
 

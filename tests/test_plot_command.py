@@ -28,7 +28,6 @@ def drawn(kind: str, *sources, **options):
 
 @pytest.fixture
 def bert(save):
-    """A tiny BERT with its tokenizer on disk."""
     return save("bert")
 
 
@@ -99,8 +98,8 @@ def test_models_are_drawn_as_they_are(bert, relative, tmp_path):
     assert len(found[str(tmp_path / "rotary")][1]) == 4 and "32 tokens: no full turn above" in found
 
 
-def test_attention_before_and_after(bert):
-    """The rows are the model as it was and as the swap left it."""
+def test_attention_before_and_after(bert, save):
+    """The rows are the model as it was and as the swap left it; a swapped one is swapped on as a whole."""
     figure = drawn("attention", bert, "none", positions=24)
     assert [axes.get_title() for axes in figure.axes[::2]] == [f"{bert}, layer 0", "none, layer 0"]
     model = BertModel.from_pretrained(bert).eval()
@@ -110,11 +109,7 @@ def test_attention_before_and_after(bert):
         expected = attention_by_distance(model, batches, reach=23).double().mean(1)
         assert_close(torch.tensor(figure.axes[2 * row + 1].lines[-1].get_ydata()), expected[1], atol=1e-6, rtol=0)
         posswap.swap(model, "none")
-
-
-def test_attention_of_a_swapped_model(save):
-    """It is swapped on as a whole: its head's config names the scheme."""
-    gpt2 = save("gpt2")
+    gpt2 = save("gpt2")  # whose head's config names the scheme
     posswap.swap(AutoModelForCausalLM.from_pretrained(gpt2), "rotary").save_pretrained(gpt2)
     assert drawn("attention", gpt2, "alibi", positions=24).axes[-2].get_title() == "alibi, layer 0"
 

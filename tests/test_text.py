@@ -51,7 +51,6 @@ def test_text_file_and_folder(tmp_path):
     ],
 )
 def test_bad_text(tmp_path, name, content, says):
-    """An error says what is wrong with a file of text."""
     if content is not None:
         (tmp_path / name).write_text(content)
     refused(says, read_documents, tmp_path / name)

@@ -14,14 +14,12 @@ SCHEMES = ("sinusoidal", "relative", "rotary", "rotary:fraction=0.5", "none")
 
 @pytest.fixture(scope="module")
 def minilm():
-    """The embedded BERT and its tokenizer."""
     folder = posswap.embedded_model("minilm")
     return AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def gpt2():
-    """The embedded GPT-2 and its tokenizer."""
     folder = posswap.embedded_model("stdlib-gpt2")
     return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
