@@ -87,16 +87,15 @@ def test_a_card(fitted, results):
     assert content == read_results(folder) and len(content["comparisons"][0]["runs"][0]["inputs"]["train_file"]) == 64
 
 
-@pytest.mark.parametrize(
-    ("part", "says"), [("held out", "held out of the fit"), ("select", "by which layers were kept"), ("fit", "were fitted on")]
-)
-def test_which_part_of_the_text(fitted, part, says):
+def test_which_part_of_the_text(fitted):
     """The card says which part a figure is of; metadata, which leaderboards read, has none of text that was fitted on."""
     folder, report = fitted
-    replace(report, part=part, after=replace(report.after, measure="1 - cosine")).save(folder)
-    card = ModelCard.load(posswap.write_card(folder, base_model=BASE))
-    known = [(one.metric_type, one.metric_value) for one in card.data.eval_results or []]
-    assert says in card.text and known == [("cosine_distance", report.after.total)] * (part == "held out")
+    parts = {"held out": "held out of the fit", "select": "by which layers were kept", "fit": "were fitted on"}
+    for part, says in parts.items():
+        replace(report, part=part, after=replace(report.after, measure="1 - cosine")).save(folder)
+        card = ModelCard.load(posswap.write_card(folder, base_model=BASE))
+        known = [(one.metric_type, one.metric_value) for one in card.data.eval_results or []]
+        assert says in card.text and known == [("cosine_distance", report.after.total)] * (part == "held out"), part
 
 
 def test_the_example():
