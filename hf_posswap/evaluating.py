@@ -6,6 +6,7 @@ from itertools import cycle
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 
@@ -28,6 +29,16 @@ def evaluating(*models: nn.Module, mode: bool = False) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@contextmanager
+def exactly(model: PreTrainedModel) -> Iterator[None]:
+    """Compute without autocast, which rounds, and goes on with its copies of weights when those are rewritten."""
+    try:
+        with torch.autocast(model.device.type, enabled=False):
+            yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 @contextmanager

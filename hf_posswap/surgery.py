@@ -231,6 +231,7 @@ def revert(model: PreTrainedModel, architecture: Architecture, snapshot: Snapsho
     for attention, values in zip(attentions, snapshot.query_keys or (), strict=snapshot.query_keys is not None):
         for target, value in zip(architecture.query_key(attention).tensors(), values, strict=True):
             target.copy_(value)
+    torch.clear_autocast_cache()
 
 
 def fingerprint(model: PreTrainedModel, architecture: Architecture) -> int:

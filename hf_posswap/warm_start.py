@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_posswap.architectures import Architecture
-from hf_posswap.evaluating import evaluating, watching
+from hf_posswap.evaluating import evaluating, exactly, watching
 from hf_posswap.functional.closed_form import second_moment
 from hf_posswap.schemes import Geometry, Scheme
 from hf_posswap.surgery import Snapshot, can_write_query_keys
@@ -41,7 +41,7 @@ def query_key_moments(model: PreTrainedModel, architecture: Architecture) -> lis
         found = [second_moment(one.transpose(0, 1).flatten(1, 2)) for one in states]
         moments[index] = tuple(total + one for total, one in zip(moments[index], found, strict=True))
 
-    with evaluating(base), watching(attentions, record):
+    with exactly(base), evaluating(base), watching(attentions, record):
         base(input_ids=tokens.to(base.get_input_embeddings().weight.device))
     return moments
 

@@ -21,7 +21,7 @@ from hf_posswap.architectures import Architecture, longest_input
 from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.data import calibration
 from hf_posswap.errors import DataError, PosswapError, UnsupportedModelError
-from hf_posswap.evaluating import evaluating
+from hf_posswap.evaluating import evaluating, exactly
 from hf_posswap.fitting.layerwise import Walk, opening
 from hf_posswap.fitting.report import FitReport
 from hf_posswap.measure.damage import Damage, damage
@@ -94,7 +94,7 @@ def fit(
     reads = min(longest_input(teacher.config), longest_input(target.config))
     if window is not None and (type(window) is not int or not 4 <= window <= reads):
         raise PosswapError(f"window={window!r} must be a number of tokens from 4 to {reads}, which the original reads at once")
-    with evaluating(target, teacher):
+    with exactly(target), evaluating(target, teacher):
         causal, kind = architecture.is_causal(target.config), "given"
         if batches is None:
             kind, batches = _own_text(teacher, causal, seed, reads)
