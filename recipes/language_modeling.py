@@ -4,11 +4,13 @@ LM for GPT-2. The control is --start scratch, a model that is trained with the s
     python recipes/language_modeling.py --model stdlib-gpt2 --scheme rotary --start fit
     python recipes/language_modeling.py --scheme relative --train-file train.txt --validation-file valid.txt  # minilm
     python recipes/language_modeling.py --model gpt2 --scheme rotary --dataset wikitext --dataset-config wikitext-2-raw-v1
-    python recipes/language_modeling.py --config recipes/configs/language_modeling.yaml --scheme none --start scratch
+    python recipes/language_modeling.py --model stdlib-gpt2 --scheme none --start scratch --learning-rate 1e-3
 
 A BERT checkpoint without a masked-LM head (sentence encoders have none) gets a new one. It is trained before the swap, on the
 frozen original encoder, and is the same for every scheme and seed. It is saved as head.safetensors; with --head, other runs use
 it without training it again. Its loss is in the details of result.json, as are losses by position. BERT's are of masked tokens.
+
+Choose the --learning-rate of each scheme by select_loss, and compare schemes by loss.
 """
 
 from dataclasses import dataclass
