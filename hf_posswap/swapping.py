@@ -173,7 +173,6 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
     for attention, (query, key), order in zip(attentions, moments, orders or (), strict=orders is not None):
         if order is not None:
             balance(architecture.query_key(attention), query, key, order)
-    torch.clear_autocast_cache()  # which holds queries and keys as they were
 
 
 def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTrainedModel:
