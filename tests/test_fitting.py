@@ -355,20 +355,6 @@ def test_an_interrupt_undoes_everything(make_model, call, dtype, tmp_path, monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_inside_autocast(make_model):
-    """Copies of weights that autocast keeps are not used after a swap, a fit or a restore, and neither rounds its results."""
-    model, twin, seen = make_model("bert"), make_model("bert"), []
-    steps = [lambda model: model, lambda model: posswap.swap(model, "rotary"), quick, posswap.restore]
-    with torch.autocast("cpu", torch.bfloat16):
-        for step in steps:
-            step(model)
-            seen.append(model(text(2)).logits)
-    for step, found in zip(steps, seen, strict=True):
-        step(twin)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(found, twin(text(2)).logits)
-
-
 def test_inside_inference_mode(make_model):
     """A fit inside no_grad works; inside inference_mode, which allows no gradients, it is refused."""
     model = posswap.swap(make_model("gpt2"), "rotary")

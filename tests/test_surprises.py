@@ -344,3 +344,20 @@ def test_a_length_that_was_written_before_the_swap(make_model, tmp_path):
     model.config = copy.deepcopy(model.config)  # a head with a config of its own
     model.config.max_position_embeddings = 300
     refused("config was changed", model.save_pretrained, tmp_path / "head")
+
+
+def test_inside_autocast(make_model):
+    """Copies of weights that autocast keeps are not used after a swap, a fit or a restore, and neither rounds its results."""
+    model, twin, seen = make_model("bert"), make_model("bert"), []
+    ids = torch.randint(2, 98, (40, 20), generator=torch.Generator().manual_seed(0))
+    few = {"reconstruct": 10, "learning_rate": 3e-3, "progress": False}
+    swap, fit = (lambda model: posswap.swap(model, "rotary")), (lambda model: posswap.fit(model, ids, **few))
+    steps = [lambda model: model, swap, fit, posswap.restore]
+    with torch.autocast("cpu", torch.bfloat16):
+        for step in steps:
+            step(model)
+            seen.append(model(ids[:2]).logits)
+    for step, found in zip(steps, seen, strict=True):
+        step(twin)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(found, twin(ids[:2]).logits)
