@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedModel
 from hf_posswap.errors import PosswapError, UnsupportedModelError
-from hf_posswap.evaluating import evaluating
+from hf_posswap.evaluating import evaluating, exactly
 from hf_posswap.pipelines import around, is_pipeline, tokenizer_of
 from hf_posswap.provenance import check_new, weight_hashes, write_json
 from hf_posswap.schemes.rotary import Rotary
@@ -116,7 +116,7 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
         heads = [kind.__name__ for kind in _CONVERT if issubclass(kind.config_class, model.architecture.config_class)]
         why = f"heads that have one are {', '.join(heads)}" if heads else share
         raise UnsupportedModelError(f"{stock.__name__} with rotary positions has no native counterpart: {why}")
-    with evaluating(model):
+    with exactly(model), evaluating(model):
         exported, left_out, holds_for = convert(model, stock, tokenizer)
         if isinstance(scheme, Rotary) and (scheme.scaling or {}).get("rope_type") == "dynamic":
             holds_for = (*holds_for, DYNAMIC.format(type(exported).__name__))
