@@ -12,7 +12,8 @@ longest blocks through the window. If that is better than reading them whole, th
 context helps.
 
 For the scheme `original`, all figures are measured with the window. Its fine-tune has blocks of the trained length, and as many
-tokens per step as the other schemes have, so it is the baseline after the fine-tune, too.
+tokens per step as the other schemes have, so it is the baseline after the fine-tune, too. Choose the --learning-rate of each
+scheme by select_loss, read as the loss is, in blocks of the fine-tune's length.
 
 Details: losses with the window, and losses by position in the longest block. loss.png shows all losses.
 """
@@ -31,7 +32,7 @@ from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, load_original
 from hf_posswap.experiments.recipe import main
-from hf_posswap.experiments.text_tasks import RunText, TextConfig
+from hf_posswap.experiments.text_tasks import RunText, TextConfig, check_enough
 from hf_posswap.measure.losses import loss_by_position, mean_loss, row_losses, sliding_window_losses, token_losses
 from hf_posswap.plots import plot_loss_by_length
 from hf_posswap.training import train
@@ -44,6 +45,7 @@ class Config(TextConfig):
     FIGURES = {
         "loss": "nats a token on held-out blocks of N tokens; the original's is that behind a sliding window",
         "tuned": "the same after the fine-tune",
+        "select_loss": "nats a token of a tenth of the training text that is not trained on, to choose a rate by",
     }
     FORBIDDEN_STARTS = {"scratch": "a model from scratch has no trained length (language_modeling.py --lengths trains one)"}
     LEAST = {"factors": 1, "finetune_factor": 0, "stride": 1}
@@ -69,7 +71,8 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     needed = trained * max(*config.factors, config.finetune_factor)
     cuts = text.held(*(trained * factor for factor in config.factors))
     if config.finetune_factor:
-        rows, budget = text.blocks(trained * config.finetune_factor), config
+        (rows, aside), budget = text.parts(trained * config.finetune_factor), config
+        check_enough(rows, config)
         if not swapped:  # shorter blocks, but as many tokens per step
             rows = shorter_blocks(rows, text.tokenizer, trained)
             budget = replace(config, batch_size=config.batch_size * config.finetune_factor)
@@ -106,6 +109,9 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     stages = {"tuned_loss": "tuned"} if done else {}
     stages |= {"loss": "swapped" if swapped else "original"}
     figures = {f"{name}_{n}": row_losses(one) for name, stage in stages.items() for n, one in found[stage][kind].items()}
+    if done:
+        select = token_losses(model, aside) if swapped else sliding_window_losses(model, aside, trained, stride=stride)
+        figures["select_loss"] = row_losses(select)
     return {
         **averaged(figures),
         "cost": cost(model, done),

@@ -241,7 +241,7 @@ def test_length_extrapolation(gpt2, text, result, tmp_path):
     """The swapped model reads all lengths, the original through the window; both fine-tune on as many tokens."""
     options = {"model": gpt2, "train_file": text, **TINY, "factors": (1, 2, 4), "finetune_factor": 2, "stride": 8}
     swapped = result("length_extrapolation", **options, scheme="rotary", start="fit")
-    names = [f"{stage}loss_{n}" for stage in ("tuned_", "") for n in (32, 64, 128)]
+    names = [*(f"{stage}loss_{n}" for stage in ("tuned_", "") for n in (32, 64, 128)), "select_loss"]
     assert list(swapped["figures"]) == names
     details = swapped["details"]
     assert details["loss"]["swapped"]["whole"]["32"] == swapped["figures"]["loss_32"]
@@ -252,6 +252,9 @@ def test_length_extrapolation(gpt2, text, result, tmp_path):
     assert list(bar["figures"]) == names
     assert {str(n): bar["figures"][f"loss_{n}"] for n in (32, 64, 128)} == details["loss"]["original"]["window"]
     assert bar["cost"]["tokens"] == swapped["cost"]["tokens"] == 4 * 4 * 64
+    for run in (bar, swapped):  # on other text, in blocks of the fine-tune's length
+        assert run["figures"]["select_loss"] == pytest.approx(run["figures"]["tuned_loss_64"], abs=0.5)
+        assert run["figures"]["select_loss"] != run["figures"]["tuned_loss_64"]
     # Positions of the rotary model do not matter, so in the first window nothing does.
     first = [details["loss_by_position"]["swapped"][kind]["2-7"] for kind in ("whole", "window")]
     assert first[0] == pytest.approx(first[1], abs=1e-5)
