@@ -27,7 +27,7 @@ class Shared(NamedTuple):
     """What all layers of one kind share in a forward. A tuple, so that accelerate moves its tensors to each layer's device."""
 
     scheme: Any  # what the scheme's `prepare` returned
-    written: torch.Tensor | None = None  # positions that new keys take into the cache, as digits (B or 1, 1, Q, 3); None: none
+    written: torch.Tensor | None = None  # positions that new keys take into the cache, as digits (B or 1, 1, Q, 8); None: none
     carrier: int | None = None  # the layer whose keys take them; None: all of this kind
     span: Span | None = None  # attend block by block within this span; None: as the mask says
     key_mask: torch.Tensor | None = None  # used with `span`, (B, K) bool, True = attend
@@ -181,24 +181,25 @@ def add_bias(mask, bias: torch.Tensor, seen: torch.Tensor | None, implementation
 
 # A cache does not store the positions of its keys, but schemes by distance need them. So keys of a kind's first layer carry
 # theirs as three base-256 digits behind the head's own dimensions (exact in half precision). Whatever reorders, selects,
-# crops, copies, offloads or rebuilds a cache then moves the positions with the keys.
-DIGITS = 3
+# crops, copies, offloads or rebuilds a cache then moves the positions with the keys. Zeros follow: CUDA's attention kernels ask
+# for rows of keys that begin at multiples of 16 bytes.
+DIGITS, CARRIED = 3, 8
 MOST_POSITIONS = 256**DIGITS
 
 
 def to_digits(positions: torch.Tensor) -> torch.Tensor:
-    """Return the digits of positions (B or 1, Q), (B or 1, 1, Q, 3) int64, the lowest first."""
-    return (positions[..., None] >> _shifts(positions) & 255)[:, None]
+    """Return the digits of positions (B or 1, Q), the lowest first, and zeros, (B or 1, 1, Q, 8) int64."""
+    return nn.functional.pad(positions[..., None] >> _shifts(positions) & 255, (0, CARRIED - DIGITS))[:, None]
 
 
 def write_positions(keys: torch.Tensor, digits: torch.Tensor) -> torch.Tensor:
-    """Return (B, H, Q, D + 3) keys that carry their positions, given as digits."""
-    return torch.cat([keys, digits.to(keys.dtype).expand(*keys.shape[:-1], DIGITS)], dim=-1)
+    """Return (B, H, Q, D + 8) keys that carry their positions, given as digits."""
+    return torch.cat([keys, digits.to(keys.dtype).expand(*keys.shape[:-1], CARRIED)], dim=-1)
 
 
 def read_positions(keys: torch.Tensor) -> torch.Tensor:
     """Return the positions (B, K) that such keys carry."""
-    return (keys[:, 0, :, -DIGITS:].long() << _shifts(keys)).sum(-1)
+    return (keys[:, 0, :, -CARRIED : DIGITS - CARRIED].long() << _shifts(keys)).sum(-1)
 
 
 def _shifts(like: torch.Tensor) -> torch.Tensor:
@@ -225,7 +226,7 @@ def key_positions(
     layer = cache.layers[carrier] if cache is not None and len(cache.layers) > carrier else None
     if layer is None or not layer.is_initialized or (isinstance(past, int) and past == 0):
         return positions
-    if layer.keys.shape[-1] != head_dim + DIGITS:
+    if layer.keys.shape[-1] != head_dim + CARRIED:
         raise PosswapError(
             f"this {type(cache).__name__} holds keys of size {layer.keys.shape[-1]}, this model makes {head_dim} (and their "
             "positions): start with a new cache, and not with a quantized one"

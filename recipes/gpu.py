@@ -48,7 +48,8 @@ def steps(place: Path, miniature: bool) -> dict[str, tuple[int, list[str]]]:
     check = "-m pytest -n 0 -W default -p no:cacheprovider -o python_functions=check_* tests/test_relative_triton.py"
     add("kernel", 200, check, "", "-k head_dim", f"--junitxml {here}/kernel.xml --basetemp")
     relative = "relative:clip=64"
-    schemes = {"triton": f"{relative} --implementation triton", "window": relative, "rotary": "rotary", "original": "original"}
+    kinds = ("triton", "window")
+    schemes = {name: f"{relative} --implementation {name}" for name in kinds} | {"rotary": "rotary", "original": "original"}
     full = "--dtype bfloat16 --layers 12 --shape 1x8192"
     tiny = "--layers 1 --hidden 32 --heads 2 --calls 1 --seconds 0 --shape 1x16"
     for name, scheme in schemes.items():

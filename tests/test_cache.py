@@ -107,3 +107,20 @@ def test_a_sliding_cache_shows_no_later_token(make_swapped, scheme):
     changed[0, -1] = 40
     with torch.no_grad():
         assert torch.equal(read(tokens)[:, :-1], read(changed)[:, :-1])
+
+
+@pytest.mark.parametrize("scheme, options", [("rotary", {"span": 8}), ("alibi", {}), ("buckets", {})])
+def test_rows_that_a_gpu_accepts(make_swapped, scheme, options, monkeypatch):
+    """Keys that carry positions lie in rows of a multiple of 16 bytes: CUDA's attention refuses others, CPUs take any."""
+    attend, seen = torch.nn.functional.scaled_dot_product_attention, set()
+
+    def check(query, key, value, **more):
+        for one in (query, key, value):
+            seen.add(one.stride()[:-1])
+            assert one.stride(-1) == 1 and all(stride * one.element_size() % 16 == 0 for stride in one.stride()[:-1])
+        return attend(query, key, value, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", check)
+    model = make_swapped("gpt2", scheme, "sdpa", max_positions=64, **options).bfloat16()
+    generate(model, torch.arange(20)[None] + 5)
+    assert len(seen) > 1

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -262,6 +263,20 @@ STRIDES = {
     "heads inside": lambda states: states.transpose(1, 2).contiguous().transpose(1, 2),
     "one number": lambda states: states[..., :1].expand(-1, -1, -1, HEAD_DIM),
 }
+
+
+def test_what_auto_takes_on_a_gpu(monkeypatch):
+    """The kernel, where it runs, without dropout, unless its table of scores by distance would be too large."""
+    from hf_posswap.functional import relative_triton
+    from hf_posswap.functional.relative_attention import _takes_kernel
+
+    on_gpu = SimpleNamespace(shape=(1, 12, 8192, 64), device=torch.device("cuda"))
+    reasons = {64: None}
+    monkeypatch.setattr(relative_triton, "why_not", lambda query: reasons.get(query.shape[-1], "head_dim"))
+    assert _takes_kernel(on_gpu, 64, 0.0)
+    assert not _takes_kernel(on_gpu, 64, 0.1) and not _takes_kernel(on_gpu, 4096, 0.0)
+    assert not _takes_kernel(SimpleNamespace(**vars(on_gpu) | {"shape": (1, 12, 8192, 300)}), 64, 0.0)
+    assert not _takes_kernel(SimpleNamespace(**vars(on_gpu) | {"device": torch.device("cpu")}), 64, 0.0)
 
 
 @pytest.mark.parametrize("implementation", ["fused", "window"])

@@ -3,8 +3,10 @@
     s_ij = scale * q_i . (k_j + a^K_r),   z_i = sum_j softmax(s_i)_j (v_j + a^V_r),   r = clip(j - i, -clip, clip) + clip
 
 `relative_attention` is a function of tensors and knows no models. It chooses by shape: plain slices for one query at the end of
-a cache, `relative_window` for all else, or `relative_triton` (CUDA) on request.
+a cache, `relative_triton` on GPUs that it was written for, `relative_window` for all else.
 """
+
+import math
 
 import torch
 
@@ -45,7 +47,8 @@ def relative_attention(
         key_mask: (B, K) bool, True where a key may be attended to.
         dropout: The share of probabilities that are dropped; not with "fused" and "triton".
         scale: Of the scores; 1 / sqrt(D) by default.
-        implementation: "window" (all devices), "fused" (CPU, no dropout), "triton" (CUDA, no dropout), or "auto".
+        implementation: "window" (all devices), "fused" (CPU, no dropout), "triton" (CUDA, no dropout), or "auto",
+            which takes "triton" where that runs.
 
     Raises:
         PosswapError: Tables that do not fit `clip`, more queries than keys, or an implementation that cannot run here.
@@ -56,12 +59,12 @@ def relative_attention(
     """
     _check(query, key, key_table, value_table, clip, dropout, implementation)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if implementation == "triton":
+    if query.shape[2] == 1 and implementation == "auto":
+        return _single_query(query, key, value, key_table, value_table, clip, key_mask, dropout, scale)
+    if implementation == "triton" or (implementation == "auto" and _takes_kernel(query, min(clip, key.shape[2]), dropout)):
         from hf_posswap.functional.relative_triton import fused_relative_attention
 
         return fused_relative_attention(query, key, value, key_table, value_table, clip, causal, key_mask, scale)
-    if query.shape[2] == 1 and implementation == "auto":
-        return _single_query(query, key, value, key_table, value_table, clip, key_mask, dropout, scale)
     # No distance reaches the number of keys: table rows beyond it would only make windows wider.
     reach = min(clip, key.shape[2])
     key_table, value_table = (
@@ -107,6 +110,19 @@ def _check(query, key, key_table, value_table, clip: int, dropout: float, implem
 
         if reason := why_not(query):
             raise PosswapError(f"implementation='triton' cannot run here: {reason}; use 'auto' or 'window'")
+
+
+# Numbers in the kernel's table of scores by distance: half a gigabyte in 16 bits, and another where there are value tables.
+_LARGEST_BAND = 2**28
+
+
+def _takes_kernel(query: torch.Tensor, reach: int, dropout: float) -> bool:
+    """Whether "auto" takes the Triton kernel, 18 to 25 times as fast as the window on an H100 (recipes/results)."""
+    if query.device.type != "cuda" or dropout or math.prod(query.shape[:3]) * 2 * reach > _LARGEST_BAND:
+        return False
+    from hf_posswap.functional.relative_triton import why_not
+
+    return why_not(query) is None
 
 
 # Scores that are held at a time, for each thread: about what fits into a core's second-level cache. Twice or half of it

@@ -141,7 +141,8 @@ def read_as(pipeline, way: Way, size: int, longest: int) -> None:
         pieces, places = features["sentence_embedding"].split(counts), torch.arange(max(counts))
         features["sentence_embedding"] = functional.normalize(torch.stack([part.mean(0) for part in pieces]), dim=-1)
         features["pieces"] = torch.stack([part[places.clamp(max=len(part) - 1)] for part in pieces])
-        return features
+        # sentence-transformers 6.0 takes an item of every feature for each text, of strings, too, which may be shorter.
+        return {name: value for name, value in features.items() if not isinstance(value, str)}
 
     if way != "whole":
         pipeline[0].register_forward_pre_hook(cut)
