@@ -4,9 +4,9 @@
     python recipes/gpu.py --only kernel --only triton-gpt2
     python recipes/gpu.py --miniature --output runs/try         # the same steps, tiny, on a CPU
 
-Each step is a command of its own: tests and times of the Triton kernel; attention and the training loop in bfloat16; what a
-swap costs; a GPT-2 small, trained on the standard library, that is fitted, reads on, generates and looks for keys; a BERT-base
-that does so with random weights, so that only its times count; the files of recipes/accelerate that this machine can launch.
+Each step is a command of its own: tests of the Triton kernel; the training loop in bfloat16; what a swap costs; a GPT-2 small,
+trained on the standard library, that is fitted, reads on, generates and looks for keys; a BERT-base that does so with random
+weights, so that only its times count; the files of recipes/accelerate that this machine can launch; attention in bfloat16.
 
 --output has a folder named after the hardware, with the result and the log of each step, and steps.json with all figures.
 """
@@ -47,15 +47,6 @@ def steps(place: Path, miniature: bool) -> dict[str, tuple[int, list[str]]]:
     text = "--train-file recipes/results/README.md"  # where it does not matter which: it is soon read
     check = "-m pytest -n 0 -W default -p no:cacheprovider -o python_functions=check_* tests/test_relative_triton.py"
     add("kernel", 200, check, "", "-k head_dim", f"--junitxml {here}/kernel.xml --basetemp")
-    relative = "relative:clip=64"
-    kinds = ("triton", "window")
-    schemes = {name: f"{relative} --implementation {name}" for name in kinds} | {"rotary": "rotary", "original": "original"}
-    full = "--dtype bfloat16 --layers 12 --shape 1x8192"
-    tiny = "--layers 1 --hidden 32 --heads 2 --calls 1 --seconds 0 --shape 1x16"
-    for name, scheme in schemes.items():
-        attention = f"recipes/benchmark_attention.py --scheme {scheme}"
-        add(f"{name}-bert", 90, f"{attention} --phase forward --phase train", full, tiny)
-        add(f"{name}-gpt2", 90, f"{attention} --phase train --phase decode --family gpt2", full, tiny)
     full, tiny = "--batch-size 8 --length 1024 --pairs 3", "--batch-size 2 --length 16 --steps 2 --pairs 1"
     add("loop", 90, f"recipes/benchmark_loop.py --mixed-precision bf16 --model {random}", full, tiny)
     add("verbs", 120, "recipes/benchmark_swap.py", "", "--layers 1 --hidden 48 --length 32 --steps 1")
@@ -80,6 +71,14 @@ def steps(place: Path, miniature: bool) -> dict[str, tuple[int, list[str]]]:
         launch = f"-m accelerate.commands.launch --config_file recipes/accelerate/{file.name} --num_processes {count}"
         heal = f"recipes/heal.py {text} --max-steps 5 --batch-size {8 * count} --evaluation-tokens 512"
         add(f"launch-{file.stem}", 60, f"{launch} {heal}")
+    relative = "relative:clip=64"
+    schemes = {name: f"{relative} --implementation {name}" for name in ("triton", "window")}
+    full = "--dtype bfloat16 --layers 12 --shape 1x8192"
+    tiny = "--layers 1 --hidden 32 --heads 2 --calls 1 --seconds 0 --shape 1x16"
+    for name, scheme in {**schemes, "rotary": "rotary", "original": "original"}.items():
+        attention = f"recipes/benchmark_attention.py --scheme {scheme}"
+        add(f"{name}-bert", 90, f"{attention} --phase forward --phase train", full, tiny)
+        add(f"{name}-gpt2", 90, f"{attention} --phase train --phase decode --family gpt2", full, tiny)
     return found
 
 

@@ -98,4 +98,4 @@ def test_refusals(gpu, tmp_path, monkeypatch):
     """No GPU, and a step that there is not: an error in one line."""
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
     refused("no CUDA device here: .* --miniature", gpu.gpu, output=tmp_path)
-    refused("no step 'kernels'; there are kernel, triton-bert", gpu.gpu, output=tmp_path, only=["kernels"], miniature=True)
+    refused("no step 'kernels'; there are kernel, loop", gpu.gpu, output=tmp_path, only=["kernels"], miniature=True)
