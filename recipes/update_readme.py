@@ -283,6 +283,7 @@ def draw() -> None:
     }  # fmt: skip
     for (picture, title), (folder, chosen) in zip(PICTURES.items(), shown.items(), strict=True):
         found = rows(RESULTS / folder / "comparison.json")
+        found = {row.partition(", learning_rate")[0]: figures for row, figures in found.items()}
         sizes = [int(size) for name in found["original"] if (size := name.removeprefix("loss_")).isdigit()]
         lines = {name: {n: [exp(x) for x in found[row][f"{kind}_{n}"]] for n in sizes} for name, (row, kind) in chosen.items()}
         figure = plot_loss_by_length(lines, 256, "", label="perplexity")

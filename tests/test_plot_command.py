@@ -119,8 +119,9 @@ def test_results_are_drawn_as_they_are(tmp_path):
     runs = json.loads((RESULTS / "length_extrapolation" / "comparison.json").read_text())["runs"]
     found = lines(drawn("loss", RESULTS / "length_extrapolation", figure="tuned_loss").axes[0])
     mine = [run["figures"] for run in runs if run["config"]["scheme"] == "relative"]
-    assert found["relative, fit"][0] == [256, 512, 1024, 2048] and len(mine) == 3
-    assert math.isclose(found["relative, fit"][1][1], sum(figures["tuned_loss_512"] for figures in mine) / 3)
+    line = found["relative, fit, learning_rate 0.0003"]
+    assert line[0] == [256, 512, 1024, 2048] and len(mine) == 3
+    assert math.isclose(line[1][1], sum(figures["tuned_loss_512"] for figures in mine) / 3)
     assert drawn("loss", RESULTS / "length_extrapolation").axes[0].get_ylabel() == "loss, nats a token"
 
     runs = json.loads((RESULTS / "heal" / "text" / "comparison.json").read_text())["runs"]
