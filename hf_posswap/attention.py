@@ -235,7 +235,7 @@ def key_positions(
     positions = positions.expand(stored.shape[0], -1)
     if isinstance(past, int):
         return torch.cat([stored[:, :past], positions], dim=-1)  # a static cache is longer than what it holds
-    return stored.scatter(1, slots.expand(stored.shape[0], -1), positions)  # here a tensor counts what it holds
+    return stored.scatter(1, slots.expand(stored.shape[0], -1), positions.to(stored.dtype))  # a tensor counts
 
 
 def visible(attention_mask: torch.Tensor, *, causal: bool) -> torch.Tensor:

@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 from conftest import CASES, KINDS, refused
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
+from hf_posswap import forward
 from hf_posswap.attention import CACHE
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-4}
@@ -107,6 +108,29 @@ def test_a_sliding_cache_shows_no_later_token(make_swapped, scheme):
     changed[0, -1] = 40
     with torch.no_grad():
         assert torch.equal(read(tokens)[:, :-1], read(changed)[:, :-1])
+
+
+@pytest.mark.parametrize("scheme", ["relative:clip=4", "relative:clip=4,key_query=true", "alibi", "self-extend:near=4,group=2"])
+@pytest.mark.parametrize("options", [{}, {"span": 6, "first": 2}])
+@torch.no_grad()
+def test_a_static_cache_as_on_a_gpu(make_swapped, scheme, options, monkeypatch):
+    """There a tensor counts what the cache holds, and keys are as many as it has room for; ids may be int32."""
+
+    def slots(cache, inputs):
+        past = cache.get_seq_length() if cache is not None else 0
+        return past, torch.arange(inputs.shape[-1])[None] + past
+
+    model, tokens = make_swapped("gpt2", scheme, "sdpa", **options), torch.arange(24).view(2, 12) + 5
+    expected = model(tokens, use_cache=False).logits
+    monkeypatch.setattr(forward, "_slots", slots)
+    wide = torch.ones(2, 20, dtype=torch.int64)
+    for mask, ids in ((None, None), (wide, None), (None, torch.arange(12, dtype=torch.int32)[None])):
+        cache, logits = StaticCache(config=model.config, max_cache_len=20), []
+        cache.early_initialization(batch_size=2, num_heads=2, head_dim=16, dtype=torch.float32, device="cpu")
+        for place, part in zip((0, 5, 9, 10), tokens.split([5, 4, 1, 2], dim=1), strict=True):
+            given = {} if ids is None else {"position_ids": ids[:, place : place + part.shape[1]]}
+            logits.append(model(part, attention_mask=mask, **{CACHE: cache}, **given).logits)
+        torch.testing.assert_close(torch.cat(logits, dim=1), expected, **CLOSE)
 
 
 @pytest.mark.parametrize("scheme, options", [("rotary", {"span": 8}), ("alibi", {}), ("buckets", {})])

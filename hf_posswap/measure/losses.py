@@ -62,6 +62,7 @@ def token_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.
         if not causal:
             raise PosswapError("this is a masked language model: call token_losses with the labels that it is to predict")
         labels = input_ids
+    input_ids, labels = input_ids.cpu(), labels.cpu()
     dtype = torch.promote_types(model.dtype, torch.float32)
     losses = torch.full(labels.shape, torch.nan, dtype=dtype)
     first = 1 if causal else 0  # the states of token p - 1 predict token p
@@ -101,7 +102,7 @@ def sliding_window_losses(model: PreTrainedModel, input_ids: torch.Tensor, windo
     """
     if not 1 <= stride < window:
         raise PosswapError(f"stride={stride} must be from 1 to {window - 1}, less than the window")
-    window = min(window, input_ids.shape[1])
+    window, input_ids = min(window, input_ids.shape[1]), input_ids.cpu()
     windows = lay_windows(torch.ones_like(input_ids, dtype=torch.bool), window, stride, causal=True)
     ids = windows.cut({"input_ids": input_ids})["input_ids"]
     found = token_losses(model, ids, ids.masked_fill(~windows.chosen, -100))

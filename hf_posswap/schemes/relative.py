@@ -65,8 +65,9 @@ class RelativePositions(AttentionPositions):
             if attention_mask.dim() != 2 or attention_mask.shape[-1] != key_positions.shape[-1]:
                 return places
             mask = attention_mask.to(key_positions.device, torch.bool, copy=True)  # the caller's may change before the backward
-        # The same tensor as `slots`: no positions were given, so there are none to check.
-        in_order = key_positions is slots or _in_order(key_positions, mask)
+        # The same tensor as `slots`: no positions were given, so there are none to check. Longer than the text: those of all
+        # that a static cache has room for, on a GPU, while queries must be the last.
+        in_order = key_positions is slots or (key_positions.shape[-1] <= slots[0, -1] + 1 and _in_order(key_positions, mask))
         return places._replace(key_mask=mask, in_order=True) if in_order else places
 
     def key_mask(self, shared: Places) -> torch.Tensor | None:
@@ -198,15 +199,19 @@ def attend_by_index(
     """
     index = distances[:, None].expand(query.shape[0], query.shape[1], -1, -1)
     query = query * scaling
-    by_distance = query @ key_table.mT  # (B, H, Q, R)
+    # Sums by distance, here and in the backward of `gather`, in float32: CUDA adds in the tensor's own dtype, and the mass of many
+    # far keys stops growing in bfloat16.
+    precise = torch.promote_types(query.dtype, torch.float32)
+    by_distance = (query @ key_table.mT).to(precise)  # (B, H, Q, R)
     scores = by_distance.gather(-1, index) + query @ key.mT  # (B, H, Q, K)
     if key_query:
-        scores = scores + (key * scaling @ key_table.mT).gather(-1, index.mT).mT
-    probabilities = weigh(scores, mask, dropout).to(value.dtype)
+        scores = scores + (key * scaling @ key_table.mT).to(precise).gather(-1, index.mT).mT
+    exact = weigh(scores, mask, dropout)
+    probabilities = exact.to(value.dtype)
     output = probabilities @ value
     if value_table is not None:
-        mass = probabilities.new_zeros(by_distance.shape).scatter_add(-1, index, probabilities)  # (B, H, Q, R)
-        output = output + mass @ value_table
+        mass = torch.zeros_like(by_distance).scatter_add(-1, index, exact)  # (B, H, Q, R)
+        output = output + mass.to(value.dtype) @ value_table
     return output, probabilities
 
 
