@@ -199,8 +199,8 @@ def attend_by_index(
     """
     index = distances[:, None].expand(query.shape[0], query.shape[1], -1, -1)
     query = query * scaling
-    # Sums by distance, here and in the backward of `gather`, in float32: CUDA adds in the tensor's own dtype, and the mass of many
-    # far keys stops growing in bfloat16.
+    # Sums by distance, here and in the backward of `gather`, in float32: CUDA adds in the tensor's own dtype, and in bfloat16
+    # the mass of many far keys stops growing.
     precise = torch.promote_types(query.dtype, torch.float32)
     by_distance = (query @ key_table.mT).to(precise)  # (B, H, Q, R)
     scores = by_distance.gather(-1, index) + query @ key.mT  # (B, H, Q, K)
