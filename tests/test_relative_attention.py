@@ -183,8 +183,9 @@ def test_real_blocks_in_every_dtype(dtype, shape, causal):
     )
     for states in zip(expected, ours, theirs, strict=True):
         right, new, old = (tensor.detach() for tensor in states)
-        # Float32 is at the rounding of sums. The far left's gradients are what is left of all others', so a little less exact.
-        assert (new - right).norm() / right.norm() <= max(3e-6, 3 * float((old - right).norm() / right.norm()))
+        # Float32 is at the rounding of sums. The far left's gradients are what is left of all others', so a little less exact;
+        # and attention by index sums in float32.
+        assert (new - right).norm() / right.norm() <= max(3e-6, 4 * float((old - right).norm() / right.norm()))
 
 
 def test_long_sequences_need_no_square():
