@@ -266,6 +266,22 @@ STRIDES = {
 }
 
 
+def test_sums_by_distance_are_in_float32():
+    """Of bfloat16, too, forward and backward: CUDA would add in that dtype, where a CPU does not."""
+    sums = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "scatter_add" in str(function):
+                sums.append(args[0].dtype)
+            return function(*args, **kwargs or {})
+
+    tensors = [tensor.detach().bfloat16().requires_grad_() for tensor in inputs((1, 2, 6, 6, 2))]
+    with Watch():
+        by_index(*tensors, clip=2, causal=True, key_mask=None, scale=0.5).sum().backward()
+    assert sums == 2 * [torch.float32]
+
+
 def test_what_auto_takes_on_a_gpu(monkeypatch):
     """The kernel, where it runs, without dropout, unless its table of scores by distance would be too large."""
     from hf_posswap.functional import relative_triton
