@@ -44,7 +44,9 @@ SHOWN_IN = {
         *("read_on/books-1024/", "read_on/far/", "read_on/far-4096/", "read_on/span-16384/", "read_on/span-262k/"),
     ),
     "notebooks/02_see_the_schemes.ipynb": ("ladder/",),
-    "notebooks/04_read_the_results.ipynb": ("cola/comparison", "length_extrapolation/", "movie_reviews/", "passkey/comparison", "sst2/comparison"),
+    "notebooks/04_read_the_results.ipynb": (
+        *("cola/comparison", "length_extrapolation/", "movie_reviews/", "passkey/comparison", "sst2/comparison"),
+    ),
 }
 
 # Files of the package that are not of its spine.
