@@ -15,11 +15,13 @@ from hf_posswap.pipelines import unwrap
 # Families that people ask for, and why they cannot be swapped.
 _PAIRS = "its encoder and its decoder each have a table, and a scheme would have to go into both"
 _BUCKETS = "it has no table: its positions are a bias on scores already"
+_ROTARY = "it has no table: its positions are rotary already"
 WHY_NOT = {
     "bart": _PAIRS,
     "clip": "its embeddings read the size of the table, so nothing else can take its place",
     "clip_text_model": "its embeddings read the size of the table, so nothing else can take its place",
     "encoder-decoder": "swap its encoder and its decoder, each by itself, then compose them",
+    **dict.fromkeys(("gpt_neox", "llama", "mistral", "modernbert", "qwen2", "qwen3", "roformer"), _ROTARY),
     "gpt_neo": "it has local layers and attention that takes no other implementation, so a scheme cannot be put in",
     "mpnet": "besides its table it has a bias by distance, in attention that takes no other implementation",
     "mt5": _BUCKETS,

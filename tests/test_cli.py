@@ -114,7 +114,7 @@ def test_export(folder, tmp_path, program):
 
 
 BROKEN = {  # what is done to config.json, and what the one line says
-    "llama": ({"model_type": "llama"}, "a 'llama' model; positions can be swapped in albert, bert, "),
+    "llama": ({"model_type": "llama"}, "a 'llama' model: it has no table: its positions are rotary already"),
     "nameless": ({"model_type": None}, "names no model_type"),
     "shape": ({"hidden_size": 64}, "their shapes are not those that config.json says"),
     "string": ({"hidden_size": "32"}, "'hidden_size' expected int"),
