@@ -90,7 +90,7 @@ def test_damage_is_a_naive_loop(pair, side):
     assert found.by_layer == pytest.approx(errors, rel=0.05)  # the spread is taken about each batch's own mean
 
 
-def test_own_text(make_model, monkeypatch):
+def test_own_text(make_model, monkeypatch, capsys):
     """Without batches a causal model writes, an encoder gets random tokens; without a head, or a way to write, an error."""
     for name in ("written_text", "random_tokens"):
         function = getattr(calibration, name)
@@ -99,7 +99,10 @@ def test_own_text(make_model, monkeypatch):
     for family in ("gpt2", "bert-decoder", "bert"):
         model = posswap.swap(make_model(family), "relative:clip=4")
         state = torch.get_rng_state()
-        reports.append(fit(model, reconstruct=10, learning_rate=3e-3, progress=False))
+        reports.append(fit(model, reconstruct=10, learning_rate=3e-3, progress=family == "gpt2"))
+        shown = capsys.readouterr().err  # what takes long is not silent
+        words = ("making text", "measuring", "22/22")
+        assert all(word in shown for word in words) if family == "gpt2" else not shown
         assert torch.equal(torch.get_rng_state(), state)
     assert [report.text for report in reports] == ["written by the model"] * 2 + ["random tokens"]
     assert set(reports[0].after.by_length) == {32} and set(reports[2].after.by_length) == {16, 32}

@@ -94,9 +94,13 @@ def fit(
     reads = min(longest_input(teacher.config), longest_input(target.config))
     if window is not None and (type(window) is not int or not 4 <= window <= reads):
         raise PosswapError(f"window={window!r} must be a number of tokens from 4 to {reads}, which the original reads at once")
-    with exactly(target), evaluating(target, teacher):
+    quiet = {} if progress else {"disable": True}  # None or False would overrule TQDM_DISABLE
+    quiet |= {} if "TQDM_MININTERVAL" in os.environ else {"mininterval": 1}  # seconds: log files keep each
+    # From here on, since writing text and measuring damage may take minutes, too.
+    with tqdm(desc="fit", unit="step", **quiet) as bar, exactly(target), evaluating(target, teacher):
         causal, kind = architecture.is_causal(target.config), "given"
         if batches is None:
+            bar.set_postfix_str("making text")
             kind, batches = _own_text(teacher, causal, seed, reads)
         own, longest = tokenizer or tokenizer_of(model), reads_whole(model, longest_input(target.config))
         batches = calibration.read_texts(batches, own, longest, causal=causal, window=window or reads, seed=seed)
@@ -110,6 +114,7 @@ def fit(
 
         def measure() -> tuple[Damage, float, dict | None]:
             """Return the damage to report, the total that decides unless there is a window, and the reading of long text."""
+            bar.set_postfix_str("measuring")
             found = damage(target, teacher, [opening(batch, window) for batch in told] if window else told)
             decides = found if window or told is text.select else damage(target, teacher, text.select)
             return found, decides.total, long and long.read(target)
@@ -120,14 +125,11 @@ def fit(
         layers = ()
         if window or start > 1e-7:  # otherwise it is the original's own table, with nothing to fit
             with suppress(_NotBetter), rewriting_attention(target), tempfile.TemporaryDirectory(prefix="posswap-") as folder:
-                quiet = {} if progress else {"disable": True}  # None or False would overrule TQDM_DISABLE
-                quiet |= {} if "TQDM_MININTERVAL" in os.environ else {"mininterval": 1}  # seconds: log files keep each
                 with evaluating(*position_modules(target, architecture), mode=True):  # self-extend learns exact distances
                     walk = Walk(target, teacher, architecture, text, text.select, Path(folder), seed, window)
-                    total = len(walk.stages) * (reconstruct + 1)
-                    with tqdm(desc="fit", total=total, unit="step", **quiet) as bar:
-                        stages = (walk.fit_layers(stage, reconstruct, learning_rate, bar) for stage in walk.stages)
-                        layers = tuple(fit for stage in stages for fit in stage)
+                    bar.reset(total=len(walk.stages) * (reconstruct + 1))
+                    stages = (walk.fit_layers(stage, reconstruct, learning_rate, bar) for stage in walk.stages)
+                    layers = tuple(fit for stage in stages for fit in stage)
                 if not reconstruct and not any(fit.kept for fit in layers):
                     scheme = target.base_model.position_scheme
                     raise PosswapError(f"no closed form of {scheme} makes a layer better: give reconstruct a number of steps")
