@@ -127,6 +127,7 @@ def fit(
             with suppress(_NotBetter), rewriting_attention(target), tempfile.TemporaryDirectory(prefix="posswap-") as folder:
                 with evaluating(*position_modules(target, architecture), mode=True):  # self-extend learns exact distances
                     walk = Walk(target, teacher, architecture, text, text.select, Path(folder), seed, window)
+                    bar.set_postfix_str("", refresh=False)
                     bar.reset(total=len(walk.stages) * (reconstruct + 1))
                     stages = (walk.fit_layers(stage, reconstruct, learning_rate, bar) for stage in walk.stages)
                     layers = tuple(fit for stage in stages for fit in stage)
