@@ -132,7 +132,7 @@ def _share(base, arguments: dict, inputs: Inputs, tokens: Tokens) -> dict:
         if cache is None and causal and use_cache and not base.training:  # the model itself would make one that keeps all keys
             crossing = arguments.get("encoder_hidden_states") is not None
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()
-        mask = arguments["attention_mask"] = span_mask.fitted_mask(mask, inputs, tokens, cache)
+        mask = span_mask.fitted_mask(mask, inputs, tokens, cache)
     if causal and cache is not None:
         # Values are read here, once for all layers, and only where a cache asks for them.
         look = state.span is not None and not is_traced()
@@ -141,7 +141,7 @@ def _share(base, arguments: dict, inputs: Inputs, tokens: Tokens) -> dict:
         spans, in_order = [kind.span for kind in kinds], whole and tokens.as_counted
         cache = keep_span(cache, spans, counted=tokens.counted, in_order=in_order, hidden=hidden)
     shared = tuple(_share_kind(base, first, kind, tokens, mask, cache) for first, kind in zip(firsts, state.kinds, strict=True))
-    given = {"shared_positions": shared} if cache is None else {"shared_positions": shared, CACHE: cache}
+    given = {"shared_positions": shared, "attention_mask": mask} | ({} if cache is None else {CACHE: cache})
     if all(one.mask is not None for one in shared) and not base.architecture.embeddings_read_mask:
         given["attention_mask"] = shared[0].mask  # of 4 dimensions, passed on as it is: the model makes no (Q, K) mask
     return given
