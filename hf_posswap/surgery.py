@@ -172,8 +172,8 @@ def install(
         embedding.register_forward_pre_hook(count, with_kwargs=True)
     setattr(owner, name, embedding.train(owner.training))
     kinds, attentions = scheme.kinds(), architecture.self_attentions(base)
-    layers = [scheme.kind_of(index) for index in range(len(attentions))]
-    for attention, kind in zip(attentions, layers, strict=True):
+    kind_of = [scheme.kind_of(layer) for layer in range(len(attentions))]
+    for attention, kind in zip(attentions, kind_of, strict=True):
         positions = kinds[kind][0].attention_module(geometry)
         if positions is None and (span is not None or len(kinds) > 1):
             positions = AttentionPositions()  # no scheme in this layer's attention, and yet a span, or others beside it
@@ -187,7 +187,7 @@ def install(
         _set_config(model, config, config)
     for part in _parts(model, architecture):
         part.__class__ = classes.get(type(part), type(part))
-    found = [Kind(layers.index(kind), span if spans else None) for kind, (_, spans) in enumerate(kinds)]
+    found = [Kind(kind_of.index(kind), span if spans else None) for kind, (_, spans) in enumerate(kinds)]
     _set_state(base, architecture, SwapState(scheme, geometry, span, found, inside=base is not model))
     return embedding
 
@@ -219,12 +219,12 @@ def revert(model: PreTrainedModel, architecture: Architecture, snapshot: Snapsho
     like = base.get_input_embeddings().weight
     setattr(owner, name, snapshot.table.to(device=like.device, dtype=like.dtype).train(owner.training))
     attentions = architecture.self_attentions(base)
-    for attention, (kind, positions) in zip(attentions, snapshot.attentions, strict=True):
-        _set_positions(attention, kind, positions)
+    for attention, (attention_class, positions) in zip(attentions, snapshot.attentions, strict=True):
+        _set_positions(attention, attention_class, positions)
     _set_config(model, snapshot.config, snapshot.base_config)
     architecture.resize(base, snapshot.max_positions)  # which asks the config where positions begin
-    for part, kind in zip(_parts(model, architecture), snapshot.classes, strict=True):
-        part.__class__ = kind
+    for part, part_class in zip(_parts(model, architecture), snapshot.classes, strict=True):
+        part.__class__ = part_class
     _set_state(base, architecture, snapshot.state)
     if snapshot.attention_weights is not None:
         write_attention_weights(attentions, snapshot.attention_weights)
@@ -304,8 +304,8 @@ def _set_config(model: PreTrainedModel, config: PreTrainedConfig, base_config: P
             module.config = base_config if module in inside else config
 
 
-def _set_positions(attention: nn.Module, kind: type, positions: nn.Module | None) -> None:
-    attention.__class__ = kind
+def _set_positions(attention: nn.Module, attention_class: type, positions: nn.Module | None) -> None:
+    attention.__class__ = attention_class
     if positions is not None:
         like = next(attention.parameters())  # layers of one model may live on several devices
         attention.positions = positions.to(device=like.device, dtype=like.dtype)

@@ -135,6 +135,7 @@ def _set_name(target: PreTrainedModel, name: str) -> None:
 
 
 def _install(target, architecture: Architecture, scheme: Scheme, geometry, span: Span | None, warm_start: bool, orders):
+    """Write the config that names the scheme, put the scheme in and warm it up; `orders` are those of `balanced_order`."""
     table = _rows(target, architecture)
     if not torch.isfinite(table).all():
         raise PosswapError("the position table holds NaN or infinite numbers: the checkpoint is broken, load it again")
