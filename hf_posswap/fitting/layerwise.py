@@ -105,8 +105,9 @@ class Walk:
         count = max(1, int(len(short) * min(1.0, _TOKENS_TO_SOLVE / sum(batch["input_ids"].numel() for batch in short))))
         self.solved_on = []
         for i in sorted({int(i) for i in torch.linspace(0, len(short) - 1, count).round()}):
-            self.solved_on.append(i if short[i] is self.batches[i] else len(self.batches))
-            self.batches += [] if short[i] is self.batches[i] else [short[i]]
+            cut = short[i] is not self.batches[i]  # what is cut becomes a batch of its own
+            self.solved_on.append(len(self.batches) if cut else i)
+            self.batches += [short[i]] * cut
         self.ours = States(target, architecture, self.batches, folder, "swapped")
         self.theirs = Teacher(teacher, architecture, self.batches, self.fitted, folder, window)
         self.stages = _stages(self.ours.layers)
