@@ -173,7 +173,7 @@ def write_kernel(
 def fit_relative_keys(
     queries: torch.Tensor, masses: torch.Tensor, targets: torch.Tensor, *, shared: bool, ridge=1e-3, tolerance=1e-2
 ) -> torch.Tensor:
-    """Solve for key vectors a: (H, R, D), or (1, R, D) when heads share them; float64.
+    """Solve for key vectors a of R distances: (H, R, D), or (1, R, D) when heads share them; float64.
 
     `queries` (H, T, D) are all queries, `masses` (H, T, R) their weights summed over the keys at each distance, `targets`
     (H, T, R) the weighted missing scores summed likewise. With t = q.a at each distance, the row constant drops out:

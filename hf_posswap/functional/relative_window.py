@@ -110,7 +110,7 @@ def dense(states: torch.Tensor) -> torch.Tensor:
 
 
 class Group:
-    """One group of heads, flattened to (G, ...): its tensors, and the steps that both passes share."""
+    """Some heads of S sequences (`where`, of `Plan.groups`), flattened to (G, ...): tensors, and the steps of both passes."""
 
     def __init__(self, plan: Plan, where, query, key, value, key_table, value_table, first_value, key_mask, spare):
         self.plan, self.shape, self.spare = plan, query[where].shape, spare
@@ -186,6 +186,7 @@ class Group:
         return band, far.add_(weights[..., block.beyond].sum(-1, keepdim=True)).to(dtype)
 
     def fused_mask(self, block: Block, part: slice) -> torch.Tensor | None:
+        """Return the mask of some keys as the fused kernel takes it, additive (S, 1, rows, keys); None if there is none."""
         if self.mask is None:
             return None
         dtype = self.query.dtype

@@ -1,7 +1,7 @@
 """What a position scheme is: a frozen dataclass of options that builds at most two modules.
 
-Shapes, for all schemes: B batch, H heads, Q query length, K key length, D head_dim, E hidden size, R = 2 * clip + 1.
-Relative distance is key position minus query position.
+Shapes, for all schemes: B batch, H heads, L length (Q of queries, K of keys), D head_dim, E hidden size. Relative distance is
+key position minus query position.
 """
 
 from abc import ABC
@@ -162,7 +162,7 @@ class AttentionPositions(nn.Module):
 
         `position_ids` (B or 1, Q) are the positions of the queries, `slots` (1, Q) their places in the sequence or
         cache, `length` the sequence length where it is known without looking at values (else None), `key_positions` (B or 1, K)
-        those of all keys so far if `needs_key_positions`, `attention_mask` what the model was given.
+        those of all keys so far if `needs_key_positions`, `attention_mask` what the model was given, or a span has made of it.
 
         A scheme with a `bias` returns `Places`, or an object with the same `causal`, `in_order` and `block`. With a span,
         attention runs block by block, in linear time, if the scheme has no `attend` or this object has a `block`; otherwise the

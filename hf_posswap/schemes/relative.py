@@ -10,8 +10,8 @@ With `vectors="sinusoidal"` key vectors are not a free table but projected sinus
 / D with one W (D, D) for each head, as in Transformer-XL (Dai et al. 2019, section 3.3: https://arxiv.org/abs/1901.02860).
 Sines change sign with the direction, so left and right differ.
 
-j is the key's position, i the query's: r < clip looks to the left. Tables are (H, R, D), or (R, D) when all heads share
-them as in the paper. With zero tables this is plain attention without positions.
+j is the key's position, i the query's: r < clip looks to the left. Tables are (H, R, D), R = 2 * clip + 1, or (R, D) when all
+heads share them as in the paper. With zero tables this is plain attention without positions.
 
 Two functions compute the same numbers. Where positions go up by one from key to key, also with padding or a cache,
 `relative_attention` costs little more than plain attention. `attend_by_index` is for all else: other positions (packed
