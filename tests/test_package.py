@@ -244,8 +244,9 @@ for arguments, status in (
 def test_the_extra_is_what_pyproject_says():
     """The names that an error sends to the extra are those of the extra."""
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    named = {line.partition(">")[0].replace("scikit-learn", "sklearn") for line in project["optional-dependencies"]["recipes"]}
-    assert named == set(RECIPES)
+    extras = project["optional-dependencies"]
+    named = {line.partition(">")[0].replace("scikit-learn", "sklearn") for line in extras["recipes"]}
+    assert named == set(RECIPES) and "hf_posswap[recipes]" in extras["notebooks"]  # which draw
     assert not named & {line.partition(">")[0] for line in project["dependencies"]}
 
 
