@@ -318,9 +318,9 @@ def test_full_fits_of_the_demo_were_measured():
 def test_demo(tmp_path, monkeypatch, capsys):
     """The demo runs, fits an 80-column terminal, and leaves a picture, a model that loads, and its card."""
     monkeypatch.setenv("COLUMNS", "80")
-    for name, auto in (("minilm", AutoModel), ("stdlib-gpt2", AutoModelForCausalLM)):  # two layers of each
+    for name, auto in (("minilm", AutoModel), ("stdlib-gpt2", AutoModelForCausalLM)):  # a layer of each
         source = posswap.embedded_model(name)
-        auto.from_pretrained(source, num_hidden_layers=2).save_pretrained(tmp_path / name)
+        auto.from_pretrained(source, num_hidden_layers=1).save_pretrained(tmp_path / name)
         AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path / name)
     monkeypatch.setattr(commands_demo, "embedded_model", lambda name: tmp_path / name)
     for name, value in (("SCHEMES", ("rotary",)), ("LONG", 512), ("HELD_OUT", {"minilm": 512, "stdlib-gpt2": 512})):
