@@ -67,7 +67,7 @@ class SwappedModel(InitialisesPositions):
         span, classes = span_in(config.position_scheme), SWAPPED_CLASSES | READER_CLASSES
         embedding = install(self, self.architecture, scheme, geometry, span=span, classes=classes)
         sign(embedding, self._digest(), guard=not is_edited(config))
-        self._init_weights(embedding)  # a learned table from scratch starts as the family's tables do
+        self.init_weights()  # of our modules, the others are; a learned table from scratch starts as the family's tables do
 
     @property
     def position_scheme(self) -> Scheme:

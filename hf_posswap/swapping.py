@@ -174,6 +174,9 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
     for attention, (query, key), order in zip(attentions, moments, orders or (), strict=orders is not None):
         if order is not None:
             balance(architecture.query_key(attention), query, key, order)
+    # A model that this one becomes a part of initialises what has no such mark: an EncoderDecoderModel, a class of the user's.
+    for module in (part for one in surgery.position_modules(target, architecture) for part in one.modules()):
+        module._is_hf_initialized = True
 
 
 def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTrainedModel:

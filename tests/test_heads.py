@@ -123,7 +123,9 @@ def test_inside_an_encoder_decoder(make_swapped, tokens, encoder, head, decoder,
     """Swapped models work and are saved inside an EncoderDecoderModel; a part of one that is swapped would not be."""
     encoder = make_swapped(encoder, "rotary", head=head)
     decoder = make_swapped(decoder, "relative:clip=4", add_cross_attention=True)
+    before = [{name: value.clone() for name, value in part.state_dict().items()} for part in (encoder, decoder)]
     model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
+    assert_close([encoder.state_dict(), decoder.state_dict()], before, rtol=0, atol=0)  # it initialises what is not marked
     model.generation_config.eos_token_id = None
     options = {"max_new_tokens": 6, "do_sample": False, "decoder_start_token_id": 1, "pad_token_id": 0}
     generated = model.generate(tokens, **options)
