@@ -125,7 +125,8 @@ class PositionedAttention(nn.Module):
             output, probabilities = self.positions("attend", query, key, value, mask, shared, **options)
             return output.transpose(1, 2), probabilities
         if self._all_by_distance(query, key, mask, dropout, shared):
-            bias = self.positions("by_distance", torch.arange(key.shape[-2] - 1, -key.shape[-2], -1)).to(query.dtype)
+            distances = torch.arange(key.shape[-2] - 1, -key.shape[-2], -1, device=key.device)
+            bias = self.positions("by_distance", distances).to(query.dtype)
             return attend_by_distance(query, key, value, bias, scaling, causal).transpose(1, 2), None
         if self.positions.bias is not None:
             bias = self.positions("bias", shared, key.shape[-2]).to(query.dtype)

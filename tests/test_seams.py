@@ -129,6 +129,21 @@ def test_a_bias_by_distance_needs_no_square(make_swapped, watch, monkeypatch, fa
     assert_close(quick, run(), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize(("family", "scheme"), [("bert", "buckets"), ("gpt2", "alibi")])
+def test_another_default_device(make_swapped, family, scheme):
+    """A model works on its own device, also where `torch.set_default_device` names another."""
+    model, tokens = make_swapped(family, scheme, "sdpa"), torch.arange(40).view(2, 20)
+
+    def run():
+        model.zero_grad()
+        (logits := model(tokens).logits).square().mean().backward()
+        return [logits, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
+
+    expected = run()
+    with torch.device("meta"):
+        assert_close(run(), expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("length", "block", "scores"), [(1, 128, 2**19), (20, 7, 1), (21, 7, 300), (20, 128, 2**19)])
 def test_attention_by_distance_is_exact(monkeypatch, causal, length, block, scores):

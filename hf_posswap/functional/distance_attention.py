@@ -25,7 +25,7 @@ def attend_by_distance(query, key, value, bias: torch.Tensor, scale: float, caus
     `bias` (H, 2 L - 1) holds the values for distances from L - 1 (the last key, seen by the first query) down to 1 - L.
     """
     if causal:
-        ahead = torch.arange(bias.shape[-1]) < query.shape[-2] - 1
+        ahead = torch.arange(bias.shape[-1], device=bias.device) < query.shape[-2] - 1
         bias = bias.masked_fill(ahead, torch.finfo(bias.dtype).min)
     return DistanceAttention.apply(dense(query), key.flip(-2), value.flip(-2), bias, scale, causal)[0]
 
@@ -50,12 +50,12 @@ class DistanceAttention(torch.autograd.Function):
         *tensors, bias, output, logsumexp = ctx.saved_tensors
         batch, heads, length, _ = output.shape
         precise = torch.promote_types(output.dtype, torch.float32)
-        grads = [torch.zeros(states.shape, dtype=precise) for states in tensors]
-        grad_bias = torch.zeros(bias.shape, dtype=precise)
+        grads = [output.new_zeros(states.shape, dtype=precise) for states in tensors]
+        grad_bias = output.new_zeros(bias.shape, dtype=precise)
         bias = bias.to(precise) * LOG2_E
         block = min(BLOCK, length)
         step = min(heads, math.ceil(SCORES / (block * length)))
-        scratch = [torch.empty(step * block * (length + block - 1), dtype=precise) for _ in range(2)]
+        scratch = [bias.new_empty(step * block * (length + block - 1)) for _ in range(2)]
         for sequence, head in ((sequence, head) for sequence in range(batch) for head in range(0, heads, step)):
             where = sequence, slice(head, head + step)
             query, key, value, states, grad = (t[where].to(precise) for t in (*tensors, output, grad_output))
