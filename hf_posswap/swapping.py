@@ -232,9 +232,10 @@ def _check_mixture(target: PreTrainedModel, architecture: Architecture, undo: Un
     if changed:
         which = "positions and self-attention" if put_back else "positions, and queries and keys that the swap rewrote,"
         raise PosswapError(
-            f"{len(changed)} weights changed since the swap (trained, or an adapter was merged; {changed[0]} is one), and "
-            f"only {which} can be put back: it would be a mixture. Load the original checkpoint, which fit takes as "
-            "original_model=, or keep what was trained in it: posswap.restore(model, keep_training=True)"
+            f"{len(changed)} weights changed since the swap (trained, rounded by a cast to half precision and back, or an "
+            f"adapter was merged; {changed[0]} is one), and only {which} can be put back: it would be a mixture. Load the "
+            "original checkpoint, which fit takes as original_model=, or keep what was trained in it: "
+            "posswap.restore(model, keep_training=True)"
         )
 
 

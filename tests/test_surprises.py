@@ -245,6 +245,8 @@ def test_restore_after_a_merged_adapter(make_model, tokens, fitted):
         assert type(twin) is type(plain) and torch.equal(twin(tokens).logits, plain(tokens).logits)
     merged = tuned.merge_and_unload()
     refused("would be a mixture", posswap.restore, merged)
+    rounded = posswap.swap(make_model("bert"), "rotary").half().float()
+    refused("rounded by a cast to half precision and back", posswap.restore, rounded)
     assert posswap.describe(merged).swapped
     posswap.restore(merged, keep_training=True)
     assert not posswap.describe(merged).swapped
