@@ -123,7 +123,7 @@ def recipe(data: Path, folder: Path) -> dict:
             main(module.Config, module.run)
         except SystemExit as stop:
             assert not stop.code, said.getvalue()
-    return json.loads((folder / "result.json").read_text()) | {"said": said.getvalue().count("measuring")}
+    return json.loads((folder / "result.json").read_text()) | {"said": said.getvalue().splitlines().count("measuring")}
 
 
 def tried(config: TrainingConfig, **options) -> list[float] | str:
