@@ -49,6 +49,20 @@ class InitialisesPositions:
         if DIGEST in module._buffers:
             init.copy_(getattr(module, DIGEST), self._digest())
 
+    def _initialize_weights(self, module, *rest):
+        """As in transformers; a digest that it finds loaded must be that of the config's scheme.
+
+        Here, not in `from_pretrained`, which a model around this one (EncoderDecoderModel, the user's own) does not call.
+        """
+        done = getattr(module, "_is_hf_initialized", False)
+        super()._initialize_weights(module, *rest)
+        kept = None if done or is_edited(self.config) else module._buffers.get(DIGEST)
+        if kept is not None and not kept.is_meta and not torch.equal(kept.cpu(), self._digest()):
+            raise CheckpointError(
+                f"{self.name_or_path}: position_scheme in config.json is not the one that these weights were saved with. Get "
+                'the file again, or, if the change is meant, add "edited": true to it'
+            )
+
     def _digest(self) -> torch.Tensor:
         return digest(*read_config_entry(self.config), span_in(self.config.position_scheme))
 
@@ -157,7 +171,7 @@ def register_architecture(architecture: Architecture) -> Architecture:
 
 
 def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
-    """Raise unless position weights are complete, all read, finite, and of the scheme that the config names."""
+    """Raise unless position weights are complete, all read and finite."""
     found = {part for one in position_modules(model, model.architecture) for part in one.modules()}
     ours = {place: one for place, one in model.named_modules() if one in found}
 
@@ -176,12 +190,6 @@ def _check_loaded(model: "SwappedModel", info: dict, source: str) -> None:
         for one, value in module.named_parameters(recurse=False):
             if not value.is_meta and not torch.isfinite(value).all():
                 raise CheckpointError(f"{source}: {place}.{one} holds NaN or infinite numbers: get the checkpoint again")
-    kept = next(value for name, value in model.named_buffers() if name.endswith(DIGEST))  # PEFT may wrap the module around it
-    if not is_edited(model.config) and not kept.is_meta and not torch.equal(kept.cpu(), model._digest()):
-        raise CheckpointError(
-            f"{source}: position_scheme in config.json is not the one that these weights were saved with. Get the file again, "
-            'or, if the change is meant, add "edited": true to it'
-        )
 
 
 class SwappedConfig:

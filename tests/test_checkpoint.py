@@ -219,7 +219,7 @@ def test_config_and_from_config(make_swapped, family, tmp_path, tokens):
         ({"clip": 0}, r"clip=0 must be an integer of at least 1"),
         ({"trained_positions": 31}, "not the one that these weights were saved with"),
         ({"name": "rotary"}, "cannot be used"),
-        ({"values": False}, "position weights that its scheme does not read"),
+        ({"values": False, "edited": True}, "position weights that its scheme does not read"),
         ({"clip": "four"}, r"clip='four' must be"),
         ({"clop": 3}, r"no option 'clop'.*clip"),
         ({"trained_positions": None}, r"complete `position_scheme`"),
@@ -292,7 +292,7 @@ def test_built_on_meta(make_swapped, family, scheme):
 def test_position_weights_of_another_shape(make_swapped, family, tmp_path):
     """Tables that do not fit the scheme in the config are refused, even where transformers is told to ignore that."""
     make_swapped(family, "relative:clip=4").save_pretrained(tmp_path)
-    edit_config(tmp_path, {"clip": 5})
+    edit_config(tmp_path, {"clip": 5, "edited": True})
     refused("mismatch", AUTO[family].from_pretrained, tmp_path, error=(RuntimeError, posswap.PosswapError))
     refused("key_table", AUTO[family].from_pretrained, tmp_path, ignore_mismatched_sizes=True)
 

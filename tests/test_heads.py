@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from conftest import refused
+from conftest import refused, rewrite
 from torch.testing import assert_close
 from transformers import BertLMHeadModel, BertModel, EncoderDecoderModel, EsmModel, GPT2LMHeadModel, GPT2Model
 
@@ -137,3 +137,6 @@ def test_inside_an_encoder_decoder(make_swapped, tokens, encoder, head, decoder,
     model.save_pretrained(tmp_path)
     again = EncoderDecoderModel.from_pretrained(tmp_path).eval()
     assert_close(*(one(tokens, decoder_input_ids=generated).logits for one in (again, model)))
+    rewrite(tmp_path / "config.json", lambda config: config["encoder"]["position_scheme"].update(theta=500))
+    says = "not the one that these weights were saved with"
+    refused(says, EncoderDecoderModel.from_pretrained, tmp_path, error=posswap.CheckpointError)
