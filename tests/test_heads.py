@@ -122,7 +122,9 @@ def test_cross_attention(make_swapped, head, scheme, backend, tokens, tmp_path):
 def test_inside_an_encoder_decoder(make_swapped, tokens, encoder, head, decoder, tmp_path):
     """Swapped models work and are saved inside an EncoderDecoderModel; a part of one that is swapped would not be."""
     encoder = make_swapped(encoder, "rotary", head=head)
-    decoder = make_swapped(decoder, "relative:clip=4", add_cross_attention=True)
+    swapped = make_swapped(decoder, "relative:clip=4", add_cross_attention=True)
+    decoder = type(swapped)(swapped.config)  # built from a config, and not by a swap
+    decoder.load_state_dict(swapped.state_dict())
     before = [{name: value.clone() for name, value in part.state_dict().items()} for part in (encoder, decoder)]
     model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
     assert_close([encoder.state_dict(), decoder.state_dict()], before, rtol=0, atol=0)  # it initialises what is not marked
