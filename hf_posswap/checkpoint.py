@@ -59,8 +59,8 @@ class InitialisesPositions:
         kept = None if done or is_edited(self.config) else module._buffers.get(DIGEST)
         if kept is not None and not kept.is_meta and not torch.equal(kept.cpu(), self._digest()):
             raise CheckpointError(
-                f"{self.name_or_path}: position_scheme in config.json is not the one that these weights were saved with. Get "
-                'the file again, or, if the change is meant, add "edited": true to it'
+                f"{self.name_or_path or type(self).__name__}: position_scheme in config.json is not the one that these weights "
+                'were saved with. Get the file again, or, if the change is meant, add "edited": true to it'
             )
 
     def _digest(self) -> torch.Tensor:
