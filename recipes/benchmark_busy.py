@@ -10,6 +10,11 @@ import os
 import subprocess
 import sys
 from statistics import median
+from typing import Annotated
+
+import typer
+
+from hf_posswap.terminal import run_program
 
 FIT = """
 import time, torch, hf_posswap as posswap
@@ -30,8 +35,8 @@ def seconds() -> float:
     return float(done.stdout.split()[-1])
 
 
-def main(pairs: int = 3) -> None:
-    """Print the median of each, and what the one is of the other."""
+def main(pairs: Annotated[int, typer.Option(min=1, help="Fits alone, and as many beside it.")] = 3) -> None:
+    """Print the median of fits alone and beside a busy process, and what the one is of the other."""
     alone, beside = [], []
     for _ in range(pairs):
         alone.append(seconds())
@@ -42,4 +47,4 @@ def main(pairs: int = 3) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program("benchmark_busy", main)
