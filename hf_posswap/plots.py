@@ -224,9 +224,9 @@ def plot_recovery(
 
     >>> figure = plot_recovery({"rotary, cold": {0: 37.0, 1000: 26.0}}, original=23.3, label="perplexity")
     >>> figure.get_suptitle()
-    'best at 1,000: rotary, cold 26; original 23.3'
+    'best at 1,000: rotary, cold 26; original as it was 23.3'
     """
-    known = "" if original is None else f"; original {original:.3g}"
+    known = "" if original is None else f"; original as it was {original:.3g}"
     with result_plot(lines, label, title, dark, known) as (figure, axes, done):
         if original is not None:
             axes.axhline(original, color=palette(dark)[0], linewidth=1, label="original as it was", zorder=0)
