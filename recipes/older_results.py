@@ -12,7 +12,7 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-from hf_posswap.experiments.comparison import table
+from hf_posswap.experiments.comparison import made_in, table
 
 ROOT = Path(__file__).resolve().parents[1]
 PRINTING = ("sharing", "contract", "commands", "start", "plots.py", "drawing.py", "cli.py", "describing.py", "terminal.py")
@@ -27,17 +27,16 @@ def later_commits(root: Path = ROOT) -> Counter[str]:
     again = json.loads((results / "run_again.json").read_text()) if (results / "run_again.json").exists() else {}
 
     def count(commit: str, recipe: str | None, spans: bool) -> int:
-        paths = (f"recipes/{recipe}.py" if recipe else "recipes", *(() if spans else OF_SPANS))
+        paths = (f"recipes/{recipe}.py" if recipe else "recipes/*.py", *(() if spans else OF_SPANS))
         command = ["git", "rev-list", "--count", f"{commit}..HEAD", "--", *MEASURED, *paths]
         counted = subprocess.run(command, cwd=root, capture_output=True, text=True)
         if counted.returncode:
             raise SystemExit(f"this needs a git clone with its history: {counted.stderr.strip()}")
         return int(counted.stdout)
 
-    for file in sorted(results.rglob("*.json")):
+    for file in sorted({*results.rglob("*.json")} - {results / "run_again.json"}):
         content, name = json.loads(file.read_text()), file.relative_to(results).as_posix()
-        runs = [run for run in content.get("runs", [content]) if "commit" in run]
-        made = {(run["commit"], run.get("recipe"), bool(run.get("config", {}).get("span"))) for run in runs}
+        made = {(run["commit"], run.get("recipe"), bool(run.get("config", {}).get("span"))) for run in made_in(content)}
         repeated = [
             max(count(note["commit"], *of_run) for _, *of_run in made)
             for note in again.get(name, {}).values()

@@ -24,7 +24,7 @@ from hf_posswap import ARCHITECTURES, SCHEMES
 from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.commands.claims import check_claims
 from hf_posswap.commands.claims import markdown as claims_table
-from hf_posswap.experiments.comparison import label_of, markdown, row_label, rows_of, starts_table, table
+from hf_posswap.experiments.comparison import label_of, made_in, markdown, row_label, rows_of, starts_table, table
 from hf_posswap.experiments.differences import differences, interval_table
 from hf_posswap.experiments.items import half_width, items_of, parted
 
@@ -147,7 +147,7 @@ def environment() -> Environment:
 
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["d"] = lambda value, digits: f"{value:.{digits}f}"
-    functions = (sure, gap, worst, apart, holds, exp, sqrt, abs, of, read, index, again, again_table)
+    functions = (sure, gap, worst, apart, holds, exp, sqrt, abs, of, read, index, on_gpu, again, again_table)
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {"m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": figures}
     environment.globals |= {"table": comparison_table, "ladder": ladder_table}
@@ -177,12 +177,17 @@ def source(place: str, runs: list[dict], items: str = "") -> str:
     """Return the line below a table: recipe, seeds, how many items its intervals are over, commits, processors, files."""
     seeds, commits, processors = (
         ", ".join(sorted({str(value) for value in values}))
-        for values in zip(*((run["config"]["seed"], run["commit"], run["hardware"]["cpu"]) for run in runs), strict=True)
+        for values in zip(*((run["config"]["seed"], run["commit"], processor(run)) for run in runs), strict=True)
     )
     processors = re.sub(r"AMD |Intel\(R\) |\(R\)| Processor", "", processors)
     said = [runs[0]["recipe"], f"seeds {seeds}", *([f"{items} items"] if items else []), f"commit {commits}", processors]
     page = f"[all figures]({place}/comparison.md), " if (RESULTS / place / "comparison.md").exists() else ""
     return f"{'; '.join(said)}; {page}[runs]({place}/comparison.json)."
+
+
+def processor(run: dict) -> str:
+    """Return what a run was computed on, without the number of threads."""
+    return run["hardware"]["accelerator"] or run["hardware"]["cpu"]
 
 
 def ladder_table(place: str, figure: str) -> str:
@@ -215,6 +220,13 @@ def again_table(least: float) -> str:
     return table(["result", "run", "commit on file", "furthest figure", "on file", "again", "all seeds on file"], lines)
 
 
+def on_gpu() -> list[str]:
+    """Return the folders of result files with runs on a GPU."""
+    files = sorted(RESULTS.rglob("*.json"))
+    found = [file for file in files if any(run["hardware"]["accelerator"] for run in made_in(json.loads(file.read_text())))]
+    return [file.parent.relative_to(RESULTS).as_posix() for file in found]
+
+
 def index(kinds: dict[str, str]) -> str:
     """Every result file: what is in it and where on this page, the commit that measured it, and other pages that show it."""
     rows = []
@@ -222,7 +234,7 @@ def index(kinds: dict[str, str]) -> str:
         place = file.relative_to(RESULTS)
         content = read(file)
         runs = content.get("runs") or [content]
-        commits = sorted({str(run["commit"]) for run in runs if "commit" in run})
+        commits = sorted({str(run["commit"]) for run in made_in(content)})
         kind = next(words for prefix, words in kinds.items() if place.as_posix().startswith(prefix))
         pages = [page for page, starts in SHOWN_IN.items() if place.as_posix().startswith(starts)]
         links = ", ".join(f"[{Path(page).stem}](../../{page})" for page in pages)

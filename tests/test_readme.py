@@ -242,6 +242,7 @@ def test_results_older_than_their_code(tmp_path):
     for name in ("recipes/passkey.py", "recipes/heal.py", "hf_posswap/plots.py", "hf_posswap/schemes/rotary.py"):
         last = commit(name, "")
     commit("recipes/results/heal/comparison.json", json.dumps({"runs": [{"recipe": "heal", "commit": last}]}))
+    commit("recipes/results/gpu/steps.json", json.dumps({"kernel": {"commit": last}}))  # parts that are no runs count, too
     older = runpy.run_path(str(ROOT / "recipes" / "older_results.py"))["later_commits"]
     assert older(tmp_path) == {"passkey/comparison.json": 3}
     for loss, found in ((2.0, {"passkey/comparison.json": 3}), (1.01, {})):  # one that did not hold does not count
@@ -249,9 +250,18 @@ def test_results_older_than_their_code(tmp_path):
         commit("recipes/results/run_again.json", json.dumps({"passkey/comparison.json": {"rotary, fit, seed 0": note}}))
         assert older(tmp_path) == found
     commit("hf_posswap/forward.py", "3")
-    assert older(tmp_path) == {"heal/comparison.json": 1, "passkey/comparison.json": 1}
+    assert older(tmp_path) == {"gpu/steps.json": 1, "heal/comparison.json": 1, "passkey/comparison.json": 1}
     commit("hf_posswap/span_mask.py", "")  # counts where one of the runs has a span
-    assert older(tmp_path) == {"heal/comparison.json": 1, "passkey/comparison.json": 2}
+    assert older(tmp_path) == {"gpu/steps.json": 1, "heal/comparison.json": 1, "passkey/comparison.json": 2}
+
+
+def test_parts_that_name_their_commit(update):
+    """Runs of a table, steps on a GPU and a card's fit are all found, and those on a GPU are named on the page."""
+    found = {place: {part["commit"] for part in update["made_in"](update["read"](place))} for place in (
+        "sst2/comparison.json", "gpu/nvidia-h100/steps.json", "card/posswap_results.json", "run_again.json",
+    )}  # fmt: skip
+    assert all(found.values()) and {"gpu/nvidia-h100", "long_embedder/540"} <= set(update["on_gpu"]())
+    assert "sst2" not in update["on_gpu"]()
 
 
 def test_a_run_again(tmp_path, monkeypatch):

@@ -114,6 +114,15 @@ def _check_contents(runs: list[dict], name: str) -> None:
         raise PosswapError(f"{where} {name} {other['config'].get(name)!r}: {way}")
 
 
+def made_in(content) -> Iterator[dict]:
+    """Yield the parts of a result file that name their commit: its runs, or the steps or the fit that it tells of."""
+    if isinstance(content, dict) and "commit" in content:
+        yield content
+    elif isinstance(content, dict | list):
+        for part in content.values() if isinstance(content, dict) else content:
+            yield from made_in(part)
+
+
 def rows_of(runs: list[dict], vary: Sequence[str]) -> dict[tuple, list[dict]]:
     """Group runs that differ only in their seed."""
     rows = {}
