@@ -144,6 +144,19 @@ def test_another_default_device(make_swapped, family, scheme):
         assert_close(run(), expected, rtol=0, atol=0)
 
 
+def test_a_fit_under_another_default_device(make_model, bert_tokenizer):
+    """Generators draw on the CPU: so text to fit on is drawn there, and its order, also where the default device is another."""
+
+    def run(model) -> str:
+        text = posswap.text_batches(["the cat sat on the mat and it was happy " * 9] * 20, bert_tokenizer, 32, tokens=1024)
+        return posswap.fit(model, text, reconstruct=1, progress=False).sha256
+
+    models = [posswap.swap(make_model("bert"), "relative:clip=4") for _ in range(2)]
+    expected = run(models[0])
+    with torch.device("meta"):
+        assert run(models[1]) == expected
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("length", "block", "scores"), [(1, 128, 2**19), (20, 7, 1), (21, 7, 300), (20, 128, 2**19)])
 def test_attention_by_distance_is_exact(monkeypatch, causal, length, block, scores):

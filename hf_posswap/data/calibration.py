@@ -75,14 +75,15 @@ def text_batches(
         lengths |= {window} | ({max_length // 4**k for k in range(1, 9) if max_length // 4**k > window} if causal else set())
     least = max_length - 2 if wraps(tokenizer) else max_length
     parts = []
-    for kind, part in enumerate(split_tokens(token_lists(documents, tokenizer), least)):
-        budget = tokens * (1 if kind else 8) // 10
-        parts.append([])
-        for length in sorted(lengths):
-            wanted = budget * length // sum(lengths) if causal else budget // len(lengths)
-            blocks = cut_blocks(part, tokenizer, length)
-            drawn = torch.randperm(len(blocks), generator=generator)[: max(1, wanted // length)]
-            parts[-1].append(spread(blocks, wanted) if kind else blocks[drawn])
+    with torch.device("cpu"):  # where the generator draws, whatever the default device is
+        for kind, part in enumerate(split_tokens(token_lists(documents, tokenizer), least)):
+            budget = tokens * (1 if kind else 8) // 10
+            parts.append([])
+            for length in sorted(lengths):
+                wanted = budget * length // sum(lengths) if causal else budget // len(lengths)
+                blocks = cut_blocks(part, tokenizer, length)
+                drawn = torch.randperm(len(blocks), generator=generator)[: max(1, wanted // length)]
+                parts[-1].append(spread(blocks, wanted) if kind else blocks[drawn])
     return TextBatches(*parts)
 
 

@@ -10,7 +10,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -96,8 +96,10 @@ def fit(
         raise PosswapError(f"window={window!r} must be a number of tokens from 4 to {reads}, which the original reads at once")
     quiet = {} if progress else {"disable": True}  # None or False would overrule TQDM_DISABLE
     quiet |= {} if "TQDM_MININTERVAL" in os.environ else {"mininterval": 1}  # seconds: log files keep each
+    # Text and its generators are on the CPU. Where that is the default, torch would look at each call, which costs a twentieth.
+    device = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     # From here on, since writing text and measuring damage may take minutes, too.
-    with tqdm(desc="fit", unit="step", **quiet) as bar, exactly(target), evaluating(target, teacher):
+    with tqdm(desc="fit", unit="step", **quiet) as bar, device, exactly(target), evaluating(target, teacher):
         causal, kind = architecture.is_causal(target.config), "given"
         if batches is None:
             bar.set_postfix_str("making text")
