@@ -45,7 +45,7 @@ SHOWN_IN = {
     ),
     "notebooks/02_see_the_schemes.ipynb": ("ladder/",),
     "notebooks/04_read_the_results.ipynb": (
-        *("cola/comparison", "length_extrapolation/", "movie_reviews/", "passkey/comparison", "sst2/comparison"),
+        *("cola/comparison", "length_extrapolation/", "movie_reviews/comparison", "passkey/comparison", "sst2/comparison"),
     ),
 }
 
