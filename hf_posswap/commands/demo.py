@@ -29,7 +29,7 @@ from hf_posswap.terminal import number_table, say
 SCHEMES = ("rotary", "relative")
 LENGTH = 128  # tokens of a block that an encoder is fitted and measured on
 LONG = 1024  # tokens, for a causal model that was trained on 256
-HELD_OUT = {"minilm": 8192, "stdlib-gpt2": 4096}  # held-out tokens for each figure
+HELD_OUT = {"minilm": 4096, "stdlib-gpt2": 4096}  # held-out tokens for each figure
 
 # Mean figure and shortest time (machines do other work, too) of a fit with 100 steps a layer: recipes/results/fit, three seeds.
 FULL = {
@@ -73,7 +73,7 @@ class Demo:
 def demo(
     output: Annotated[Path, typer.Option(help="A new folder for a picture, a swapped model and its card.")] = Path("runs/demo"),
     fit_tokens: Annotated[int, typer.Option(min=4096, help="Tokens for each fit.")] = 16_384,
-    reconstruct: Annotated[int, typer.Option(min=1, help="Steps per layer for each fit.")] = 20,
+    reconstruct: Annotated[int, typer.Option(min=1, help="Steps per layer for each fit.")] = 12,
 ):
     """See what a swap costs and what a fit wins back: MiniLM and a small GPT-2, two minutes on two cores.
 
