@@ -84,15 +84,14 @@ def test_compiles(kernel, dtype, head_dim, causal, absent, monkeypatch, tmp_path
 # Tiles are small, so that short sequences have some on every side of the band; None are those that _tiles chooses.
 DEFAULTS = dict(batch=1, heads=1, head_dim=16, clip=5, values=True, share_heads=False, mask=None, tiles=(32, 16), causal=False)
 SITUATIONS = {
-    "batch and heads": dict(length=40, key_length=40, batch=2, heads=2, clip=3, tiles=(16, 16)),
+    "batch and heads, clip 1": dict(length=20, key_length=20, batch=2, heads=2, clip=1, tiles=(16, 16)),
     "causal": dict(length=50, key_length=50, causal=True),
     "keys alone": dict(length=50, key_length=50, values=False),
     "causal, keys alone, shared tables": dict(length=40, key_length=40, values=False, share_heads=True, causal=True),
     "shared tables": dict(length=40, key_length=40, heads=2, share_heads=True, tiles=(16, 32)),
-    "padded": dict(length=52, key_length=52, batch=3, mask=[(0, 20), (30, 51), (0, 52)]),
+    "padded": dict(length=20, key_length=20, batch=3, clip=1, mask=[(0, 17), (9, 20), (0, 20)], tiles=(16, 16)),
     "causal, padded, fewer queries": dict(length=21, key_length=60, batch=2, mask=[(0, 46), (33, 60)], causal=True),
     "one query": dict(length=1, key_length=40, clip=3, causal=True),
-    "clip 1": dict(length=50, key_length=50, clip=1),
     "causal, clip over the length": dict(length=18, key_length=20, clip=40, causal=True),
     "head_dim 20": dict(length=45, key_length=45, head_dim=20),
     "shipped tiles": dict(length=66, key_length=72, head_dim=64, tiles=None, causal=True),
