@@ -323,7 +323,7 @@ def test_demo(tmp_path, monkeypatch, capsys):
         auto.from_pretrained(source, num_hidden_layers=1).save_pretrained(tmp_path / name)
         AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path / name)
     monkeypatch.setattr(commands_demo, "embedded_model", lambda name: tmp_path / name)
-    for name, value in (("SCHEMES", ("rotary",)), ("LONG", 512), ("HELD_OUT", {"minilm": 512, "stdlib-gpt2": 512})):
+    for name, value in (("SCHEMES", ("rotary",)), ("LONG", 512), ("HELD_OUT", 512)):
         monkeypatch.setattr(commands_demo, name, value)
     few = {causal: embedded_documents("validation", causal=causal) for causal in (True, False)}  # reading all takes seconds
     monkeypatch.setattr(commands_demo, "embedded_documents", lambda split, causal: few[causal])

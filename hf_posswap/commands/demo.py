@@ -29,7 +29,7 @@ from hf_posswap.terminal import number_table, say
 SCHEMES = ("rotary", "relative")
 LENGTH = 128  # tokens of a block that an encoder is fitted and measured on
 LONG = 1024  # tokens, for a causal model that was trained on 256
-HELD_OUT = {"minilm": 4096, "stdlib-gpt2": 4096}  # held-out tokens for each figure
+HELD_OUT = 4096  # held-out tokens for each figure
 
 # Mean figure and shortest time (machines do other work, too) of a fit with 100 steps a layer: recipes/results/fit, three seeds.
 FULL = {
@@ -94,12 +94,12 @@ def demo(
 def _encoder(show: Demo) -> None:
     show.step(
         "MiniLM, a sentence encoder (BERT, 512 learned positions), gets other positions.",
-        f"Number: cosine of its sentence vectors with the original's, {HELD_OUT['minilm']:,} held-out tokens; 1 is unhurt. "
+        f"Number: cosine of its sentence vectors with the original's, {HELD_OUT:,} held-out tokens; 1 is unhurt. "
         "cold: the table is dropped. swap: what its weights allow without data.",
     )
     source = embedded_model("minilm")
     original, tokenizer = AutoModel.from_pretrained(source).eval(), AutoTokenizer.from_pretrained(source)
-    held_out = spread(token_blocks(embedded_documents("validation", causal=False), tokenizer, LENGTH), HELD_OUT["minilm"])
+    held_out = spread(token_blocks(embedded_documents("validation", causal=False), tokenizer, LENGTH), HELD_OUT)
     states = pooled_states(original, held_out)
     found = {"original": original}
     for scheme in SCHEMES:
@@ -133,13 +133,12 @@ def _encoder(show: Demo) -> None:
 def _causal(show: Demo) -> None:
     show.step(
         "A small GPT-2 (256 learned positions), trained on the standard library, reads on.",
-        f"Number: perplexity, lower is better, on the same {HELD_OUT['stdlib-gpt2']:,} held-out tokens in blocks of 256 to "
-        f"{LONG:,}.",
+        f"Number: perplexity, lower is better, on the same {HELD_OUT:,} held-out tokens in blocks of 256 to {LONG:,}.",
     )
     source = embedded_model("stdlib-gpt2")
     original, tokenizer = AutoModelForCausalLM.from_pretrained(source).eval(), AutoTokenizer.from_pretrained(source)
     documents = embedded_documents("validation", causal=True)
-    longest = spread(token_blocks(documents, tokenizer, LONG), HELD_OUT["stdlib-gpt2"])
+    longest = spread(token_blocks(documents, tokenizer, LONG), HELD_OUT)
     cuts = {length: shorter_blocks(longest, tokenizer, length) for length in (256, 512, LONG)}
     # A tenth of the documents is enough, and tokenized more quickly.
     batches = text_batches(embedded_documents("train", causal=True)[::10], tokenizer, 256, tokens=show.fit_tokens, causal=True)
