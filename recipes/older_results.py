@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 from hf_posswap.experiments.comparison import made_in, table
+from hf_posswap.terminal import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 PRINTING = ("sharing", "contract", "commands", "start", "plots.py", "drawing.py", "cli.py", "describing.py", "terminal.py")
@@ -46,5 +47,10 @@ def later_commits(root: Path = ROOT) -> Counter[str]:
     return +behind
 
 
-if __name__ == "__main__":
+def older_results() -> None:
+    """List the committed results that are older than the code that they measure, those with the most changes first."""
     print(table(["result", "later commits"], [[name, str(count)] for name, count in later_commits().most_common()]))
+
+
+if __name__ == "__main__":
+    run_program("older_results", older_results)

@@ -27,6 +27,7 @@ from hf_posswap.commands.claims import markdown as claims_table
 from hf_posswap.experiments.comparison import label_of, made_in, markdown, row_label, rows_of, starts_table, table
 from hf_posswap.experiments.differences import differences, interval_table
 from hf_posswap.experiments.items import half_width, items_of, parted
+from hf_posswap.terminal import run_program
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "recipes" / "results"
@@ -307,10 +308,15 @@ def draw() -> None:
         figure.savefig(RESULTS / picture, dpi=120)
 
 
-if __name__ == "__main__":
+def update() -> None:
+    """Write README.md, recipes/results/README.md with its pictures, and the claims in notebooks/README.md."""
     draw()
     page = ROOT / "README.md"
     page.write_text(render(page.read_text()))
     (RESULTS / "README.md").write_text(results_page())
     page = ROOT / "notebooks" / "README.md"
     page.write_text(replace_block(page.read_text(), "claims", claims_table(check_claims())))
+
+
+if __name__ == "__main__":
+    run_program("update_readme", update)
