@@ -255,6 +255,13 @@ def test_results_older_than_their_code(tmp_path):
     assert older(tmp_path) == {"gpu/steps.json": 1, "heal/comparison.json": 1, "passkey/comparison.json": 2}
 
 
+@pytest.mark.parametrize("name", ["update_readme", "older_results"])
+def test_a_misspelt_option_does_no_work(program, name):
+    """It would rewrite the pages."""
+    code, out, err = program("--helb", main=lambda: runpy.run_path(str(ROOT / "recipes" / f"{name}.py"), run_name="__main__"))
+    assert code == 2 and "--helb" in err and not out
+
+
 def test_parts_that_name_their_commit(update):
     """Runs of a table, steps on a GPU and a card's fit are all found, and those on a GPU are named on the page."""
     found = {place: {part["commit"] for part in update["made_in"](update["read"](place))} for place in (
