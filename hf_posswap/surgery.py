@@ -165,6 +165,7 @@ def install(
     owner, name = architecture.table_owner(base)
     like = base.get_input_embeddings().weight
     embedding = scheme.embedding_module(geometry).to(device=like.device, dtype=like.dtype)
+    embedding.shown = str(scheme)
     if (config or model.config).position_scheme.get("guarded"):
         embedding.guard()
     if architecture.first_row(base.config):
@@ -180,7 +181,7 @@ def install(
         if positions is None:
             _set_positions(attention, architecture.attention_class, None)
         else:
-            positions.kind = kind
+            positions.kind, positions.shown = kind, str(kinds[kind][0])
             _set_positions(attention, POSITIONED_CLASSES[architecture.model_type], positions.train(model.training))
     architecture.resize(base, geometry.max_positions)
     if config is not None:

@@ -148,6 +148,14 @@ def test_describe(make_model, family):
     assert posswap.describe(model) == plain
 
 
+def test_printed(make_model, tmp_path):
+    """A printed model says which scheme each layer has, also one that was loaded."""
+    model = make_model("gpt2")
+    posswap.swap(model, "mixed:layers=[rotary:theta=500,none]").save_pretrained(tmp_path)
+    for one in (model, type(model).from_pretrained(tmp_path)):
+        assert "RotaryPositions(rotary:theta=500)" in str(one) and "AttentionPositions(none)" in str(one)
+
+
 @pytest.mark.parametrize("option", ["scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "scale_attn_weights"])
 def test_attention_options_of_gpt2(make_model, option, tokens):
     """GPT-2's scaling by layer, unscaled and upcast attention act under every scheme as they do without one."""

@@ -36,10 +36,14 @@ class PositionEmbedding(nn.Module):
     """
 
     keeps_table: ClassVar[bool] = False  # True: the scheme is the table, so a cold start calls `fit_table`, too
+    shown = ""  # the scheme as a string, for those who print the model; set by the swap
 
     def __init__(self, geometry: Geometry):
         super().__init__()
         self.register_buffer("weight", torch.empty(0, geometry.hidden_size))
+
+    def extra_repr(self) -> str:
+        return self.shown
 
     def fit_table(self, table: torch.Tensor) -> None:
         """Warm start: come as close as the scheme allows to the trained rows of the replaced table, (P, E) float64."""
@@ -145,6 +149,10 @@ class AttentionPositions(nn.Module):
     # Whether `prepare` wants the positions of keys; those of cached keys then travel inside the cache.
     needs_key_positions: ClassVar[bool] = False
     kind = 0  # of `Scheme.kinds`, set by the swap
+    shown = ""  # the layer's scheme as a string, for those who print the model; set by the swap
+
+    def extra_repr(self) -> str:
+        return self.shown
 
     def forward(self, hook: str, *arguments, **options) -> Any:
         """Call one of the hooks below. Models call the module, so that hooks on modules (offloading) run."""
