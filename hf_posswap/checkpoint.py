@@ -25,7 +25,7 @@ from hf_posswap.architectures import ARCHITECTURES, Architecture
 from hf_posswap.attention import add_positioned_class
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.forward import positioned_forward
-from hf_posswap.scheme_entry import DIGEST, digest, is_edited, read_config_entry, sign, span_in
+from hf_posswap.scheme_entry import AVERAGED, DIGEST, digest, is_edited, read_config_entry, sign, span_in
 from hf_posswap.schemes import AttentionPositions, PositionEmbedding, Scheme
 from hf_posswap.surgery import check_longest, geometry_of, install, position_modules, state_of
 
@@ -60,7 +60,7 @@ class InitialisesPositions:
         if kept is not None and not kept.is_meta and not torch.equal(kept.cpu(), self._digest()):
             raise CheckpointError(
                 f"{self.name_or_path or type(self).__name__}: position_scheme in config.json is not the one that these weights "
-                'were saved with. Get the file again, or, if the change is meant, add "edited": true to it'
+                f'were saved with. Get the file again, or, if the change is meant, add "edited": true to it. {AVERAGED}'
             )
 
     def _digest(self) -> torch.Tensor:

@@ -21,6 +21,8 @@ from hf_posswap.schemes import ABOUT_THE_MODEL, PositionEmbedding, Scheme, schem
 
 FORMAT = 1
 DIGEST = "scheme_digest"  # the name of a buffer beside the table
+# Its bytes wrap in a sum, so an average of state dicts, (a + b) / 2, changes it.
+AVERAGED = f"Or {DIGEST} was averaged with the weights: average floating-point tensors alone, and keep the others"
 
 
 def config_entry(
@@ -142,7 +144,7 @@ def _check_digest(own: torch.Tensor, embedding: PositionEmbedding, state_dict: d
     given = state_dict.get(f"{prefix}{DIGEST}")
     if given is not None and not given.is_meta and not torch.equal(given.cpu(), own.cpu()):
         what = "these weights belong to another position scheme, or other options of it"
-        rest[-1].append(f"{what}: swap to the scheme that they were saved with, then load them")  # torch raises what is in it
+        rest[-1].append(f"{what}: swap to the scheme that they were saved with, then load them. {AVERAGED}")  # torch raises it
 
 
 def _give_digest(own: torch.Tensor, embedding: PositionEmbedding, state_dict: dict, prefix: str, *rest) -> None:

@@ -152,6 +152,18 @@ def test_averages_of_a_model(make_swapped, tmp_path):
     model.load_state_dict(average.module.state_dict())
 
 
+def test_averages_of_state_dicts(make_swapped, tmp_path):
+    """Bytes wrap in (a + b) / 2: both errors say so, and what they advise works. An average of shares needs no advice."""
+    one, other = (make_swapped("bert", "rotary", seed=seed) for seed in (1, 2))
+    pairs = {name: (value, other.state_dict()[name]) for name, value in one.state_dict().items()}
+    summed = {name: (a + b) / 2 for name, (a, b) in pairs.items()}
+    refused("average floating-point tensors alone", one.load_state_dict, summed, error=RuntimeError)
+    one.save_pretrained(tmp_path, state_dict=dict(summed))
+    refused("average floating-point tensors alone", type(one).from_pretrained, tmp_path)
+    one.load_state_dict({name: (a + b) / 2 if a.is_floating_point() else a for name, (a, b) in pairs.items()})
+    one.load_state_dict({name: 0.5 * a + 0.5 * b for name, (a, b) in pairs.items()})
+
+
 def test_head_with_a_config_of_its_own(make_model):
     """A composite model gives parts copies of their config: the new length reaches all of them."""
     model = make_model("gpt2")
