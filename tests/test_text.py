@@ -40,6 +40,17 @@ def test_text_file_and_folder(tmp_path):
     refused("held-out text as validation_file", read_documents, tmp_path / "few", split="validation")
 
 
+def test_what_else_a_folder_holds(tmp_path):
+    """Text with a name in capitals is read; hidden files and folders with such a name are not; a broken link is an error."""
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / "folder.txt").mkdir()
+    for name in ("A.TXT", "folder.txt/b.txt", "._A.txt", ".ipynb_checkpoints/a.txt"):
+        (tmp_path / name).write_text(name)
+    assert read_documents(tmp_path, split=None) == ["A.TXT", "folder.txt/b.txt"]
+    (tmp_path / "link.txt").symlink_to("nowhere.txt")
+    refused("link.txt", read_documents, tmp_path, split=None, error=FileNotFoundError)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [

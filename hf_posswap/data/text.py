@@ -105,7 +105,7 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
         texts = read_texts(read_table(path), text_column, source)
         documents = [text for text in texts if split in (None, split_of(text))]
     elif path.exists():
-        files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+        files = _text_files(path) if path.is_dir() else [path]
         if not files:
             raise DataError(f"no .txt file in {path}; give a file, a folder of .txt files or a Hub dataset id")
         texts = [_read_text(file) for file in files]
@@ -125,6 +125,12 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
         other = "held-out text as validation_file" if split == "validation" else "another text_column"
         raise DataError(f"{source} has no text{part}; give more text, or {other}")
     return documents
+
+
+def _text_files(folder: Path) -> list[Path]:
+    """Return the .txt files in a folder: names in capitals too, but none of the copies that other programs hide there."""
+    shown = [one for one in folder.rglob("*") if not any(part.startswith(".") for part in one.relative_to(folder).parts)]
+    return sorted(one for one in shown if one.suffix.lower() == ".txt" and not one.is_dir())
 
 
 def _read_text(path: Path) -> str:
