@@ -66,7 +66,7 @@ def fit(
         seed: Of the order of steps, and of text that the model writes.
         progress: Show a bar.
         window: Tokens that the original reads at once where a batch is longer. By default as many as it has positions for;
-            fewer where it was tuned on fewer (MiniLM: 128).
+            give fewer if it was tuned on fewer (MiniLM: 128).
         tokenizer: Of the texts; a pipeline has its own.
 
     With batches from `text_batches`, one held-out part decides what is kept, by the damage or, if some of it is longer than the

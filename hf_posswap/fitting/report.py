@@ -108,7 +108,8 @@ class FitReport:
         won = f"the fit won back {1 - after / before:.0%} of what the swap had lost"
         if after < _NEAR:
             return f"{won}, and little is left: save the model, or train it as you would the original"
-        return f"{won}; more text (fitted on {self.tokens:,} tokens) and more steps win more, training the whole model the rest"
+        more = f"more text (fitted on {self.tokens:,} tokens) and more steps (reconstruct) win more"
+        return f"{won}; {more}, training the whole model the rest"
 
     def save(self, folder: str | Path, *, command: str | None = None) -> None:
         """Write `FIT_FILE` next to the saved model, for its card: the report, hashes of the weights, versions and hardware.
@@ -125,7 +126,8 @@ class FitReport:
             raise CheckpointError(f"there is no model in {folder}: save the fitted model there first")
         sha256, head = saved_hashes(Path(folder))
         if sha256 != self.sha256:
-            raise CheckpointError(f"{folder} holds other weights than those that this report is of: save the model as fitted")
+            what = f"{folder} holds other weights than those that this report is of"
+            raise CheckpointError(f"{what}: save model and report right after the fit; a model trained since is another")
         other = [name for name, value in head.items() if self.head.get(name) != value]
         if other and self.after.measure == "KL":
             raise CheckpointError(f"{folder} holds another head ({other[0]}) than this report is of: save the model as fitted")
