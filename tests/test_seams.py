@@ -1,18 +1,20 @@
 """What families and schemes may leave to the seams: positions that are counted another way, and biases on scores."""
 
+import os
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from conftest import refused
+from conftest import refused, run_python
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, DynamicCache, RobertaConfig, RobertaForCausalLM
 
 import hf_posswap as posswap
 from hf_posswap import architectures, attention
 from hf_posswap.attention import CACHE, PositionedAttention, add_bias, read_positions, to_digits, write_positions
+from hf_posswap.checkpoint import STUB
 from hf_posswap.contract.subject import gradients_of, padded
 from hf_posswap.functional import distance_attention
 from hf_posswap.functional.distance_attention import attend_by_distance
@@ -220,3 +222,39 @@ def test_what_is_the_users_own(make_model, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "_CONVERT", {})
     says = "has no native counterpart: share the swapped model as it is"
     refused(says, posswap.export_native, posswap.swap(make_model("bert"), "rotary"))
+
+
+OWN = """
+from dataclasses import dataclass
+from typing import ClassVar
+import hf_posswap as posswap
+
+@posswap.register_scheme
+@dataclass(frozen=True, kw_only=True)
+class Mine(posswap.Rotary):
+    name: ClassVar[str] = "mine"
+"""
+SHARE = """
+import os, sys
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+folder, stub = sys.argv[1:]
+if not os.fork():  # its author, who has the scheme
+    import hf_posswap
+    exec(open(f"{folder}/my_scheme.py").read())
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=99, n_positions=16))
+    hf_posswap.swap(model, "mine:theta=500").save_pretrained(folder)
+    with open(f"{folder}/{stub}", "a") as file:
+        file.write("from .my_scheme import Mine\\n")
+    os._exit(0)
+os.wait()
+print(AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).position_scheme)
+"""
+
+
+def test_a_scheme_of_ones_own_in_the_folder(tmp_path):
+    """Beside the weights, and named in the few lines that are saved there, it loads where only hf_posswap is installed."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "my_scheme.py").write_text(OWN)
+    cache = {"HF_MODULES_CACHE": str(tmp_path / "code")}  # where transformers copies code to
+    done = run_python("-c", SHARE, tmp_path / "shared", STUB, env=os.environ | cache)
+    assert done.stdout.strip() == "mine:theta=500"
