@@ -151,9 +151,10 @@ def test_whose_weights(swapped, tmp_path):
 def test_results_without_training(place, says):
     """Results of recipes that do not train, or train after they measure, fit into a card, too; it says what rows differ in."""
     content, file = read_results(ROOT / "recipes/results/card"), ROOT / "recipes/results" / place / "comparison.json"
-    own = next(run["config"]["scheme"] for run in load_runs([file]) if run["config"]["scheme"] != "original")
-    content["model"]["position_scheme"] = parse_scheme(own).to_dict()
-    content["comparisons"] = [_comparison(file, parse_scheme(own), ROOT)]
+    own = next(run["config"] for run in load_runs([file]) if run["config"]["scheme"] != "original")
+    span = {name: own[name] for name in ("span", "first")} if own.get("span") else None
+    content["model"] |= {"position_scheme": parse_scheme(own["scheme"]).to_dict(), "span": span}
+    content["comparisons"] = [_comparison(file, parse_scheme(own["scheme"]), span, ROOT)]
     assert says in _body(content, "x", {})[0]
 
 
@@ -276,7 +277,7 @@ def test_folders_that_are_refused(swapped, fitted, results, make_model, tmp_path
     posswap.swap(make_model("bert"), "none").save_pretrained(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     cases = [
-        (tmp_path / "none", {"results": [results]}, "no run with none, the scheme of .*; it has original, rotary:theta=500"),
+        (tmp_path / "none", {"results": [results]}, "no run with none, the positions of .*; it has original, rotary:theta=500"),
         (tmp_path / "plain", {}, "has not been swapped"),
         (tmp_path / "empty", {}, "has no weights"),
         (swapped, {"base_model": "local:/home/me/tiny"}, "give a name after local:"),
@@ -380,8 +381,7 @@ def test_a_full_disk(swapped, results, watch, monkeypatch):
 
 def test_leaderboard(swapped, fitted, results, program):
     """A leaderboard has a row for each model and its original; columns can be picked; unequal budgets are refused."""
-    folder, _ = fitted
-    for place in (swapped, folder):
+    for place in (swapped, folder := fitted[0]):
         posswap.write_card(place, results=[results], base_model=BASE)
     table = posswap.leaderboard([swapped, folder], figures=["accuracy"])
     lines = [line for line in table.splitlines() if line.startswith("| ")]

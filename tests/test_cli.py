@@ -16,7 +16,7 @@ from unittest.mock import Mock, patch
 import hf_posswap_cli
 import pytest
 import torch
-from conftest import WORDS, fails, refused, rewrite
+from conftest import WORDS, fails, refused, rewrite, write_run
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, BertForTokenClassification, PreTrainedModel
@@ -27,6 +27,8 @@ from hf_posswap.architectures import ARCHITECTURES
 from hf_posswap.commands import demo as commands_demo
 from hf_posswap.commands import swap as commands_swap
 from hf_posswap.data.text import embedded_documents
+from hf_posswap.experiments.comparison import load_runs
+from hf_posswap.experiments.page import write_comparison
 from hf_posswap.provenance import new_folder, weight_hashes
 from hf_posswap.schemes import SCHEMES
 from hf_posswap.terminal import begin
@@ -98,6 +100,22 @@ def test_a_fit_leaves_its_report(folder, tmp_path, watch, program):
     assert code == 2 and "nobody reads" in err and draws[-1].kwargs["window"] == 16
     report = json.loads((tmp_path / "unread" / "posswap_fit.json").read_text())["report"]
     assert (kept["report"]["window"], report["window"]) == (32, 16)
+
+
+def test_a_card_has_results_of_its_own_span(make_model, tmp_path, program):
+    """Runs without the model's span, or with another, are not the model's; with one that is, the card names that row."""
+    posswap.swap(make_model("gpt2"), "rotary", span=8).save_pretrained(tmp_path / "near")
+    command = ("card", tmp_path / "near", "--base-model", "local:tiny", "--results", tmp_path / "runs")
+    for name, options in (("whole", {}), ("wider", {"span": 9}), ("first", {"span": 8, "first": 2})):
+        write_run(tmp_path / "runs" / name, {"accuracy": 0.5}, scheme="rotary", **options)
+    what = "no run with rotary (span 8, first 4), the positions of"
+    fails(f"{what} {tmp_path}/near; it has rotary, rotary (span 8, first 2), rotary (span 9, first 4)", program, *command)
+    shutil.rmtree(tmp_path / "runs")
+    for span in (None, 8):
+        write_run(tmp_path / f"runs/{span}", {"accuracy": 0.5}, scheme="rotary", span=span)
+    write_comparison(load_runs([tmp_path / "runs"]), tmp_path / "runs", vary=["span"])
+    code, _, err = program(*command)
+    assert code == 0 and "positions: *rotary, swap, span 8*." in (tmp_path / "near" / "README.md").read_text(), err
 
 
 def test_export(folder, tmp_path, program):

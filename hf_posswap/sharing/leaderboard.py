@@ -27,7 +27,7 @@ def leaderboard(places: str | Path | Sequence[str | Path], *, vary: Sequence[str
         content = read_results(place)
         scheme = scheme_of(content["model"]["position_scheme"], place)
         for comparison in content["comparisons"]:
-            own = own_rows(comparison["runs"], scheme)
+            own = own_rows(comparison["runs"], scheme, content["model"].get("span"))
             for run in [one for one in comparison["runs"] if one["config"]["scheme"] == "original"] + own:
                 config = run["config"] | {"from": str(place)}
                 row = {**run, "config": config, "folder": str(place)}
