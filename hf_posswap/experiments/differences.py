@@ -123,8 +123,9 @@ def _interval(values: np.ndarray | None, sign: str, yes_no: bool) -> str:
 
 
 def verdict(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> str:
-    """Return the conclusion in a sentence or two: the best row in the first figure, and which rows differ surely.
+    """Return the conclusion in a few sentences: the best row in the first figure, and which rows surely differ.
 
+    The next row is compared with the best by the tests of `Difference.sure`, for this pair alone; other rows with the original.
     If the figure is measured over lengths, the longest is judged too. The figure's name tells whether more or less is better.
     """
     names, found = figure_names(runs, figures), differences(runs, vary=vary, figures=figures)
@@ -152,6 +153,12 @@ def _judged(rows: dict[tuple, list[dict]], found: dict[str, dict[str, Difference
     best = better(of, key=of.get)
     word = f"{'lowest' if better is min else 'highest'} {name.replace('_', ' ')}"
     said = f"**{'Best: the' if known == 'best' else 'The'} {word} is {of[best]:.4g}, {best}.**"
+    by_label = {label_of(row): members for row, members in rows.items() if label_of(row) in of}
+    ranked = sorted(by_label, key=of.get, reverse=better is max)
+    if known == "best" and ranked[0] == best and len(ranked) > 1:
+        gap = _difference(by_label[best], by_label[ranked[1]], name)
+        gap.p = 0.0 if gap.items is None else paired_p(gap.items)
+        said += f" The next, {ranked[1]} ({of[ranked[1]]:.4g}), is not surely behind." * (not gap.sure)
     cells = {label: cells[name] for label, cells in found.items() if cells[name].seeds}
     if not cells:
         return f"{said} No row has an original to compare with."
