@@ -49,6 +49,8 @@ def test_what_else_a_folder_holds(tmp_path):
     assert read_documents(tmp_path, split=None) == ["A.TXT", "folder.txt/b.txt"]
     (tmp_path / "link.txt").symlink_to("nowhere.txt")
     refused("link.txt", read_documents, tmp_path, split=None, error=FileNotFoundError)
+    for name in ("books/", "data/my/books"):  # which no data set on the Hub can be called
+        refused(f"no such file or folder: {name}", read_documents, name)
 
 
 @pytest.mark.parametrize(
