@@ -86,6 +86,7 @@ def test_it_reads_on(pair, monkeypatch):
     assert report.tokens_held_out == 10 * (WINDOW + LONG) and len(report.layers) == 2
     if isinstance(original, BertModel):
         assert reading.measure == "1 - cosine" and list(reading.after) == ["32", "96"] and reading.original == {}
+        assert "the first table is of the first 32 tokens of each text" in " ".join(str(report).split())
         assert "1 - cosine at lengths up to" in str(report)  # a batch with padding has shorter ones
     else:
         assert reading.measure == "loss" and list(reading.after) == ["0-31", "32-63", "64-95"]

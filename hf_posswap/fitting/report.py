@@ -87,6 +87,11 @@ class FitReport:
             f"fitted on {self.tokens:,} tokens, {self.text}, in {self.seconds:.0f} s; measured on {self.tokens_held_out:,} "
             f"others, {told}",
         ]
+        if self.window:
+            words.append(
+                f"the first table is of the first {self.window} tokens of each text; in the second, texts are read whole, by the "
+                "original through a window that slides by a quarter"
+            )
         if self.longest < self.trained_positions:
             words.append(
                 f"no sequence was longer than {self.longest} tokens, and the original reads {self.trained_positions}: give "
