@@ -6,7 +6,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from conftest import refused
+from conftest import fails, refused
 
 import hf_posswap as posswap
 from hf_posswap.contract import report
@@ -127,3 +127,15 @@ def test_schemes_of_a_file_stay_known(folder):
         if text is not None:
             (folder / place).write_text(text)
         refused(says, import_schemes, place)
+
+
+def test_commands_know_schemes_of_a_file(program, folder, save):
+    """Any command knows the schemes of the file that is named before it; compare, whose recipes are processes, after it."""
+    made = ("swap", save("gpt2"), "--scheme", "mine", "--output", folder / "made")
+    fails("unknown scheme 'mine'", program, *made)
+    fails("write --schemes-from after compare", program, "--schemes-from", "mine.py", "compare")
+    code, _, err = program("--schemes-from", "mine.py", *made)
+    assert code == 0, err
+    del posswap.SCHEMES["mine"], sys.modules["mine"]  # as in another process
+    fails("unknown scheme 'mine'", program, "describe", folder / "made")
+    assert "learned -> mine" in program("--schemes-from", "mine", "describe", folder / "made")[1]

@@ -89,8 +89,8 @@ class FitReport:
         ]
         if self.window:
             words.append(
-                f"the first table is of the first {self.window} tokens of each text; in the second, texts are read whole, by the "
-                "original through a window that slides by a quarter"
+                f"the first table is of the first {self.window} tokens of each text; in the second, texts are read whole, by "
+                "the original through a window that slides by a quarter"
             )
         if self.longest < self.trained_positions:
             words.append(

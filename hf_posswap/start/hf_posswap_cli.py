@@ -67,7 +67,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _about(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    schemes_from: Annotated[str | None, typer.Option(help="Your own module or file.py that registers further schemes.")] = None,
 ):
     """Swap the position scheme of pretrained encoders and decoders, and measure what it costs.
 
@@ -76,6 +78,13 @@ def _about(
     any head, and pipelines of sentence-transformers; minilm and stdlib-gpt2 are built in. `hf-posswap COMMAND --help` has the
     options.
     """
+    if schemes_from is not None:
+        from hf_posswap.errors import PosswapError
+        from hf_posswap.schemes.importing import import_schemes
+
+        if context.invoked_subcommand == "compare":
+            raise PosswapError("write --schemes-from after compare, which hands it on to the recipe")
+        import_schemes(schemes_from)
 
 
 for _name, (_, _summary) in COMMANDS.items():
