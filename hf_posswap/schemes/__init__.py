@@ -92,7 +92,7 @@ def scheme_from_dict(entry: dict[str, Any]) -> Scheme:
     options = dict(entry)
     name = options.pop("name", None)
     if not isinstance(name, str) or name not in SCHEMES:
-        known = f"known are {', '.join(SCHEMES)}, and one of your own once its module is imported"
+        known = f"known are {', '.join(SCHEMES)}, and one of your own once its module is imported (hf-posswap --schemes-from)"
         raise UnknownSchemeError(f"unknown scheme {name!r}{nearest(name, SCHEMES)}; {known}")
     known = {field.name: field for field in fields(SCHEMES[name])}
     for option, value in options.items():
