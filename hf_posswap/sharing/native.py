@@ -21,7 +21,7 @@ NO_PLACE = (
     "the first token has a vector of its own, for which {} has no place, since any token may come first: swap with "
     "posswap.Rotary(mark_first=False), fit, and export that"
 )
-COUNTED = "padding at the ends of a text alone: {} counts it"
+COUNTED = "padding before or after a text, not inside it, since {} gives it positions, too"
 CLS = "inputs that begin with [CLS] and have it nowhere else: it carries what marked the first token"
 DYNAMIC = "texts in order of length: with dynamic scaling {} keeps the angles of the longest text that it has read"
 
