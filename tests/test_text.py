@@ -1,11 +1,14 @@
 """Embedded and user text: splits that do not overlap, formats that read alike, errors that say what is there."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from conftest import refused
 
 from hf_posswap import text_batches
 from hf_posswap.data.text import read_documents, split_of, stdlib_documents, stdlib_prose, token_blocks
+from hf_posswap.errors import DataError
 
 
 def test_splits_are_disjoint_and_stable():
@@ -49,8 +52,11 @@ def test_what_else_a_folder_holds(tmp_path):
     assert read_documents(tmp_path, split=None) == ["A.TXT", "folder.txt/b.txt"]
     (tmp_path / "link.txt").symlink_to("nowhere.txt")
     refused("link.txt", read_documents, tmp_path, split=None, error=FileNotFoundError)
-    for name in ("books/", "data/my/books"):  # which no data set on the Hub can be called
+    for name in ("books/", "data/my/books/", "data/my/old/books"):  # which no data set on the Hub can be called
         refused(f"no such file or folder: {name}", read_documents, name)
+    with patch("hf_posswap.data.text.read_hub", side_effect=DataError("asked the Hub")) as hub:
+        refused("asked the Hub", read_documents, "nyu-mll/glue/cola")  # owner, name and configuration
+    hub.assert_called_once_with("nyu-mll/glue", "cola", "train")
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
             (text,) = texts
             cut = len(text) * 9 // 10
             documents = [{"train": text[:cut], "validation": text[cut:], None: text}[split]]
-    elif path.suffix or str(source).startswith((".", "/", "~")) or str(source).endswith("/") or len(path.parts) > 2:
+    elif path.suffix or str(source).startswith((".", "/", "~")) or str(source).endswith("/") or len(path.parts) > 3:
         raise DataError(f"no such file or folder: {source}")
     else:
         documents = read_texts(read_hub(*hub_name(str(source)), split or "all"), text_column, source)
