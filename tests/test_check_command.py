@@ -134,6 +134,8 @@ def test_commands_know_schemes_of_a_file(program, folder, save):
     made = ("swap", save("gpt2"), "--scheme", "mine", "--output", folder / "made")
     fails("unknown scheme 'mine'", program, *made)
     fails("write --schemes-from after compare", program, "--schemes-from", "mine.py", "compare")
+    fails("--schemes-from= is empty", program, "--schemes-from", "", "describe", "made")
+    fails(f"no file {Path.home()}/none.py", program, "--schemes-from=~/none.py", "describe", "made")
     code, _, err = program("--schemes-from", "mine.py", *made)
     assert code == 0, err
     del posswap.SCHEMES["mine"], sys.modules["mine"]  # as in another process

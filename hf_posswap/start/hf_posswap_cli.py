@@ -81,10 +81,11 @@ def _about(
     if schemes_from is not None:
         from hf_posswap.errors import PosswapError
         from hf_posswap.schemes.importing import import_schemes
+        from hf_posswap.terminal import checked
 
         if context.invoked_subcommand == "compare":
             raise PosswapError("write --schemes-from after compare, which hands it on to the recipe")
-        import_schemes(schemes_from)
+        import_schemes(checked([f"--schemes-from={schemes_from}"])[0].partition("=")[2])
 
 
 for _name, (_, _summary) in COMMANDS.items():
