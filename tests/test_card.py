@@ -154,7 +154,7 @@ def test_results_without_training(place, says):
     own = next(run["config"] for run in load_runs([file]) if run["config"]["scheme"] != "original")
     span = {name: own[name] for name in ("span", "first")} if own.get("span") else None
     content["model"] |= {"position_scheme": parse_scheme(own["scheme"]).to_dict(), "span": span}
-    content["comparisons"] = [_comparison(file, parse_scheme(own["scheme"]), span, ROOT)]
+    content["comparisons"] = [_comparison(file, parse_scheme(own["scheme"]), span)]
     assert says in _body(content, "x", {})[0]
 
 
@@ -277,7 +277,7 @@ def test_folders_that_are_refused(swapped, fitted, results, make_model, tmp_path
     posswap.swap(make_model("bert"), "none").save_pretrained(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     cases = [
-        (tmp_path / "none", {"results": [results]}, "no run with none, the positions of .*; it has original, rotary:theta=500"),
+        (tmp_path / "none", {"results": [results]}, "no run with none, the model's .*; it has original, rotary:theta=500"),
         (tmp_path / "plain", {}, "has not been swapped"),
         (tmp_path / "empty", {}, "has no weights"),
         (swapped, {"base_model": "local:/home/me/tiny"}, "give a name after local:"),

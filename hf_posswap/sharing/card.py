@@ -241,7 +241,7 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
         "steps": "".join(f"{said(steps)} steps of {said(size)}{unit}" for steps, size, unit in trained),
         "comes_with_us": all(run["config"]["model"] in EMBEDDED_MODELS for run in runs),
         "data": " or ".join(dict.fromkeys(data_of(run["config"]) for run in runs)),
-        "rows": list(dict.fromkeys(row_label(run, vary) for run in own_rows(runs, scheme, model.get("span")))),
+        "rows": list(dict.fromkeys(row_label(run, vary) for run in own_rows(runs, scheme, model.get("span"), RESULTS_FILE))),
         "kept": (row_label(kept[0], vary), kept[0]["config"]["seed"]) if kept else None,
         "table": markdown(runs, vary=vary),
         "pictures": {f"{name.replace('_', ' ')} by scheme": path for name, path in drawn.items()},

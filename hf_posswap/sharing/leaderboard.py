@@ -16,6 +16,7 @@ def leaderboard(places: str | Path | Sequence[str | Path], *, vary: Sequence[str
 
     Raises:
         CheckpointError: A folder or repository has no results.
+        DataError: A comparison has no run with the positions of its model.
         PosswapError: Budgets differ, or no run has a figure.
     """
     places = [places] if isinstance(places, str | Path) else places
@@ -27,7 +28,7 @@ def leaderboard(places: str | Path | Sequence[str | Path], *, vary: Sequence[str
         content = read_results(place)
         scheme = scheme_of(content["model"]["position_scheme"], place)
         for comparison in content["comparisons"]:
-            own = own_rows(comparison["runs"], scheme, content["model"].get("span"))
+            own = own_rows(comparison["runs"], scheme, content["model"].get("span"), place)
             for run in [one for one in comparison["runs"] if one["config"]["scheme"] == "original"] + own:
                 config = run["config"] | {"from": str(place)}
                 row = {**run, "config": config, "folder": str(place)}

@@ -60,7 +60,7 @@ def gather(folder: Path, results: str | Path | Sequence[str | Path] | None = Non
     else:
         given = [results] if isinstance(results, str | Path) else results
         places = dict.fromkeys(Path(place).resolve() for place in given)
-        comparisons = [_comparison(place, scheme, entry.get("span"), folder) for place in places]
+        comparisons = [_comparison(place, scheme, entry.get("span")) for place in places]
     content = {
         "format": FORMAT,
         "model": {
@@ -165,7 +165,7 @@ def _base_model(known: dict, given: str | None, before: dict, folder: Path) -> d
     return {"id": name, "revision": revision or known.get("revision"), "on_hub": on_hub}
 
 
-def _comparison(place: Path, scheme: Scheme, span: dict | None, folder: Path) -> dict:
+def _comparison(place: Path, scheme: Scheme, span: dict | None) -> dict:
     """Read a comparison.json, or the runs below a folder."""
     if not place.exists():
         raise DataError(f"there are no results in {place}: give what `hf-posswap compare` or a recipe wrote")
@@ -174,9 +174,7 @@ def _comparison(place: Path, scheme: Scheme, span: dict | None, folder: Path) ->
     runs = [{name: run[name] for name in _OF_A_RUN if name in run} | _digests(run) for run in found]
     _check({"vary": vary, "runs": runs}, str(file), comparison=True)
     runs = [published(run) for run in runs]
-    if not own_rows(runs, scheme, span):
-        there = ", ".join(sorted({_positions(run["config"]["scheme"], run["config"]) for run in runs}))
-        raise DataError(f"{file} has no run with {_positions(scheme, span or {})}, the positions of {folder}; it has {there}")
+    own_rows(runs, scheme, span, file)
     return {"vary": vary, "runs": runs}
 
 
@@ -188,14 +186,18 @@ def _digests(run: dict) -> dict[str, dict[str, str]]:
     return {"inputs": inputs | {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}}
 
 
-def own_rows(runs: list[dict], scheme: Scheme, span: dict | None) -> list[dict]:
-    """Return the runs with this scheme, however it is spelled, and this span."""
+def own_rows(runs: list[dict], scheme: Scheme, span: dict | None, where: str | Path) -> list[dict]:
+    """Return the runs with this scheme, however it is spelled, and this span; raise DataError if there are none."""
     own = []
     for run in runs:
         config = run["config"]
         same_span = {name: config.get(name) for name in span} == span if span else config.get("span") is None
         if same_span and config["scheme"] != "original" and _parsed(config["scheme"]) == scheme:
             own.append(run)
+    if not own:
+        there = ", ".join(sorted({_positions(run["config"]["scheme"], run["config"]) for run in runs}))
+        what = f"{where} has no run with {_positions(scheme, span or {})}, the model's positions; it has {there}"
+        raise DataError(f"{what}: write the card with --results that have one")
     return own
 
 
