@@ -107,10 +107,12 @@ def test_a_card_has_results_of_its_own_span(make_model, tmp_path, program):
     """Runs without the model's span, or with another, are not the model's; with one that is, the card names that row."""
     posswap.swap(make_model("gpt2"), "rotary", span=8).save_pretrained(tmp_path / "near")
     command = ("card", tmp_path / "near", "--base-model", "local:tiny", "--results", tmp_path / "runs")
-    for name, options in (("whole", {}), ("wider", {"span": 9}), ("first", {"span": 8, "first": 2})):
+    for name, options in (("whole", {}), ("wider", {"span": 9}), ("first", {"span": 8, "first": 2}), ("bare", {"span": 8})):
         write_run(tmp_path / "runs" / name, {"accuracy": 0.5}, scheme="rotary", **options)
+    rewrite(tmp_path / "runs/bare/result.json", lambda run: run["config"].pop("first"))  # another program's
     what = "no run with rotary (span 8, first 4), the model's positions"
-    fails(f"{what}; it has rotary, rotary (span 8, first 2), rotary (span 9, first 4)", program, *command)
+    there = ", ".join(f"rotary (span {span})" for span in ("8, first 2", "8, first None", "9, first 4"))
+    fails(f"{what}; it has rotary, {there}", program, *command)
     shutil.rmtree(tmp_path / "runs")
     for span in (None, 8):
         write_run(tmp_path / f"runs/{span}", {"accuracy": 0.5}, scheme="rotary", span=span)

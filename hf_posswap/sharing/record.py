@@ -202,7 +202,7 @@ def own_rows(runs: list[dict], scheme: Scheme, span: dict | None, where: str | P
 
 
 def _positions(scheme: Scheme | str, span: dict) -> str:
-    return f"{scheme} (span {span['span']}, first {span['first']})" if span.get("span") else str(scheme)
+    return f"{scheme} (span {span['span']}, first {span.get('first')})" if span.get("span") else str(scheme)
 
 
 def data_of(config: dict) -> str:
