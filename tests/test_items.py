@@ -118,7 +118,8 @@ def test_bold_needs_seeds_and_items(tmp_path):
     assert "| rotary, swap, less the original | -0.1" in intervals and "over the 40 blocks" in intervals
     bare = [{name: value for name, value in run.items() if name != "items"} for run in runs]
     assert "| none, swap | **+0.0" in paired_table(bare) and interval_table(bare) == ""
-    doubts = ["is not surely behind" in verdict([r for r in some if r["config"]["scheme"] != "rotary"]) for some in (runs, bare)]
+    pairs = [[run for run in some if run["config"]["scheme"] != "rotary"] for some in (runs, bare)]
+    doubts = ["is not surely behind" in verdict(pair) for pair in pairs]
     assert doubts == [True, False]
     some = [run if run["config"]["scheme"] == "original" else less for run, less in zip(runs, bare, strict=True)]
     assert interval_table(some).count("\n|") == 2  # a row without items is left out: the rule and the original
