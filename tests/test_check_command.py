@@ -123,6 +123,7 @@ def test_schemes_of_a_file_stay_known(folder):
         ("my.schemes.py", "", "give the file another one"),
         ("no_such_module", None, "nor a module"),
         ("no_such_file.py", None, "there is no file"),
+        ("below/mine.py:Mine", None, "give 'below/mine.py', without the name"),
     ):
         if text is not None:
             (folder / place).write_text(text)

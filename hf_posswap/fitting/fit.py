@@ -195,7 +195,7 @@ def _parts(batches: torch.Tensor | Iterable, target: PreTrainedModel) -> calibra
         sequences = sum(len(batch["input_ids"]) for batch in (*text, *text.select))
         raise DataError(
             f"{_tokens(text):,} tokens to fit on in {sequences} sequences are too few for layers of size {size}: give at "
-            f"least {6 * size:,} in all, in two sequences or more, better ten times that"
+            f"least {6 * size:,} in all, in two sequences or more, better ten times that (--fit-tokens)"
         )
     return text
 

@@ -51,6 +51,8 @@ def import_schemes(place: str) -> list[str]:
     PosswapError: there is no such module or file, it cannot be imported, or it registers no scheme.
     """
     before = set(SCHEMES)
+    if ":" in place and not _is_file(place):
+        raise PosswapError(f"all schemes of a file are taken: give {place.partition(':')[0]!r}, without the name of one")
     if _is_file(place) and not Path(place).stem.isidentifier():
         raise PosswapError(f"{place} cannot be imported under the name {Path(place).stem!r}: give the file another one")
     with _importing(place) as folders:
