@@ -31,7 +31,7 @@ def swap(
     max_positions: int | None = None,
     warm_start: bool = True,
     span: int | None = None,
-    first: int = 4,
+    first: int | None = None,
 ) -> PreTrainedModel:
     """Replace the learned absolute positions of a pretrained model by another scheme, in place; return the model.
 
@@ -44,7 +44,8 @@ def swap(
             table's mean vector and row 0, give rotary a balanced basis in encoders. False drops the table.
         span: Attend only to keys at a distance below this, in tokens; None: to all. Reading then takes linear time and memory,
             and each generated token constant ones (`functional.banded`); but see `Mixed`.
-        first: With a span, how many tokens at the beginning all tokens also attend to; in encoders these attend to all.
+        first: With a span, how many tokens at the beginning all tokens also attend to. By default 4 in causal models, and 1 in
+            encoders, [CLS]; in these they attend to all, too.
 
     `posswap.fit` wins back most of what a warm start loses, in minutes. A second swap starts from the original again, not from
     the first swap. Weights that an optimizer holds stay the same objects, but new parameters appear: make the optimizer after
@@ -92,7 +93,7 @@ def swap(
     trained = start.max_positions if start.state is None else start.state.geometry.trained_positions
     geometry = surgery.geometry_of(target.config, max_positions, trained)
     scheme.check(geometry)
-    near = _check_span(span, first, max_positions)
+    near = _check_span(span, first, max_positions, architecture.is_causal(target.config))
     if near is not None and not any(spans for _, spans in scheme.kinds()):
         raise PosswapError(f"span={span} holds in no layer of {scheme}: take span=false out of an entry, or leave out span")
     orders = balanced_order(target, architecture, scheme, geometry, start) if warm_start else None
@@ -312,12 +313,14 @@ def _integer(name: str, given: Any, least: int, most: int, note: str) -> int:
     raise PosswapError(f"{name}={given!r} must be an integer from {least:,} to {most:,}{note}")
 
 
-def _check_span(span: int | None, first: int, max_positions: int) -> Span | None:
+def _check_span(span: int | None, first: int | None, max_positions: int, causal: bool) -> Span | None:
     if span is None:
-        if first != 4:
+        if first is not None:
             raise PosswapError(f"first={first!r} is about a span, of which there is none: give span, too, or leave first out")
         return None
     note = ", the longest input: choose another, or a larger max_positions"
+    if first is None:
+        first = min(4 if causal else 1, max_positions)
     return Span(_integer("span", span, 1, max_positions, note), _integer("first", first, 0, max_positions, note))
 
 

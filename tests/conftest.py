@@ -126,7 +126,7 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize(wanted, [[CASES.get(value, value) for value in row] for row in rows], ids=ids)
 
 
-def _make_swapped(family: str, scheme, backend: str = "eager", *, max_positions=None, span=None, first=4, seed=0, **options):
+def _make_swapped(family: str, scheme, backend: str = "eager", *, max_positions=None, span=None, first=None, seed=0, **options):
     plain = tiny_model(family, backend, seed=seed, **options)
     model = posswap.swap(plain, scheme, max_positions=max_positions, span=span, first=first)
     generator = torch.Generator().manual_seed(seed + 1)

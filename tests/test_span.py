@@ -142,6 +142,12 @@ def test_packed_texts_stay_apart(make, text, backend):
     assert_close(rest, model(text, use_cache=False).logits[:, 25:], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("family", "first"), [("gpt2", 4), ("bert", 1), ("bert-decoder", 4)])
+def test_first_by_default(make_model, family, first):
+    """All see [CLS] in an encoder, as in the recipes of embedders, and four tokens in a causal model."""
+    assert posswap.describe(posswap.swap(make_model(family), "rotary", span=6)).span.first == first
+
+
 @torch.no_grad()
 def test_saved_described_restored(make, family, tmp_path, text):
     """The span is in config.json, in the weights' digest and in `describe`; `restore` takes it away."""

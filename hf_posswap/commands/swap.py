@@ -31,7 +31,9 @@ def swap_command(
     output: Annotated[Path, typer.Option(help="A new folder for the swapped model and its tokenizer.")],
     max_positions: Annotated[int | None, typer.Option(help="The longest input; the checkpoint's own by default.")] = None,
     span: Annotated[int | None, typer.Option(help="Attend only to keys at a distance below this. Default: to all.")] = None,
-    first: Annotated[int, typer.Option(help="With --span: every token also sees this many at the beginning.")] = 4,
+    first: Annotated[
+        int | None, typer.Option(help="With --span: every token also sees this many at the beginning. Default: 4; encoders 1.")
+    ] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Drop the old table without a warm start.")] = False,
     fit: Annotated[
         str | None,

@@ -28,7 +28,7 @@ def choose(
     *,
     max_positions: int | None = None,
     span: int | None = None,
-    first: int = 4,
+    first: int | None = None,
     warm_start: bool = True,
     reconstruct: int = 10,
     seed: int = 0,
