@@ -178,7 +178,8 @@ def _look_up(band, queries, columns, query_length, width, PART: tl.constexpr):
     """The band's number for each query and key, 0 far to the left."""
     found = 0.0
     if PART > 0:
-        column = tl.minimum(columns, width - 1) if PART == 1 else width - 1
+        # A column of numbers, not one: the interpreter of triton 3.9 refuses masks that a scalar's comparison went into.
+        column = tl.minimum(columns, width - 1) if PART == 1 else queries * 0 + width - 1
         found = tl.load(band + (queries * width + column), mask=(queries < query_length) & (column >= 0), other=0.0)
     return found
 
