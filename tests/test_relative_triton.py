@@ -62,7 +62,6 @@ def test_without_gpu(monkeypatch):
         ("_backward_keys", "bf16", 16, False, ("key_mask",)),
     ],
 )
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_compiles(kernel, dtype, head_dim, causal, absent, monkeypatch, tmp_path):
     """The compiler for CUDA, which needs no GPU, accepts what the interpreter runs, and it fits any GPU's shared memory."""
     from triton.backends.compiler import GPUTarget
@@ -72,7 +71,7 @@ def test_compiles(kernel, dtype, head_dim, causal, absent, monkeypatch, tmp_path
     module = load(monkeypatch, interpret=False)
     query = torch.empty(1, 1, 1, head_dim, dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[dtype])
     constants = module._constants(query) | {"CAUSAL": causal} | dict.fromkeys(absent)
-    options = {"num_warps": constants.pop("num_warps")}
+    options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion")}
     kernel = getattr(module, kernel)
     types = {"query_length": "i32", "key_length": "i32", "clip": "i32", "scale": "fp32", "key_mask": "*i1"}
     types |= {"log_sums": "*fp32", "deltas": "*fp32"} | dict.fromkeys(constants, "constexpr")
