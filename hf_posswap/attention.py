@@ -166,10 +166,9 @@ def add_bias(mask, bias: torch.Tensor, seen: torch.Tensor | None, implementation
     `mask` is additive, boolean with True = attend, or None where only causality masks: then `seen` (Q, K) is used.
     """
     if implementation not in BIAS_IMPLEMENTATIONS:
-        raise PosswapError(
-            f"these positions are a bias on scores, which attention implementation {implementation!r} cannot add: call "
-            f"model.set_attn_implementation('sdpa') (or {', '.join(map(repr, BIAS_IMPLEMENTATIONS))})"
-        )
+        what = f"these positions are a bias on scores, which attention implementation {implementation!r} cannot add"
+        others = ", ".join(map(repr, BIAS_IMPLEMENTATIONS))
+        raise PosswapError(f"{what}: call model.set_attn_implementation('sdpa') (or {others})")
     if implementation == "flex_attention":
         return mask
     if mask is None:
@@ -228,10 +227,8 @@ def key_positions(
     if layer is None or not layer.is_initialized or (isinstance(past, int) and past == 0):
         return positions
     if layer.keys.shape[-1] != head_dim + CARRIED:
-        raise PosswapError(
-            f"this {type(cache).__name__} holds keys of size {layer.keys.shape[-1]}, this model makes {head_dim} (and their "
-            "positions): start with a new cache, and not with a quantized one"
-        )
+        what = f"this {type(cache).__name__} holds keys of size {layer.keys.shape[-1]}, this model makes {head_dim}"
+        raise PosswapError(f"{what} (and their positions): start with a new cache, and not with a quantized one")
     stored = read_positions(layer.keys).to(positions.device)
     positions = positions.expand(stored.shape[0], -1)
     if isinstance(past, int):

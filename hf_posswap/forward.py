@@ -76,10 +76,8 @@ def _positions(base, inputs: Inputs, given, past, slots: torch.Tensor) -> tuple[
 
 def _check_ids(position_ids: torch.Tensor, length: int) -> torch.Tensor:
     if position_ids.shape[-1] != length or position_ids.dtype not in (torch.int64, torch.int32):
-        raise PosswapError(
-            f"position_ids of shape {tuple(position_ids.shape)} and type {position_ids.dtype} do not fit an input of "
-            f"{length} tokens: they must be integers of shape (batch or 1, {length})"
-        )
+        what = f"position_ids of shape {tuple(position_ids.shape)} and type {position_ids.dtype} do not fit an input of"
+        raise PosswapError(f"{what} {length} tokens: they must be integers of shape (batch or 1, {length})")
     return position_ids.view(-1, length)
 
 
@@ -99,17 +97,14 @@ def _check_length(base, scheme, tokens: Tokens) -> None:
     if needed > limit:
         near = f", span={state.span.span}, first={state.span.first}" if state.span else ""
         again = ", which starts from the original, and fit it again" * bool(fitted and state.undo)
-        raise SequenceTooLongError(
-            f"the input reaches {needed} positions and this model with {scheme.name} positions was set up for {limit}: "
-            f"call posswap.swap(model, {str(scheme)!r}, max_positions={needed}{near}){again}, or truncate the input"
-        )
+        what = f"the input reaches {needed} positions and this model with {scheme.name} positions was set up for {limit}"
+        way = f"posswap.swap(model, {str(scheme)!r}, max_positions={needed}{near}){again}"
+        raise SequenceTooLongError(f"{what}: call {way}, or truncate the input")
     far = fitted and needed > _FAR * fitted and any(kind.span is None for kind in state.kinds)
     if far and not torch.compiler.is_compiling():
-        warnings.warn(
-            f"this model was fitted to texts of at most {fitted} tokens, and reads more than {_FAR} times as many: swap with "
-            "span=, or fit on longer text (text_batches(..., max_length=, window=))",
-            stacklevel=3,
-        )
+        what = f"this model was fitted to texts of at most {fitted} tokens, and reads more than {_FAR} times as many"
+        way = "swap with span=, or fit on longer text (text_batches(..., max_length=, window=))"
+        warnings.warn(f"{what}: {way}", stacklevel=3)
 
 
 def _share(base, arguments: dict, inputs: Inputs, tokens: Tokens) -> dict:

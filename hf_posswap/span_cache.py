@@ -62,10 +62,8 @@ class SpanLayer(DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end; PosswapError if keys have been forgotten."""
         if self.is_initialized and self.keys.shape[-2] != self.seen:
-            raise PosswapError(
-                "this cache has forgotten keys beyond the span and cannot go back: generate without an assistant, or swap "
-                "without span="
-            )
+            what = "this cache has forgotten keys beyond the span and cannot go back"
+            raise PosswapError(f"{what}: generate without an assistant, or swap without span=")
         super().crop(tokens_to_remove)
         self.seen = self.keys.shape[-2] if self.is_initialized else 0
 
@@ -95,10 +93,8 @@ def keep_span(cache: Cache | None, spans: list[Span | None], *, counted: bool, i
     elif plain and counted:  # built from tensors: its length leaves out forgotten keys
         positions = read_positions(own.layers[next(layer for layer, span in enumerate(spans) if span)].keys)
         if positions.masked_fill(positions == PADDING, 0).max() >= own.get_seq_length():
-            raise PosswapError(
-                "this cache was built from one that had forgotten keys, and does not know how many tokens were read: pass "
-                "position_ids, or use the cache that the model returned"
-            )
+            what = "this cache was built from one that had forgotten keys, and does not know how many tokens were read"
+            raise PosswapError(f"{what}: pass position_ids, or use the cache that the model returned")
     for layer in own.layers:
         if isinstance(layer, SpanLayer):
             if layer.in_order and hidden:

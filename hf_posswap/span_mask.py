@@ -27,10 +27,8 @@ def fitted_mask(mask, inputs: Inputs, tokens: Tokens, cache):
         return mask
     total = tokens.past + tokens.slots.shape[-1]
     if mask.shape[0] not in (1, inputs.shape[0]) or mask.shape[-1] < total:
-        raise PosswapError(
-            f"attention_mask of shape {tuple(mask.shape)} does not fit {inputs.shape[0]} row(s) of {total} tokens, of which "
-            f"{tokens.past} are cached: give it a column for each"
-        )
+        what = f"attention_mask of shape {tuple(mask.shape)} does not fit {inputs.shape[0]} row(s) of {total} tokens"
+        raise PosswapError(f"{what}, of which {tokens.past} are cached: give it a column for each")
     # More columns: transformers, too, reads the first.
     return mask if isinstance(self_cache(cache), StaticCache) else mask[:, :total]
 
@@ -49,10 +47,8 @@ def check_keys(keys: torch.Tensor, mask: torch.Tensor | None, tokens: Tokens) ->
     if not tokens.counted and (tokens.past or mask is not None) and (mask is None or mask.dim() != 4):
         real = keys.masked_fill(keys == PADDING, -1)
         if bool(((real[:, 1:] >= 0) & (real[:, 1:] <= real.cummax(-1).values[:, :-1])).any()):
-            raise PosswapError(
-                "position_ids go back, as for several texts in a row: with a span, read such rows without a cache and without "
-                "a 2D attention_mask, which keeps the texts apart, or give each text its own row"
-            )
+            way = "without a cache and without a 2D attention_mask, which keeps the texts apart, or give each text its own row"
+            raise PosswapError(f"position_ids go back, as for several texts in a row: with a span, read such rows {way}")
     # A 2D mask must say of cached keys what it said when they were read; once some are forgotten, nobody can tell.
     if tokens.past and mask is not None and mask.shape == keys.shape and bool(((keys == PADDING) == mask.bool()).any()):
         raise PosswapError(CHANGED_MASK)
@@ -86,10 +82,8 @@ def near_mask(base, span: Span, tokens: Tokens, keys: torch.Tensor, mask) -> tor
         allowed = allowed & (torch.arange(keys.shape[-1], device=keys.device) <= last[0, :, None])
     if mask is not None and mask.dim() == 4:
         if mask.shape[-1] != keys.shape[-1]:
-            raise PosswapError(
-                f"attention_mask has {mask.shape[-1]} columns for {keys.shape[-1]} keys: with a span a cache forgets keys, so "
-                "give it a mask of 2 dimensions"
-            )
+            what = f"attention_mask has {mask.shape[-1]} columns for {keys.shape[-1]} keys"
+            raise PosswapError(f"{what}: with a span a cache forgets keys, so give it a mask of 2 dimensions")
         allowed = allowed & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
     elif mask is not None and mask.shape[-1] == keys.shape[-1]:
         allowed = allowed & mask.bool()[:, None, None]

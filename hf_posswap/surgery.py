@@ -92,10 +92,9 @@ def check_longest(model: PreTrainedModel) -> None:
     own = state_of(model).geometry.max_positions
     for config in (model.config, model.base_model.config):
         if (said := model.architecture.longest_input(config)) != own:
-            raise PosswapError(
-                f"the config was changed: its length and padding id now make {said} positions, the model was set up for {own}. "
-                "Set it back; for another length call posswap.swap(model, scheme, max_positions=...)"
-            )
+            what = f"its length and padding id now make {said} positions, the model was set up for {own}"
+            way = "Set it back; for another length call posswap.swap(model, scheme, max_positions=...)"
+            raise PosswapError(f"the config was changed: {what}. {way}")
 
 
 def is_part(model: PreTrainedModel) -> bool:

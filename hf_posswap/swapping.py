@@ -75,10 +75,9 @@ def swap(
     check_implementation(scheme, span, target.config._attn_implementation)
     undo = undo_of(target)
     if undo is not None and undo.fingerprint != surgery.fingerprint(target, architecture):
-        raise PosswapError(
-            f"this model's weights have changed since it was swapped to {target.position_scheme} (trained, cast "
-            "or loaded): call posswap.restore(model) to swap the original, or save and load the model to swap it as it is"
-        )
+        what = f"this model's weights have changed since it was swapped to {target.position_scheme} (trained, cast or loaded)"
+        way = "call posswap.restore(model) to swap the original, or save and load the model to swap it as it is"
+        raise PosswapError(f"{what}: {way}")
     start = surgery.take_snapshot(target, architecture, weights=False) if undo is None else undo.snapshot
     if undo is None and start.state is None:
         if (rows := len(architecture.trained_rows(target.base_model))) != start.max_positions:

@@ -34,10 +34,9 @@ def unsupported(kind: str, what: str) -> UnsupportedModelError:
     """Return the error that says why a family cannot be swapped, and which can."""
     if kind in WHY_NOT:
         return UnsupportedModelError(f"cannot swap {what}: {WHY_NOT[kind]}. posswap.ARCHITECTURES are the families that can be")
-    return UnsupportedModelError(
-        f"cannot swap {what}; positions can be swapped in {', '.join(sorted(ARCHITECTURES))} models. For another family with a "
-        "learned table, register it in Python: posswap.register_architecture"
-    )
+    known = f"positions can be swapped in {', '.join(sorted(ARCHITECTURES))} models"
+    way = "For another family with a learned table, register it in Python: posswap.register_architecture"
+    return UnsupportedModelError(f"cannot swap {what}; {known}. {way}")
 
 
 def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Architecture]:
@@ -52,9 +51,8 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule) or getattr(model, "_compiled_call_impl", None):
         raise UnsupportedModelError("this model is compiled already: swap, describe or restore it before that")
     if not isinstance(model, PreTrainedModel):
-        raise UnsupportedModelError(
-            f"a {type(model).__name__} cannot be swapped: pass a model of transformers, PEFT or sentence-transformers"
-        )
+        what = f"a {type(model).__name__} cannot be swapped"
+        raise UnsupportedModelError(f"{what}: pass a model of transformers, PEFT or sentence-transformers")
     kind = model.config.model_type
     architecture = find_family(kind)
     if architecture is None:
@@ -69,10 +67,9 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     if positions == "rotary":
         raise UnsupportedModelError(f"this {type(model).__name__} has rotary positions already: there is no table to replace")
     if positions not in ("absolute", None):
-        raise UnsupportedModelError(
-            f"this checkpoint has {positions!r} positions, which transformers 5 loads as absolute ones that were never "
-            "trained: load it with posswap.load_relative_key(path, auto_class)"
-        )
+        what = f"this checkpoint has {positions!r} positions, which transformers 5 loads as absolute ones"
+        way = "load it with posswap.load_relative_key(path, auto_class)"
+        raise UnsupportedModelError(f"{what} that were never trained: {way}")
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         raise UnsupportedModelError("this model is quantized: swap the full-precision checkpoint, then quantize")
     if not isinstance(model, SwappedModel) and any(map(_for_swapped, (getattr(model, "peft_config", None) or {}).values())):
@@ -85,10 +82,9 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
         what = f"the model inside this {type(model).__name__} was swapped by itself, or with another head that shares it"
         raise UnsupportedModelError(f"{what}: posswap.restore that one, then swap this one, or load this one again")
     if table is None or (not isinstance(model, SwappedModel) and type(table) is not architecture.table_class):
-        raise UnsupportedModelError(
-            f"{type(owner).__name__}.{name} is {type(table).__name__}, not a learned table ("
-            f"{architecture.table_class.__name__}): something else has changed this model's positions: load it again"
-        )
+        what = f"{type(table).__name__}, not a learned table ({architecture.table_class.__name__})"
+        why = "something else has changed this model's positions"
+        raise UnsupportedModelError(f"{type(owner).__name__}.{name} is {what}: {why}: load it again")
     if not dispatched and any(p.is_meta for p in table.parameters()):
         raise UnsupportedModelError("this model's weights are on the meta device: load them first, then swap")
     if any(p.is_inference() for p in base.parameters()):
@@ -103,10 +99,9 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
             kind = type(module._orig_mod).__name__
             raise UnsupportedModelError(f"{kind} is compiled already: swap, describe or restore it before that")
         if "forward" in vars(module):
-            raise UnsupportedModelError(
-                f"the forward of {type(module).__name__} is replaced on the instance (device_map with several devices, "
-                "offload or another patcher): swap on one device, save, and load the result with device_map"
-            )
+            what = f"the forward of {type(module).__name__} is replaced on the instance"
+            why = "device_map with several devices, offload or another patcher"
+            raise UnsupportedModelError(f"{what} ({why}): swap on one device, save, and load the result with device_map")
     return model, architecture
 
 

@@ -58,11 +58,9 @@ def balanced_order(
     if all(one is None for one in orders) or not balances(architecture, target.config):
         return None
     if not plain_projections(target, architecture):
-        warnings.warn(
-            "query and key projections are wrapped by adapters, parametrized, pruned or shared, so the balanced basis is left "
-            "out of the warm start; swap before adding adapters to have it",
-            stacklevel=3,
-        )
+        what = "query and key projections are wrapped by adapters, parametrized, pruned or shared"
+        way = "so the balanced basis is left out of the warm start; swap before adding adapters to have it"
+        warnings.warn(f"{what}, {way}", stacklevel=3)
         return None
     return orders
 

@@ -193,10 +193,9 @@ def _parts(batches: torch.Tensor | Iterable, target: PreTrainedModel) -> calibra
     text = calibration.TextBatches(*(calibration.few_tokens(part, _TOKENS_A_BATCH) for part in parts))
     if _tokens(text) < 4 * size or not text.select:
         sequences = sum(len(batch["input_ids"]) for batch in (*text, *text.select))
-        raise DataError(
-            f"{_tokens(text):,} tokens to fit on in {sequences} sequences are too few for layers of size {size}: give at "
-            f"least {6 * size:,} in all, in two sequences or more, better ten times that (--fit-tokens)"
-        )
+        what = f"{_tokens(text):,} tokens to fit on in {sequences} sequences are too few for layers of size {size}"
+        least = f"at least {6 * size:,} in all, in two sequences or more, better ten times that (--fit-tokens)"
+        raise DataError(f"{what}: give {least}")
     return text
 
 

@@ -77,10 +77,9 @@ def _importing(place: str) -> Iterator[list[str]]:
         yield folders
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{place}.".startswith(f"{error.name}."):
-            raise PosswapError(
-                f"{place!r} is neither a scheme{nearest(place, SCHEMES)} nor a module, here or installed; schemes are "
-                f"{', '.join(SCHEMES)}: give a scheme, module, file.py, module:Name or file.py:Name"
-            ) from None
+            what = f"{place!r} is neither a scheme{nearest(place, SCHEMES)} nor a module, here or installed"
+            known = f"schemes are {', '.join(SCHEMES)}"
+            raise PosswapError(f"{what}; {known}: give a scheme, module, file.py, module:Name or file.py:Name") from None
         raise PosswapError(f"{place} cannot be imported, {type(error).__name__}: {error}") from error
     finally:
         for folder in folders:

@@ -111,10 +111,8 @@ class Ladder(Scheme):
     def check(self, geometry: Geometry) -> None:
         width = rung_code(torch.tensor(0), self.rung, max_positions=geometry.max_positions, size=geometry.hidden_size).shape[-1]
         if self.combine == "add" and width > geometry.hidden_size:
-            raise PosswapError(
-                f"ladder: {self.rung} takes {width} numbers to count to {geometry.max_positions}, and the hidden size is "
-                f"{geometry.hidden_size}: take fewer positions, or combine='concatenate'"
-            )
+            what = f"ladder: {self.rung} takes {width} numbers to count to {geometry.max_positions}, and the hidden size is"
+            raise PosswapError(f"{what} {geometry.hidden_size}: take fewer positions, or combine='concatenate'")
 
     def embedding_module(self, geometry: Geometry) -> PositionEmbedding:
         options = {"rung": self.rung, "max_positions": geometry.max_positions, "size": geometry.hidden_size}

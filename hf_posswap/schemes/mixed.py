@@ -58,10 +58,8 @@ class Mixed(Scheme):
 
     def check(self, geometry: Geometry) -> None:
         if geometry.num_layers is not None and len(self.layers) > geometry.num_layers:
-            raise PosswapError(
-                f"mixed: {len(self.layers)} entries are too many for a model of {geometry.num_layers} layers (those that share "
-                "their weights, as ALBERT's, are one): give at most one for each"
-            )
+            what = f"mixed: {len(self.layers)} entries are too many for a model of {geometry.num_layers} layers"
+            raise PosswapError(f"{what} (those that share their weights, as ALBERT's, are one): give at most one for each")
         for scheme, _ in self.kinds():
             scheme.check(geometry)
             if not isinstance(scheme.embedding_module(geometry), Constant):
@@ -105,9 +103,8 @@ def _read(entry: Any) -> tuple[Scheme, bool]:
     try:
         scheme = scheme_from_dict(options)
     except UnknownSchemeError as error:
-        raise UnknownSchemeError(
-            f"mixed: {error}; several options stand in braces, rotary:{{theta=100,fraction=0.5}}"
-        ) from None
+        braces = "several options stand in braces, rotary:{theta=100,fraction=0.5}"
+        raise UnknownSchemeError(f"mixed: {error}; {braces}") from None
     if isinstance(scheme, Mixed) or scheme.open_options():
         what = f"mixed: {scheme} cannot be part of a mix: write the entries of a mix in one list"
         raise PosswapError(f"{what}, and numbers for 'auto', such as posswap.choose finds for the entry alone")

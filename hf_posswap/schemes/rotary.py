@@ -213,15 +213,13 @@ class Rotary(Scheme):
         given = dict(self.scaling) if isinstance(self.scaling, dict) else {}
         kind = given.pop("rope_type", None)
         if kind not in _SCALINGS:
-            raise UnknownSchemeError(
-                f"rotary: scaling={self.scaling!r} must be a dict with a 'rope_type' out of {', '.join(_SCALINGS)}"
-            )
+            known = ", ".join(_SCALINGS)
+            raise UnknownSchemeError(f"rotary: scaling={self.scaling!r} must be a dict with a 'rope_type' out of {known}")
         needed, optional = (set(fields.split()) for fields in _SCALINGS[kind])
         if not needed <= set(given) <= needed | optional | {"original_max_position_embeddings"}:
-            raise UnknownSchemeError(
-                f"rotary: {kind} scaling needs {sorted(needed)} and takes {sorted(optional)} and "
-                f"'original_max_position_embeddings'; given were {sorted(given)}"
-            )
+            takes = f"{sorted(optional)} and 'original_max_position_embeddings'"
+            what = f"rotary: {kind} scaling needs {sorted(needed)} and takes {takes}"
+            raise UnknownSchemeError(f"{what}; given were {sorted(given)}")
         for key, value in given.items():
             if key in ("short_factor", "long_factor"):
                 right, wanted = isinstance(value, list) and all(map(_positive, value)), "a list of numbers above 0"
@@ -245,9 +243,8 @@ class Rotary(Scheme):
             what = f"rotary: fraction={self.fraction:g} of head_dim {geometry.head_dim} is {dims} dimensions"
             raise PosswapError(f"{what}, and they turn in pairs: use {choices}")
         if dims < 4 and (self.scaling or {}).get("rope_type") == "dynamic":
-            raise PosswapError(
-                f"rotary: dynamic scaling needs at least 4 dimensions that turn, fraction={self.fraction:g} leaves {dims}"
-            )
+            what = "rotary: dynamic scaling needs at least 4 dimensions that turn"
+            raise PosswapError(f"{what}, fraction={self.fraction:g} leaves {dims}")
         for field in ("short_factor", "long_factor"):
             factors = (self.scaling or {}).get(field)
             if factors is not None and len(factors) != dims // 2:

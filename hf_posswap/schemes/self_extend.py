@@ -185,9 +185,8 @@ class SelfExtend(Scheme):
     def check(self, geometry: Geometry) -> None:
         self.rotary().check(geometry)
         if self.group is None and self.scales(geometry)[0] >= geometry.trained_positions:
-            raise PosswapError(
-                f"self-extend: near={self.near} leaves no room below {geometry.trained_positions}: give group, too"
-            )
+            what = f"self-extend: near={self.near} leaves no room below {geometry.trained_positions}"
+            raise PosswapError(f"{what}: give group, too")
 
     def embedding_module(self, geometry: Geometry) -> Constant:
         return self.rotary().embedding_module(geometry)

@@ -44,9 +44,8 @@ def roformer(model: SwappedModel, stock: type, tokenizer) -> Converted:
     if stock.__name__ in _ELECTRA_GELU and config.hidden_act != "gelu":
         raise UnsupportedModelError(f"RoFormer's head applies {config.hidden_act}, ELECTRA's gelu: share the model itself")
     if family == "albert" and config.embedding_size == config.hidden_size:
-        raise UnsupportedModelError(
-            "RoFormer projects words of another size alone, and this ALBERT all: share the model itself"
-        )
+        what = "RoFormer projects words of another size alone, and this ALBERT all"
+        raise UnsupportedModelError(f"{what}: share the model itself")
     weights, holds_for, tied = native.without_constant(model, tokenizer, "RoFormer", onto="token_type")
     left_out = tuple(name for name in weights if "pooler." in name)
     weights = _as_bert(model, weights)

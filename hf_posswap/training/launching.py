@@ -65,10 +65,8 @@ def _forget_precision(wanted: str | None) -> None:
     if getattr(state, "made_by_train", False) and state.mixed_precision != (wanted or default):
         AcceleratorState._reset_state()
     elif wanted not in (None, state.mixed_precision):
-        raise PosswapError(
-            f"mixed_precision={wanted!r}, and this process has an Accelerator of {state.mixed_precision!r}, whose state all "
-            "share: leave mixed_precision out, or train in another process"
-        )
+        what = f"mixed_precision={wanted!r}, and this process has an Accelerator of {state.mixed_precision!r}"
+        raise PosswapError(f"{what}, whose state all share: leave mixed_precision out, or train in another process")
 
 
 def check_processes(accelerator: Accelerator | PartialState) -> None:
