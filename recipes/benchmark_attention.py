@@ -35,10 +35,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2Model, PreTraine
 import hf_posswap as posswap
 from hf_posswap.attention import CACHE
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.options import RunOptions
-from hf_posswap.experiments.recipe import main
-from hf_posswap.training.run_log import announce
+from hf_posswap.experiments.recipe import ORIGINAL, RunOptions, announce, main
 
 PHASES = ("forward", "train", "decode")
 MAX_PAIRS, WARM_UP = 200, 3

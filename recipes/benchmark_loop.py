@@ -22,12 +22,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreT
 
 import hf_posswap as posswap
 from hf_posswap.assets import model_source
-from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.options import RunOptions
-from hf_posswap.experiments.recipe import main
+from hf_posswap.experiments.recipe import ORIGINAL, RunOptions, announce, main
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.batching import BatchOrder, MicroBatches
-from hf_posswap.training.run_log import announce
 
 
 def bare_loop(model: PreTrainedModel, rows: list[dict], config: TrainingConfig, device: torch.device) -> tuple[float, float]:

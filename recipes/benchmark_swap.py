@@ -24,9 +24,7 @@ from transformers import AutoModel, BertConfig, BertModel, GPT2Config, GPT2Model
 
 import hf_posswap as posswap
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.options import RunOptions
-from hf_posswap.experiments.recipe import main
+from hf_posswap.experiments.recipe import ORIGINAL, RunOptions, main
 
 FAMILIES = {"bert": (BertModel, BertConfig), "gpt2": (GPT2Model, GPT2Config)}  # defaults are BERT-base and GPT-2 small
 

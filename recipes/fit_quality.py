@@ -20,16 +20,11 @@ import hf_posswap as posswap
 from hf_posswap.data.calibration import random_tokens, written_text
 from hf_posswap.data.tables import read_pairs
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost, load_original
-from hf_posswap.experiments.options import SwapOptions
-from hf_posswap.experiments.recipe import main
+from hf_posswap.experiments.recipe import ORIGINAL, SwapOptions, announce, averaged, cost, load_original, main
 from hf_posswap.experiments.text_tasks import RunText, TextOptions
 from hf_posswap.measure.damage import block_kl, pooled_states
 from hf_posswap.measure.losses import row_perplexities, token_losses
 from hf_posswap.measure.word_order import sentence_vectors
-from hf_posswap.training.run_log import announce
 
 
 @dataclass(frozen=True, kw_only=True)

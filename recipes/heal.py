@@ -23,16 +23,12 @@ from transformers import PreTrainedModel
 
 from hf_posswap.architectures import longest_input
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost, give_positions, load_original
-from hf_posswap.experiments.recipe import main
+from hf_posswap.experiments.recipe import ORIGINAL, announce, averaged, cost, give_positions, load_original, main
 from hf_posswap.experiments.text_tasks import RunText, TextConfig, check_enough
 from hf_posswap.fitting.distillation import distillation_loss
 from hf_posswap.measure.damage import block_kl, pooled_states
 from hf_posswap.measure.losses import row_perplexities, token_losses
 from hf_posswap.training import TrainingRun, train
-from hf_posswap.training.run_log import announce
 
 SHARES = (90, 95, 99)  # per cent of the cold swap's damage
 MEASUREMENTS = 10  # after the one at 0 tokens

@@ -26,9 +26,7 @@ from transformers import AutoModelForMaskedLM, PreTrainedModel
 from hf_posswap.data.text import shorter_blocks
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments import text_tasks
-from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost
-from hf_posswap.experiments.recipe import main
+from hf_posswap.experiments.recipe import announce, averaged, cost, main
 from hf_posswap.experiments.text_tasks import (
     MaskedBlocks,
     RunText,
@@ -40,7 +38,6 @@ from hf_posswap.experiments.text_tasks import (
 )
 from hf_posswap.measure.losses import lm_head, loss_by_position, mean_loss, row_losses, row_perplexities, token_losses
 from hf_posswap.training import TrainingConfig, train
-from hf_posswap.training.run_log import announce
 
 
 @dataclass(frozen=True, kw_only=True)

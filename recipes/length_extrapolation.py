@@ -28,15 +28,11 @@ from transformers import PreTrainedModel
 
 from hf_posswap.data.text import shorter_blocks
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost, load_original
-from hf_posswap.experiments.recipe import main
+from hf_posswap.experiments.recipe import ORIGINAL, announce, averaged, cost, load_original, main
 from hf_posswap.experiments.text_tasks import RunText, TextConfig, check_enough
 from hf_posswap.measure.losses import loss_by_position, mean_loss, row_losses, sliding_window_losses, token_losses
 from hf_posswap.plots import plot_loss_by_length
 from hf_posswap.training import train
-from hf_posswap.training.run_log import announce
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,7 @@ from transformers import AutoModelForSequenceClassification
 
 from hf_posswap.architectures import family_of
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost, load_family, load_model
-from hf_posswap.experiments.options import RecipeConfig
-from hf_posswap.experiments.recipe import main
+from hf_posswap.experiments.recipe import RecipeConfig, averaged, cost, load_family, load_model, main
 from hf_posswap.measure.listops import TOKEN_IDS, ListOpsExamples, depth, listops_expressions
 from hf_posswap.training import pad, predict, train
 

@@ -19,9 +19,7 @@ from typing import Annotated
 from hf_posswap.architectures import longest_input
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.classification import ClassificationConfig, classify
-from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.models import load_family
-from hf_posswap.experiments.recipe import main
+from hf_posswap.experiments.recipe import ORIGINAL, load_family, main
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,17 +25,13 @@ from torch.nn import functional
 
 import hf_posswap as posswap
 from hf_posswap.errors import DataError, PosswapError
-from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.embedders import EmbedderOptions, load_embedder, longest_text, sts, swap_embedder
-from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost
-from hf_posswap.experiments.recipe import main
+from hf_posswap.experiments.recipe import ORIGINAL, announce, averaged, cost, main
 from hf_posswap.experiments.text_tasks import documents
 from hf_posswap.extras import extra
 from hf_posswap.measure.retrieval import Way, cut_documents, draw_passages, piece_vectors, read_as, recall
 from hf_posswap.pipelines import unwrap
 from hf_posswap.provenance import new_folder
-from hf_posswap.training.run_log import announce
 
 with extra():
     from datasets import Dataset

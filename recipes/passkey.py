@@ -28,14 +28,10 @@ from hf_posswap.architectures import longest_input
 from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.text import embedded_documents
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost, load_family, load_model, load_tokenizer
-from hf_posswap.experiments.options import RecipeConfig
-from hf_posswap.experiments.recipe import main
+from hf_posswap.experiments.recipe import RecipeConfig, announce, averaged, cost, load_family, load_model, load_tokenizer, main
 from hf_posswap.measure.passkey import PasskeyExamples, PasskeyTexts, depth_texts, point_at_keys, recall_keys
 from hf_posswap.plots import plot_heat_maps
 from hf_posswap.training import pad, train
-from hf_posswap.training.run_log import announce
 
 
 @dataclass(frozen=True, kw_only=True)

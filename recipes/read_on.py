@@ -30,15 +30,10 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_posswap.architectures import longest_input
 from hf_posswap.attention import CACHE
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost
-from hf_posswap.experiments.options import SwapOptions
-from hf_posswap.experiments.recipe import main
+from hf_posswap.experiments.recipe import ORIGINAL, SwapOptions, announce, averaged, cost, main
 from hf_posswap.experiments.text_tasks import RunText, TextOptions, check_enough
 from hf_posswap.measure.losses import row_losses, sliding_window_losses, token_losses
 from hf_posswap.training import TrainingConfig, train
-from hf_posswap.training.run_log import announce
 
 
 @dataclass(frozen=True, kw_only=True)

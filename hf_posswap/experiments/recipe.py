@@ -35,15 +35,20 @@ from transformers import PreTrainedModel
 from hf_posswap.architectures import longest_input
 from hf_posswap.assets import model_source
 from hf_posswap.errors import CheckpointError, Interrupted, PosswapError
-from hf_posswap.experiments.comparison import FORMAT
-from hf_posswap.experiments.models import cost, load_model, load_tokenizer
+from hf_posswap.experiments.comparison import FORMAT, ORIGINAL
+from hf_posswap.experiments.items import averaged
+from hf_posswap.experiments.models import cost, give_positions, load_family, load_model, load_original, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig, RunOptions, SwapOptions, command_line, read_config
 from hf_posswap.pipelines import is_pipeline
 from hf_posswap.provenance import input_hashes, lock, prepare_output, provenance, weight_hashes, without_home, write_json
 from hf_posswap.terminal import run_program
 from hf_posswap.training.launching import check_processes, save_trained
+from hf_posswap.training.run_log import announce
 
-__all__ = ["RecipeConfig", "cost", "load_model", "load_tokenizer", "main"]  # what your own recipe needs
+__all__ = [  # what a recipe needs
+    "ORIGINAL", "RecipeConfig", "RunOptions", "SwapOptions", "announce", "averaged", "cost", "give_positions", "load_family",
+    "load_model", "load_original", "load_tokenizer", "main",
+]  # fmt: skip
 # Options whose value may also be the name of a file, by chance: wandb writes into a folder `wandb`.
 NO_FILE = ("scheme", "start", "metric", "phase", "report_to", "_column", "_config", "_split")
 

@@ -19,17 +19,13 @@ from transformers import PreTrainedModel
 
 from hf_posswap.data.text import stdlib_prose
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.items import averaged
-from hf_posswap.experiments.models import cost, load_original
-from hf_posswap.experiments.recipe import main
+from hf_posswap.experiments.recipe import ORIGINAL, announce, averaged, cost, load_original, main
 from hf_posswap.experiments.text_tasks import RunText, TextConfig
 from hf_posswap.fitting.distillation import distillation_loss
 from hf_posswap.measure.damage import block_kl, pooled_states
 from hf_posswap.measure.losses import row_perplexities, token_losses
 from hf_posswap.measure.word_order import word_order_examples, word_order_preference, word_order_probe
 from hf_posswap.training import train
-from hf_posswap.training.run_log import announce
 
 
 @dataclass(frozen=True, kw_only=True)
