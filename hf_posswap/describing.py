@@ -1,7 +1,7 @@
 """What positions a model has, swapped or not."""
 
 import textwrap
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
@@ -64,24 +64,18 @@ def describe(model: PreTrainedModel) -> Description:
     """
     target, architecture = find_target(model, dispatched=True)
     layers = architecture.attention_of_layers(target.base_model)
-    longest = architecture.longest_input(target.config)
-    plain = Description(
-        family=architecture.model_type,
-        model_class=type(target).__name__,
-        trained_positions=longest,
-        max_positions=longest,
-        layers=len(layers),
-    )
+    about = {"family": architecture.model_type, "model_class": type(target).__name__, "layers": len(layers)}
     state, undo = state_of(target), undo_of(target)
     if state is None:
-        return plain
+        longest = architecture.longest_input(target.config)
+        return Description(**about, trained_positions=longest, max_positions=longest)
     dropped = (state.geometry.trained_positions + architecture.first_row(target.config)) * state.geometry.hidden_size
     if undo is not None:  # what the swap replaced: the table, or the scheme of a loaded model
         before = [undo.snapshot.table, *(module for _, module in undo.snapshot.attentions if module is not None)]
         dropped = sum(p.numel() for module in before for p in module.parameters())
     patched = [attention.positions for attention in layers if hasattr(attention, "positions")]
-    return replace(
-        plain,
+    return Description(
+        **about,
         trained_positions=state.geometry.trained_positions,
         max_positions=state.geometry.max_positions,
         old=undo.snapshot.state.scheme if undo is not None and undo.snapshot.state is not None else Learned(),
