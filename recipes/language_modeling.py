@@ -27,15 +27,7 @@ from hf_posswap.data.text import shorter_blocks
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments import text_tasks
 from hf_posswap.experiments.recipe import announce, averaged, cost, main
-from hf_posswap.experiments.text_tasks import (
-    MaskedBlocks,
-    RunText,
-    TextConfig,
-    check_enough,
-    mask_tokens,
-    masked_lm_loss,
-    train_head,
-)
+from hf_posswap.experiments.text_tasks import MaskedBlocks, RunText, TextConfig, check_enough
 from hf_posswap.measure.losses import lm_head, loss_by_position, mean_loss, row_losses, row_perplexities, token_losses
 from hf_posswap.training import TrainingConfig, train
 
@@ -78,7 +70,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     cuts = text.held(*lengths)
 
     def to_read(cut: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (cut,) if causal else mask_tokens(cut, tokenizer, config.mlm_probability)
+        return (cut,) if causal else text_tasks.mask_tokens(cut, tokenizer, config.mlm_probability)
 
     held = {n: to_read(cut) for n, cut in cuts.items()}
     if causal:
@@ -102,7 +94,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
 
     model = text.load(None if causal else AutoModelForMaskedLM, max_positions=lengths[-1], prepare=prepare)
     start = {n: token_losses(model, *cut) for n, cut in held.items()}
-    compute_loss = None if causal else masked_lm_loss
+    compute_loss = None if causal else text_tasks.masked_lm_loss
     model, done = train(model, rows, config, compute_loss=compute_loss, output=folder, resume=resume)
     announce("measuring")
     losses = {n: token_losses(model, *cut) for n, cut in held.items()}
@@ -155,7 +147,7 @@ def _new_head(model: PreTrainedModel, missing: set, blocks: MaskedBlocks, held: 
             max_steps=config.head_steps, batch_size=config.batch_size, learning_rate=config.head_learning_rate,
             dropout=False, mixed_precision=config.mixed_precision, seed=text_tasks.FIXED_SEED,
         )  # fmt: skip
-        done = train_head(model, missing, blocks, budget)
+        done = text_tasks.train_head(model, missing, blocks, budget)
         facts |= {"steps": config.head_steps, "tokens": done.tokens, "seconds": done.seconds}
         if PartialState().is_main_process:
             weights = {name: parameter.detach().cpu().contiguous() for name, parameter in new.items()}
