@@ -13,7 +13,7 @@ from hf_posswap.data.calibration import text_batches
 from hf_posswap.data.tables import read_pairs
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.models import give_positions
+from hf_posswap.experiments.models import give_positions, longest_text
 from hf_posswap.experiments.opening import one_line
 from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.experiments.text_tasks import TextOptions
@@ -53,16 +53,6 @@ def load_embedder(name: str) -> SentenceTransformer:
         return SentenceTransformer(model_source(name), device=str(PartialState().device))
 
 
-def longest_text(config: EmbedderOptions, asked: int) -> int:
-    """Return how long a text the embedder of a run takes, in tokens: --max-positions, or what is asked for.
-
-    PosswapError: max_positions is less.
-    """
-    if config.max_positions and config.max_positions < asked:
-        raise PosswapError(f"max_positions={config.max_positions} is less than the {asked} tokens that are asked for: raise it")
-    return config.max_positions or asked
-
-
 def swap_embedder(
     embedder: SentenceTransformer, config: EmbedderOptions, texts: Sequence[str], *, tokens: int, longest: int = 0
 ) -> None:
@@ -70,8 +60,7 @@ def swap_embedder(
 
     For the start `fit` it is fitted on texts of up to `tokens`, which the original reads in windows of --window.
     """
-    asked = longest_text(config, max(tokens, longest))
-    longest = config.max_positions or max(asked, longest_input(unwrap(embedder).config))
+    longest = longest_text(config, max(tokens, longest), longest_input(unwrap(embedder).config))
     window = config.window if config.window < tokens else None
     options = {"tokens": config.fit_tokens, "window": window, "seed": config.seed}
     batches = partial(text_batches, list(texts), embedder.tokenizer, tokens, **options)

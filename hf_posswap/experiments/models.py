@@ -73,10 +73,7 @@ def load_model(
     if tokenizer is not None and family.pad_token_id is None:
         family.pad_token_id = tokenizer.pad_token_id
     trained = longest_input(family)
-    # Never fewer than the checkpoint has, unless the user says so.
-    longest = config.max_positions or max(max_positions or 0, trained)
-    if longest < (max_positions or 0):
-        raise PosswapError(f"max_positions={longest} is less than the {max_positions} tokens that are asked for: raise it")
+    longest = longest_text(config, max_positions or 0, trained)
     if config.scheme != ORIGINAL:  # before anything is loaded or trained
         parse_scheme(config.scheme).check(geometry_of(family, longest, trained))
     elif longest > trained:
@@ -93,6 +90,16 @@ def load_model(
     if config.scheme != ORIGINAL:
         give_positions(model, config, longest, fit_batches, learning_rate=fit_learning_rate)
     return model.to(PartialState().device).eval()
+
+
+def longest_text(config: SwapOptions, asked: int, held: int = 0) -> int:
+    """Return how many tokens a model is to read: --max-positions, or by default those `asked` for, and all that it `held`.
+
+    PosswapError: max_positions is less than asked for.
+    """
+    if config.max_positions and config.max_positions < asked:
+        raise PosswapError(f"max_positions={config.max_positions} is less than the {asked} tokens that are asked for: raise it")
+    return config.max_positions or max(asked, held)
 
 
 def give_positions(model, config: SwapOptions, longest: int, fit_batches: Callable[[], list] | None, **fit_options) -> None:
