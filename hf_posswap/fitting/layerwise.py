@@ -30,8 +30,7 @@ from tqdm import tqdm
 
 from hf_posswap.architectures import Architecture
 from hf_posswap.data.calibration import Batch
-from hf_posswap.fitting.states import States
-from hf_posswap.fitting.teacher import Teacher
+from hf_posswap.fitting.teacher import States, Teacher
 from hf_posswap.functional.closed_form import Evidence
 
 _TOKENS_TO_SOLVE = 4096  # for the closed forms, which use every pair of tokens
