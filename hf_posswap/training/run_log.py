@@ -74,8 +74,6 @@ class RunLog:
 
         PosswapError: a loss or gradient is NaN or infinite, or gradients are zero from the first step on.
         """
-        if not self.pending:
-            return
         losses, norms, tokens, rates = zip(*self.pending, strict=True)
         first, count = len(self.run.losses) + 1, len(losses)
         # Whether to stop, and the seconds a step took, are summed over processes together with the losses.
