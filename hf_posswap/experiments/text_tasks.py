@@ -16,18 +16,8 @@ from torch.utils.data import Dataset
 from transformers import DataCollatorForLanguageModeling, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posswap.architectures import longest_input
+from hf_posswap.data import text
 from hf_posswap.data.calibration import TextBatches, text_batches
-from hf_posswap.data.text import (
-    Split,
-    cut_blocks,
-    embedded_documents,
-    read_documents,
-    shorter_blocks,
-    split_tokens,
-    spread,
-    token_blocks,
-    token_lists,
-)
 from hf_posswap.errors import DataError, PosswapError, UnsupportedModelError
 from hf_posswap.experiments.models import load_family, load_model, load_tokenizer, usual_class
 from hf_posswap.experiments.options import RecipeConfig
@@ -69,14 +59,14 @@ class TextConfig(TextOptions, RecipeConfig):
     """A recipe that trains on text."""
 
 
-def documents(config: TextOptions, split: Split, *, causal: bool) -> list[str]:
+def documents(config: TextOptions, split: text.Split, *, causal: bool) -> list[str]:
     """Return the texts of one split: the user's, or by default the embedded text."""
     source = ":".join(filter(None, (config.dataset, config.dataset_config))) or config.train_file
     if not source:
-        return embedded_documents(split, causal=causal)
+        return text.embedded_documents(split, causal=causal)
     if config.validation_file:
         source, split = source if split == "train" else config.validation_file, None
-    return read_documents(source, split=split, text_column=config.text_column)
+    return text.read_documents(source, split=split, text_column=config.text_column)
 
 
 class RunText:
@@ -107,7 +97,7 @@ class RunText:
 
     def blocks(self, length: int) -> torch.Tensor:
         """Return the training text in blocks (N, length); DataError if they do not fill a batch."""
-        blocks = token_blocks(self.training, self.tokenizer, length)
+        blocks = text.token_blocks(self.training, self.tokenizer, length)
         check_enough(blocks, self.config)
         return blocks
 
@@ -117,14 +107,14 @@ class RunText:
         Select text is a tenth of the training text, on which no run trains: rates are chosen by it. It has --evaluation-tokens.
         """
         longest = longest or length
-        to_train, to_select, _ = split_tokens(token_lists(self.training, self.tokenizer), longest)
-        aside = spread(cut_blocks(to_select, self.tokenizer, longest), self.config.evaluation_tokens)
-        return cut_blocks(to_train, self.tokenizer, length), aside
+        to_train, to_select, _ = text.split_tokens(text.token_lists(self.training, self.tokenizer), longest)
+        aside = text.spread(text.cut_blocks(to_select, self.tokenizer, longest), self.config.evaluation_tokens)
+        return text.cut_blocks(to_train, self.tokenizer, length), aside
 
     def held(self, *lengths: int) -> dict[int, torch.Tensor]:
         """Return --evaluation-tokens of held-out text, the same tokens in blocks of each length: {length: (N, length)}."""
-        longest = spread(token_blocks(self.held_out, self.tokenizer, max(lengths)), self.config.evaluation_tokens)
-        return {length: shorter_blocks(longest, self.tokenizer, length) for length in lengths}
+        longest = text.spread(text.token_blocks(self.held_out, self.tokenizer, max(lengths)), self.config.evaluation_tokens)
+        return {length: text.shorter_blocks(longest, self.tokenizer, length) for length in lengths}
 
     def fit_batches(self, longest: int | None = None, **options) -> TextBatches:
         """Return `text_batches` of the training text for --start fit, by default up to the checkpoint's longest input."""
