@@ -10,6 +10,7 @@ import torch
 from conftest import refused
 
 from hf_posswap.data.tables import Rows
+from hf_posswap.data.text import stdlib_prose
 from hf_posswap.experiments import classification
 from hf_posswap.experiments.classification import encode
 
@@ -46,7 +47,7 @@ def _files(folder, model="bert", **options):
 def test_what_can_be_learnt_is_learnt(recipe, folder, model, scheme):
     """Which of two animals comes first: every scheme learns it, and no positions at all do not, in an encoder."""
     module = recipe("downstream_classification")
-    steps = {"max_steps": 150, "batch_size": 16, "learning_rate": 3e-3, "eval_steps": 75}
+    steps = {"max_steps": 100, "batch_size": 16, "learning_rate": 5e-3, "eval_steps": 50}
     options = _files(folder, model, scheme=scheme, dropout=False, **steps)
     result = module.run(module.Config(**options), folder / "out", False)
     if scheme == "none":  # guesses: the texts tell by their order alone
@@ -56,7 +57,7 @@ def test_what_can_be_learnt_is_learnt(recipe, folder, model, scheme):
     assert list(result["figures"]) == ["accuracy", "f1", "f1_macro", "matthews", "loss"] and result["metric"] == "accuracy"
     means = {name: sum(values) / len(values) for name, values in result["items"].items()}
     assert means == pytest.approx({name: result["figures"][name] for name in ("accuracy", "loss")}, rel=1e-4)
-    assert [point["step"] for point in result["curve"]] == [75, 150] and len(result["losses"]) == 150
+    assert [point["step"] for point in result["curve"]] == [50, 100] and len(result["losses"]) == 100
     assert result["curve"][-1]["accuracy"] == result["figures"]["accuracy"] and result["cost"]["tokens"] > 0
     sizes = result["data"]["splits"]
     assert result["data"]["labels"] == ["cat", "dog"] and (sizes["train"]["rows"], sizes["validation"]["rows"]) == (400, 101)
@@ -93,6 +94,9 @@ def test_the_embedded_task(recipe, folder, monkeypatch):
     """Without a data set the task is intact and swapped sentences, as many of each, none of them in both parts."""
     module, read, tasks = recipe("downstream_classification"), classification.read_labelled, []
     monkeypatch.setattr(classification, "read_labelled", lambda config: tasks.append(read(config)) or tasks[0])
+    prose = stdlib_prose("validation")  # the smaller part is read sooner
+    halves = {"train": prose[: len(prose) // 2], "validation": prose[len(prose) // 2 :]}
+    monkeypatch.setattr(classification, "stdlib_prose", halves.get)
     config = module.Config(**{**_files(folder), "train_file": None, "validation_file": None, "max_train_samples": 200})
     result = module.run(config, folder / "out", False)
     (task,) = tasks
@@ -111,7 +115,7 @@ def test_long_documents(recipe, folder):
             rows.append((" ".join([*chance.choices(WORDS, k=8 if number % 3 == 0 else 44), *[label] * 4]), label))
         _write(folder / f"{split}.csv", ("text", "label"), rows)
     module = recipe("long_documents")
-    options = _files(folder, max_steps=100, batch_size=16, gradient_accumulation_steps=2, learning_rate=3e-3, max_length=64)
+    options = _files(folder, max_steps=60, batch_size=16, gradient_accumulation_steps=2, learning_rate=3e-3, max_length=64)
     results = {}
     for scheme in ("original", "rotary"):
         result = module.run(module.Config(**options, scheme=scheme, dropout=False), folder / scheme, False)
