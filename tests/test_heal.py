@@ -5,6 +5,7 @@ import torch
 from conftest import refused
 from transformers import BertModel
 
+from hf_posswap.experiments import models
 from hf_posswap.fitting.distillation import distillation_loss
 
 
@@ -32,13 +33,13 @@ def heal(recipe, save, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_healing_end_to_end(recipe, heal, name):
-    """Every start has a curve, tokens are counted, damage falls, and the mark is the cold swap's cost for all of them."""
-    marks = set()
+def test_healing_end_to_end(recipe, heal, watch, name):
+    """Every start has a curve, tokens are counted, damage falls, a fit gets its options, and all have the cold swap's mark."""
+    marks, fits = set(), watch(models, "fit")
     span = heal(name, scheme="rotary", start="cold", span=4)
     assert span["figures"]["damage_0"] == pytest.approx(span["details"]["cold_damage"], rel=1e-4)
     for scheme, start in (("rotary", "cold"), ("rotary", "swap"), ("relative:clip=4", "fit"), ("original", "swap")):
-        result = heal(name, scheme=scheme, start=start, max_steps=20)
+        result = heal(name, scheme=scheme, start=start, max_steps=20, fit_learning_rate=2e-3)
         curve, details, figures = result["details"]["curve"], result["details"], result["figures"]
         assert [point["step"] for point in curve] == [0, *recipe.measured_steps(20)]
         assert curve[-1]["tokens"] == result["cost"]["tokens"] == 20 * 4 * details["block_size"]
@@ -56,6 +57,7 @@ def test_healing_end_to_end(recipe, heal, name):
             assert details["cold_damage"] is None and figures["damage_0"] == pytest.approx(0, abs=1e-6)
             assert not any(figure.startswith("to_") for figure in figures)
     assert len(marks) == 1
+    assert [(fit.kwargs["reconstruct"], fit.kwargs["learning_rate"]) for fit in fits] == [(20, 2e-3)]
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
@@ -138,12 +140,3 @@ def test_text_teaches_and_the_original_is_the_control(heal):
         ends.append(taught["ratio"] / without["ratio"])
         assert "ratio_0" in taught and "damage_0" in without and "ratio_0" not in without
     assert all(end < 0.9 for end in ends)
-
-
-def test_fit_options_count(heal):
-    """The options for steps and rate of a fit reach it."""
-    starts = []
-    for options in ({"fit_steps": 1}, {"fit_steps": 20}, {"fit_steps": 20, "fit_learning_rate": 1e-5}):
-        found = heal(start="fit", max_steps=1, learning_rate=1e-9, **options)
-        starts.append(found["figures"]["damage_0"])
-    assert starts[1] < 0.9 * starts[0] and starts[1] < 0.9 * starts[2]
