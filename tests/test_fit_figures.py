@@ -238,7 +238,7 @@ def test_a_fit_wins_at_every_depth(scheme, sizes, long):
     found = posswap.describe(model)
     assert (found.layers, found.layers_patched) == (depth, depth)
     text = torch.cat([TEXT, TEXT.flip(1), TEXT.flip(0)], dim=1) if long else TEXT
-    report = fit(model, text, reconstruct=20, learning_rate=3e-3, progress=False)
+    report = quick(model, text)
     assert [layer.layer for layer in report.layers] == list(range(depth)) and str(report)
     assert all(layer.after < layer.before for layer in report.layers)
     wins = [after < before for before, after in zip(report.before.by_layer, report.after.by_layer, strict=True)]
