@@ -73,7 +73,7 @@ KINDS = [
     ("head", "layout", "fraction", "dtype"),
     [
         *((head, *KINDS[turn % 4]) for turn, head in enumerate([*ROFORMER, *GPT_NEOX])),
-        *((head, *kind) for head in (BertModel, GPT2LMHeadModel) for kind in KINDS),
+        *((GPT2LMHeadModel, *kind) for kind in KINDS),  # BERT has heads enough to meet all four
     ],
 )
 def test_rotary_heads(make_swapped, bert_tokenizer, head, layout, fraction, dtype):
