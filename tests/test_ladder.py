@@ -92,14 +92,6 @@ def test_a_warm_concatenation_is_the_best_that_a_code_can_say():
                 assert_close(fitted[1:], table[1:], rtol=0, atol=0.05)
 
 
-def test_cosine_first_is_a_permutation():
-    """Pairs the other way round are the same numbers, and a scheme of their own."""
-    positions = torch.arange(12)
-    there = sinusoids(positions, 8, layout="cosine_first")
-    assert torch.equal(there.unflatten(-1, (4, 2)).flip(-1).flatten(-2), sinusoids(positions, 8))
-    assert_close(there[:, 0], positions.float().cos())
-
-
 def test_signed_distances(make_model, tokens, tmp_path):
     """Sinusoidal vectors of keys equal a learned table of the same numbers; cosines are even in the distance, sines odd."""
     for family in ("bert", "gpt2"):

@@ -50,13 +50,15 @@ def get_timing_signal_1d(length: int, channels: int, max_timescale: float, start
 @pytest.mark.parametrize("base", [10_000, 300])
 @pytest.mark.parametrize("start", [0, 100_000])
 def test_sinusoids_equal_the_formulas(start, base):
-    """The printed formula, its halves layout and tensor2tensor's code, near zero and at position 100,000."""
+    """The printed formula, its other layouts and tensor2tensor's code, near zero and at position 100,000."""
     positions = torch.arange(start, start + 12)
     expected = torch.tensor([printed(int(p), 8, base) for p in positions], dtype=torch.float64)
     close = {"rtol": 0.0, "atol": 1e-7, "check_dtype": False}
     assert_close(sinusoids(positions, 8, base=base), expected, **close)
     halves = torch.cat([expected[:, 0::2], expected[:, 1::2]], dim=1)
     assert_close(sinusoids(positions, 8, base=base, layout="halves"), halves, **close)
+    turned = expected[:, [1, 0, 3, 2, 5, 4, 7, 6]]
+    assert_close(sinusoids(positions, 8, base=base, layout="cosine_first"), turned, **close)
     for size in (8, 7, 3, 2):
         signal = sinusoids(positions, size, base=base, layout="tensor2tensor")
         assert_close(signal, get_timing_signal_1d(12, size, base, start), **close)
