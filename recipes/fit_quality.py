@@ -5,6 +5,9 @@
     python recipes/fit_quality.py --scheme relative --train-file valid.txt --validation-file test.txt --pairs stsb-dev.csv
     hf-posswap compare --collect runs/given --collect runs/random --vary text --output runs/texts
 
+A causal model is measured in blocks of its trained length, four to each block of swap_cost's longest; an encoder in blocks of
+its longest input, and a quarter of it, cut from these.
+
 --text is what to fit on: `given`, --train-file or --dataset (default: the embedded text); `embedded`, the standard library's;
 `shuffled`, the given text in random order; `random`, tokens drawn uniformly; `written`, by the causal model itself.
 """

@@ -1,7 +1,8 @@
 """The one training loop, on accelerate: the same code for a CPU, one GPU and many.
 
 A recipe supplies a model, a data set and, where the model does not compute one, a loss. The global batch size is
-`batch_size` for any number of processes, so two processes take the same steps as one.
+`batch_size` for any number of processes, so two processes take the same steps as one. The optimizer is AdamW with betas of 0.9
+and 0.95.
 """
 
 import logging
