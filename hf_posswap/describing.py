@@ -42,7 +42,8 @@ class Description:
             rows["distances"] = self.distances
         if self.span is not None:
             where = f", in {self.layers_with_span} of {self.layers} layers" * (self.layers_with_span < self.layers)
-            rows["attention"] = f"to distances below {self.span.span:,} and the first {self.span.first} tokens{where}"
+            first = f"the first {self.span.first} token{'s' * (self.span.first != 1)}"
+            rows["attention"] = f"to distances below {self.span.span:,} and {first}{where}"
         rows["attention layers patched"] = f"{self.layers_patched} of {self.layers}"
         original = "kept: posswap.restore(model)" if self.can_restore else "not kept in this process"
         rows["original"] = original if self.swapped else "this is it"

@@ -241,7 +241,7 @@ def test_span_and_export(make_model, tmp_path, family, scheme, span, exportable)
     text = posswap.write_card(tmp_path, base_model=BASE).read_text()
     assert ("As a stock class" in text, "There is no third way" in text) == (exportable is True, exportable is False)
     assert "It reads 32 tokens; the base model reads 32." in text  # without the row of a RoBERTa's padding
-    assert ("| attention | to distances below 8 and the first 4 tokens |" in text) == (span is not None)
+    assert ("| attention | to distances below 8 and the first 1 token |" in text) == (span is not None)
     if not exportable:
         refused("no class of transformers|no native counterpart|mark_first", posswap.export_native, model)
     if exportable is None:
