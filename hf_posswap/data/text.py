@@ -30,7 +30,7 @@ _LEFT_OUT = {
 
 
 def split_of(name: str) -> Split:
-    """Return the split that a document belongs to: one name in ten is held out: first byte of its SHA-256 below 26.
+    """Return the split of a document: one name in ten is held out, where the first byte of its SHA-256 is below 26.
 
     >>> split_of("json.decoder"), split_of("argparse")
     ('train', 'train')
