@@ -21,8 +21,11 @@ def test_splits_are_disjoint_and_stable():
 
 
 def test_prose_is_prose():
-    """The prose holds paragraphs of docstrings and topics, hardly any code (by the Python that runs) and no duplicates."""
-    prose = stdlib_prose("validation")
+    """The prose holds its split's docstrings and topics, hardly any code (by the Python that runs) and no duplicates."""
+    with patch("hf_posswap.data.text.stdlib_documents", side_effect=stdlib_documents) as documents:
+        prose = stdlib_prose("validation")
+        documents.side_effect = lambda split: {"topic:one": f"of the {split} split " * 3}
+        assert stdlib_prose("train") == [("of the train split " * 3).strip()]
     assert len(prose) > 200 and len(set(prose)) == len(prose)
     assert sum(">>>" in paragraph or "def " in paragraph[:4] for paragraph in prose) < len(prose) / 200
 
