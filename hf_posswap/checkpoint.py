@@ -27,7 +27,7 @@ from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.forward import positioned_forward
 from hf_posswap.scheme_entry import AVERAGED, DIGEST, digest, is_edited, read_config_entry, sign, span_in
 from hf_posswap.schemes import AttentionPositions, PositionEmbedding, Scheme
-from hf_posswap.surgery import check_longest, geometry_of, install, position_modules, state_of
+from hf_posswap.surgery import check_edits, geometry_of, install, position_modules, state_of
 
 STUB = "modeling_hf_posswap.py"
 
@@ -88,8 +88,8 @@ class SwappedModel(InitialisesPositions):
         return state_of(self).scheme
 
     def save_pretrained(self, *args, **kwargs):
-        """As in transformers, but not with a config that says another length."""
-        check_longest(self)
+        """As in transformers, but not with a config that says another length, or with layers of a mix moved."""
+        check_edits(self)
         super().save_pretrained(*args, **kwargs)
 
     def _prepare_position_ids_for_generation(self, *args, **kwargs):

@@ -72,7 +72,7 @@ def describe(model: PreTrainedModel) -> Description:
         return Description(**about, trained_positions=longest, max_positions=longest)
     dropped = (state.geometry.trained_positions + architecture.first_row(target.config)) * state.geometry.hidden_size
     if undo is not None:  # what the swap replaced: the table, or the scheme of a loaded model
-        before = [undo.snapshot.table, *(module for _, module in undo.snapshot.attentions if module is not None)]
+        before = [undo.snapshot.table, *(module for *_, module in undo.snapshot.attentions if module is not None)]
         dropped = sum(p.numel() for module in before for p in module.parameters())
     patched = [attention.positions for attention in layers if hasattr(attention, "positions")]
     return Description(

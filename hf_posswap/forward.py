@@ -17,7 +17,7 @@ from hf_posswap.attention import CACHE, Shared, Tokens, check_implementation, ke
 from hf_posswap.errors import PosswapError, SequenceTooLongError
 from hf_posswap.schemes.base import is_traced, transforms
 from hf_posswap.span_cache import keep_span
-from hf_posswap.surgery import check_longest, state_of
+from hf_posswap.surgery import check_edits, state_of
 
 _FAR = 8  # an input of more than this many times the fitted length gives a warning
 
@@ -83,7 +83,7 @@ def _check_ids(position_ids: torch.Tensor, length: int) -> torch.Tensor:
 
 def _check_length(base, scheme, tokens: Tokens) -> None:
     positions, slots, past = tokens
-    check_longest(base)
+    check_edits(base)
     limit = base.architecture.longest_input(base.config)
     needed = past + slots.shape[-1] if isinstance(past, int) else 0
     # Values are read only where that costs nothing: not while tracing, and not where it would wait for a GPU, unless there are

@@ -30,7 +30,7 @@ class Snapshot:
     max_positions: int
     state: "SwapState | None"
     table: nn.Module
-    attentions: list[tuple[type, nn.Module | None]]
+    attentions: list[tuple[nn.Module, type, nn.Module | None]]
     query_keys: list[tuple[torch.Tensor, ...]] | None = field(default=None, repr=False)
     attention_weights: list[dict[str, torch.Tensor]] | None = field(default=None, repr=False)  # as before a fit
 
@@ -87,9 +87,17 @@ def state_of(model: PreTrainedModel) -> SwapState | None:
     return vars(model.base_model).get("posswap_state")
 
 
-def check_longest(model: PreTrainedModel) -> None:
-    """Raise if the longest input in a swapped model's config was edited: saved and loaded, it would be another model."""
-    own = state_of(model).geometry.max_positions
+def check_edits(model: PreTrainedModel) -> None:
+    """Raise if the longest input in a swapped model's config was edited, or layers of a mix were deleted or moved.
+
+    Saved and loaded, it would be another model: a mix gives layers their schemes by their places.
+    """
+    state = state_of(model)
+    own, mixed = state.geometry.max_positions, len(state.kinds) > 1
+    kinds = [module.kind for module in position_modules(model, model.architecture)[1:]] if mixed else []
+    if kinds != [state.scheme.kind_of(layer) for layer in range(len(kinds))]:
+        what = f"layers were deleted or moved, and do not stand in the order of {state.scheme} any more"
+        raise PosswapError(f"{what}: put them back, or change the layers of the original model and swap that")
     for config in (model.config, model.base_model.config):
         if (said := model.architecture.longest_input(config)) != own:
             what = f"its length and padding id now make {said} positions, the model was set up for {own}"
@@ -141,7 +149,7 @@ def take_snapshot(model: PreTrainedModel, architecture: Architecture, *, weights
         max_positions=architecture.longest_input(model.config),
         state=state_of(model),
         table=architecture.table(base),
-        attentions=[(type(a), getattr(a, "positions", None)) for a in attentions],
+        attentions=[(a, type(a), getattr(a, "positions", None)) for a in attentions],
         query_keys=query_keys,
     )
 
@@ -219,7 +227,7 @@ def revert(model: PreTrainedModel, architecture: Architecture, snapshot: Snapsho
     like = base.get_input_embeddings().weight
     setattr(owner, name, snapshot.table.to(device=like.device, dtype=like.dtype).train(owner.training))
     attentions = architecture.self_attentions(base)
-    for attention, (attention_class, positions) in zip(attentions, snapshot.attentions, strict=True):
+    for attention, attention_class, positions in snapshot.attentions:
         _set_positions(attention, attention_class, positions)
     _set_config(model, snapshot.config, snapshot.base_config)
     architecture.resize(base, snapshot.max_positions)  # which asks the config where positions begin

@@ -84,7 +84,7 @@ def swap(
             what = f"the config says {start.max_positions} positions, and the table has {rows}"
             raise PosswapError(f"{what}: let the config say what the table has, and give swap another length as max_positions")
     elif undo is None:
-        surgery.check_longest(target)
+        surgery.check_edits(target)
     asked, held, most = max_positions, start.max_positions, MOST_POSITIONS
     max_positions = held if asked is None else _integer("max_positions", asked, held, most, f"; the model holds {held:,} now")
     check_reads(model, max_positions if asked is None else None)
@@ -201,6 +201,9 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
         raise PosswapError(f"this {type(target).__name__} is not swapped: there is nothing to restore")
     attentions = architecture.self_attentions(target.base_model)
     kept = undo.snapshot
+    if [one for one, *_ in kept.attentions] != attentions:
+        what = "layers were deleted, added or moved since the swap, and the original's attention fits none of these"
+        raise PosswapError(f"{what}: put them back first, or save the model and load it: what is saved is as it is now")
     own = kept.query_keys is None or surgery.can_write_query_keys(attentions, architecture)
     if not (own and surgery.can_write_attention_weights(attentions, kept.attention_weights)):
         what = "the projections of attention have been pruned, parametrized or replaced since the swap or fit"

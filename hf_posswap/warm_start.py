@@ -53,7 +53,7 @@ def balanced_order(
     modules = [own.attention_module(geometry) for own, _ in scheme.kinds()]
     order = [None if one is None else one.dims_slow_to_fast() for one in modules]
     # In a layer that is rotary already, directions are in the right planes.
-    rotated = [p is not None and p.dims_slow_to_fast() is not None for _, p in start.attentions]
+    rotated = [p is not None and p.dims_slow_to_fast() is not None for *_, p in start.attentions]
     orders = [None if turns else order[scheme.kind_of(layer)] for layer, turns in enumerate(rotated)]
     if all(one is None for one in orders) or not balances(architecture, target.config):
         return None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import refused
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, DynamicCache, StaticCache
 
 import hf_posswap as posswap
 from hf_posswap.contract.subject import padded
@@ -145,3 +145,17 @@ def test_claims_and_shared_layers(make_model):
     model = make_model("gpt2", n_layer=5)  # an odd number: the last repeat ends early
     posswap.swap(model, "mixed:layers=[none, rotary]")
     assert [hasattr(block.attn.positions, "planes") for block in model.transformer.h] == [False, True] * 2 + [False]
+
+
+def test_layers_that_were_moved(make_model, tokens, tmp_path):
+    """A mix gives layers their schemes by their places: where these change after a swap, saved and loaded it is another."""
+    model = posswap.swap(make_model("bert", num_hidden_layers=4), "mixed:layers=[rotary, rotary:{theta=5}]")
+    encoder, kept = model.bert.encoder, model.bert.encoder.layer
+    encoder.layer, model.config.num_hidden_layers = kept[:2], 2  # in order still
+    model.save_pretrained(tmp_path / "cut")
+    again = AutoModelForMaskedLM.from_pretrained(tmp_path / "cut", attn_implementation="eager")
+    assert torch.equal(again(tokens).logits, model.eval()(tokens).logits)
+    for order in ((1, 2), (1, 0, 2, 3)):
+        encoder.layer, model.config.num_hidden_layers = torch.nn.ModuleList(kept[i] for i in order), len(order)
+        for use, given in ((model, tokens), (model.save_pretrained, tmp_path / "moved")):
+            refused(r"layers were deleted or moved.*order of mixed:.*put them back", use, given)

@@ -1,5 +1,7 @@
 """swap, restore and describe: what they change, that all of it comes back, and that no other model notices."""
 
+import copy
+
 import pytest
 import torch
 from conftest import changes, refused, snapshot
@@ -166,3 +168,17 @@ def test_attention_options_of_gpt2(make_model, option, tokens):
     outputs = [posswap.swap(model, scheme)(tokens, position_ids=position_ids).logits for scheme in schemes]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(outputs[2], outputs[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", [lambda a, b: [a], lambda a, b: [b, a], lambda a, b: [a, b, copy.deepcopy(b)]])
+def test_layers_that_are_not_those_of_the_swap(make_model, change):
+    """Old queries and keys would go to others' layers, or a half of the model back: nothing is restored."""
+    model = posswap.swap(make_model("bert"), "rotary")
+    encoder, kept = model.bert.encoder, model.bert.encoder.layer
+    encoder.layer = torch.nn.ModuleList(change(*kept))
+    before = snapshot(model)
+    for keep in (False, True):
+        refused("layers were deleted, added or moved since the swap", posswap.restore, model, keep_training=keep)
+    assert not changes(model, before)
+    encoder.layer = kept
+    posswap.restore(model)

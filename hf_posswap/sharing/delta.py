@@ -21,7 +21,7 @@ from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.provenance import check_new, write_json
 from hf_posswap.scheme_entry import DIGEST, config_entry, on_hub, scheme_in, span_in
-from hf_posswap.surgery import check_longest, position_modules, state_of
+from hf_posswap.surgery import check_edits, position_modules, state_of
 from hf_posswap.swapping import original, restore, swap
 from hf_posswap.target import check_no_adapters, find_target
 
@@ -86,7 +86,7 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
         if set(changed) <= both:
             way = "save the whole model, or, if others may bring a head of their own, pass a base_model without this one"
         raise PosswapError(f"{what}: {way}")
-    check_longest(target)
+    check_edits(target)
     scheme, trained = target.base_model.position_scheme, target.config.position_scheme["trained_positions"]
     read = (*_READ, "pad_token_id") if architecture.first_id(target.config) else _READ  # positions are counted from its id
     longest, known = longest_input(target.config), on_hub(base.name_or_path) or {"id": None, "revision": None}
