@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posswap.architectures import ARCHITECTURES, Architecture, find_family
-from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedModel
+from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedConfig, SwappedModel
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.pipelines import unwrap
 
@@ -75,6 +75,10 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     if not isinstance(model, SwappedModel) and any(map(_for_swapped, (getattr(model, "peft_config", None) or {}).values())):
         what = "this adapter was trained on a swapped model and has been put on a plain one, which it does not fit"
         raise PosswapError(f"{what}: load the swapped model, or swap this one without the adapter, then load the adapter")
+    if isinstance(model.config, SwappedConfig) and not isinstance(model, SwappedModel):
+        what = f"this {type(model).__name__} was made from the config of a swapped model, and has a table all the same"
+        way = f"make a {SWAPPED_CLASSES[type(model)].__name__}, as an Auto class's from_config does"
+        raise UnsupportedModelError(f"{what}: {way}")
     base = model.base_model
     owner, name = architecture.table_owner(base)
     table = getattr(owner, name, None)

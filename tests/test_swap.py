@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import changes, refused, snapshot
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertForMaskedLM
 
 import hf_posswap as posswap
 from hf_posswap.contract.subject import FAMILIES
@@ -182,3 +182,11 @@ def test_layers_that_are_not_those_of_the_swap(make_model, change):
     assert not changes(model, before)
     encoder.layer = kept
     posswap.restore(model)
+
+
+def test_a_plain_class_of_a_swapped_config(make_model):
+    """It has a table, and a config that says another scheme: what it saves would not load."""
+    swapped = posswap.swap(make_model("bert"), "rotary")
+    plain = BertForMaskedLM(swapped.config)
+    for use in (posswap.describe, lambda one: posswap.swap(one, "alibi"), posswap.restore):
+        refused("made from the config of a swapped model.*make a PosswapBertForMaskedLM", use, plain)
