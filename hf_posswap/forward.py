@@ -38,9 +38,12 @@ def positioned_forward(base_class: type):
         scheme, span, implementation = state_of(self).scheme, state_of(self).span, self.config._attn_implementation
         check_implementation(scheme, span, implementation)
         mask = inputs.attention_mask
-        if implementation != "sdpa" and isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.dtype == torch.bool:
-            # Eager and flex attention add masks: True would count as 1.0, where sdpa takes it for "attend".
-            arguments["attention_mask"] = span_mask.additive(mask, self.dtype)
+        if isinstance(mask, torch.Tensor) and mask.dim() == 4:
+            if mask.dtype != torch.bool and not mask.is_floating_point():  # ones and zeros would be added to scores
+                raise PosswapError(f"a 4D attention mask must be boolean or floating point, this one is {mask.dtype}")
+            if implementation != "sdpa" and mask.dtype == torch.bool:
+                # Eager and flex attention add masks: True would count as 1.0, where sdpa takes it for "attend".
+                arguments["attention_mask"] = span_mask.additive(mask, self.dtype)
         past, slots = _slots(arguments.get(CACHE), inputs)
         arguments["position_ids"], positions = _positions(self, inputs, arguments.get("position_ids"), past, slots)
         tokens = Tokens(positions, slots, past)

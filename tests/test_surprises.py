@@ -113,9 +113,12 @@ def test_scaling_is_copied(make_model, tokens):
         ("attention_mask", torch.ones(20, 20).tril().long()[None, None], "boolean or floating point"),  # it would be added
     ],
 )
-def test_inputs_that_do_not_fit(make_swapped, name, value, says, tokens):
+@pytest.mark.parametrize(
+    ("scheme", "backend", "span"), [("relative:clip=4", "sdpa", None), ("alibi", "sdpa", 8), ("rotary", "eager", None)]
+)
+def test_inputs_that_do_not_fit(make_swapped, scheme, backend, span, name, value, says, tokens):
     """Position ids of a wrong length or type, and 4D masks of integers, are an error."""
-    refused(says, make_swapped("gpt2", "relative:clip=4", "sdpa", max_positions=64), tokens[:1], **{name: value})
+    refused(says, make_swapped("gpt2", scheme, backend, max_positions=64, span=span), tokens[:1], **{name: value})
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # in forward-mode derivatives

@@ -132,8 +132,6 @@ def weigh(scores: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> to
     """Return attention probabilities (B, H, Q, K), float32 or wider; a mask is additive, or boolean with True = attend."""
     if mask is not None and mask.dtype == torch.bool:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    elif mask is not None and not mask.is_floating_point():
-        raise PosswapError(f"a 4D attention mask must be boolean or floating point, this one is {mask.dtype}")
     elif mask is not None:
         scores = scores + mask
     return nn.functional.dropout(scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)), dropout)
