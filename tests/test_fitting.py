@@ -233,6 +233,7 @@ BAD_TEXT = {
     "lists": (lambda: {"attention_mask": text(), "input_ids": text().tolist()}, "tensors"),
     "mask of another shape": (lambda: {"input_ids": text(), "attention_mask": text()[:, 1:]}, "one shape"),
     "additive mask": (lambda: {"input_ids": text(), "attention_mask": -1e4 * (text() > 50)}, "0 where there is padding"),
+    "padding": (lambda: torch.where(torch.arange(20) < 9, text(), 0), "padding .token 0.*would count as text: give dicts"),
     "masked row": (lambda: {"input_ids": text(), "attention_mask": text() * 0}, "leave that row"),
     "types": (lambda: {"input_ids": text(), "token_type_ids": text()}, "token_type_ids must be integers from 0 to 1"),
     "too few": (lambda: text(3), "too few"),
