@@ -16,7 +16,8 @@ two models, of which neither is nearer to the original.
 
 Kernel (rotary). Written as complex numbers, a plane's part of q_i.k_j is Re(conj(z_q) z_k e^(i theta (j - i))). The product of
 the means of q and k is therefore a function of distance alone, sum_m Re(Z_m e^(i theta_m (j - i))), Z = conj(mean z_q) mean
-z_k: fit that, and row constants (softmax shift), to the missing scores by least squares, and write it into the biases.
+z_k: fit that, and row constants (softmax shift), to the missing scores by least squares, weighted as `missing_scores` says, and
+write it into the biases. That disturbs scores of content a little, so it is done twice.
 
 Relative vectors. With missing scores R_ij and weights w, minimise over a and the row constants c (softmax shift)
 sum_ij w_ij (q_i . a_r(j-i) - R_ij + c_i)^2 + ridge. a depends only on sums over the keys at one distance, so the normal
@@ -79,7 +80,8 @@ def missing_scores(evidence: Evidence, scores: torch.Tensor, scaling: float) -> 
     """Return weights w and the scores R that a layer still misses, centred over keys; both (B, H, L, L).
 
     `scores` are q.k without `scaling`. The original's scores are the logarithm of its probabilities, up to a row constant
-    that the softmax does not see. Weights are its probabilities plus a small floor, so that keys it ignores count a little.
+    that the softmax does not see. Weights are its probabilities plus 0.02, shared evenly among the keys that a query may see:
+    so keys that it ignores count a little.
     """
     allowed = evidence.allowed
     weights = evidence.probabilities + 0.02 * allowed / allowed.sum(-1, keepdim=True).clamp_min(1)

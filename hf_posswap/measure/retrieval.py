@@ -40,7 +40,8 @@ class Passage(NamedTuple):
 def cut_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, tokens: int) -> list[str]:
     """Cut texts between words into documents of `tokens` tokens, without rests, duplicates, and what is mostly white space.
 
-    DataError: no text is so long.
+    A word that reaches past its document's last token stays whole, and the next document begins behind it: so a document may
+    have a few tokens more or fewer. DataError: no text is so long.
     """
     documents = []
     for text in texts:
