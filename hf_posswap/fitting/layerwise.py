@@ -3,7 +3,7 @@
 Both models read the same text. Each layer of the swapped model gets its own hidden states, with the errors of earlier layers,
 and its self-attention is fitted so that the layer's output comes near that of the original's layer:
 
-1. the scheme's closed form (`closed_form`), on some 4,096 tokens: basis and kernel of rotary, vectors of relative; kept if it
+1. the scheme's closed form (`closed_form`), on up to 4,096 tokens: basis and kernel of rotary, vectors of relative; kept if it
    helps;
 2. reconstruction: a few steps of Adam, of about 2,048 tokens each, on the weights of self-attention and of its positions. The
    rate rises for five steps and then falls linearly to 0. What does not help is tried again at a tenth of it, or dropped.

@@ -8,11 +8,11 @@ causal model is
 of which the model must write the last number. For an encoder it is extractive question answering, with the key's span as the
 answer: [CLS] What is the pass key? [SEP] filler ... filler [SEP].
 
-The filler is the paper's five sentences over and over, or the prose of the standard library, from a random sentence on; the
-last one is cut. `depth` is the share of the filler that stands before the key, to the nearest end of a sentence. `decoys` are
-keys of other names ("The door key is ..."); then any of the names may be asked for, and the answer must match the question's
-name to the text (multi-key retrieval, Hsieh et al. 2024, "RULER", https://arxiv.org/abs/2404.06654). Without decoys an encoder
-only has to find a number.
+Sentences, keys and questions are tokenized one by one. The filler is the paper's five sentences over and over, or the prose of
+the standard library, from a random sentence on; the last one is cut. `depth` is the share of the filler that stands before the
+key, to the nearest end of a sentence. `decoys` are keys of other names ("The door key is ..."); then any of the names may be
+asked for, and the answer must match the question's name to the text (multi-key retrieval, Hsieh et al. 2024, "RULER",
+https://arxiv.org/abs/2404.06654). Without decoys an encoder only has to find a number.
 
 Unlike the paper: no introductory sentence, and the key appears once, so that short texts have room for filler; keys have four
 digits and all the same number of tokens; the two splits share no keys.

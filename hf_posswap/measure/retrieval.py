@@ -41,7 +41,7 @@ def cut_documents(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, toke
     """Cut texts between words into documents of `tokens` tokens, without rests, duplicates, and what is mostly white space.
 
     A word that reaches past its document's last token stays whole, and the next document begins behind it: so a document may
-    have a few tokens more or fewer. DataError: no text is so long.
+    have a few tokens fewer, or more, which the pipeline's limit then cuts off. DataError: no text is so long.
     """
     documents = []
     for text in texts:
