@@ -205,6 +205,18 @@ def test_the_folder(make_swapped, bert_tokenizer, tmp_path):
     assert posswap.export_native(unmarked).model.config.tie_word_embeddings is True
 
 
+def test_generation(make_swapped, tmp_path):
+    """Past the trained length, from prompts padded on the left, a saved GPT-NeoX, which knows nothing of us, says the same."""
+    model = make_swapped("gpt2", posswap.Rotary(mark_first=False), max_positions=128)
+    posswap.export_native(model).save_pretrained(tmp_path / "out")
+    native = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert type(native) is transformers.GPTNeoXForCausalLM and "posswap" not in (tmp_path / "out" / "config.json").read_text()
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[1, :5] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 60, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(native.generate(_tokens(20), **options), model.generate(_tokens(20), **options))
+
+
 ROTARY, YARN = posswap.Rotary(mark_first=False), {"rope_type": "yarn", "factor": 2.0}
 
 
