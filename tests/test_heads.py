@@ -11,17 +11,12 @@ from transformers import BertLMHeadModel, BertModel, EncoderDecoderModel, EsmMod
 import hf_posswap as posswap
 from hf_posswap.checkpoint import SWAPPED_CLASSES
 
-LABELS = {
+LABELS = {  # by how the class is called at its end
     "AlbertForPreTraining": {"labels": (2, 12), "sentence_order_label": (2,)},
     "ForPreTraining": {"labels": (2, 12), "next_sentence_label": (2,)},
-    "LMHeadModel": {"labels": (2, 12)},
-    "ForMaskedLM": {"labels": (2, 12)},
-    "ForCausalLM": {"labels": (2, 12)},
-    "ForSequenceClassification": {"labels": (2,)},
-    "ForTokenClassification": {"labels": (2, 12)},
+    ("LMHeadModel", "ForMaskedLM", "ForCausalLM", "ForTokenClassification"): {"labels": (2, 12)},
+    ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction"): {"labels": (2,)},
     "ForQuestionAnswering": {"start_positions": (2,), "end_positions": (2,)},
-    "ForMultipleChoice": {"labels": (2,)},
-    "ForNextSentencePrediction": {"labels": (2,)},
     "DoubleHeadsModel": {"labels": (2, 3, 12), "mc_labels": (2,)},
     "Model": {},
 }

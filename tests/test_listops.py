@@ -134,12 +134,11 @@ def test_end_to_end(recipe, checkpoint, tmp_path, watch, family, options):
     assert answer["cost"]["tokens"] > 0 and (answer["cost"]["parameters"] < 5000) is ("hidden_size" in options)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bert"])
-def test_it_learns(recipe, checkpoint, tmp_path, family, monkeypatch):
+def test_it_learns(recipe, checkpoint, tmp_path, monkeypatch):
     """The largest of two or three digits is soon learnt, and known of held-out ones."""
     monkeypatch.setattr("hf_posswap.measure.listops.OPERATORS", {"[MAX": max})
     config = recipe.ListOpsConfig(
-        model=checkpoint(family), scheme="rotary", max_steps=300, batch_size=16, learning_rate=5e-3, dropout=False,
+        model=checkpoint("gpt2"), scheme="rotary", max_steps=300, batch_size=16, learning_rate=5e-3, dropout=False,
         train_examples=900, examples=100, min_length=3, max_length=6, max_depth=2, max_args=3,
     )  # fmt: skip
     answer = recipe.run(config, tmp_path, False)
