@@ -315,6 +315,11 @@ def _integer(name: str, given: Any, least: int, most: int, note: str) -> int:
     raise PosswapError(f"{name}={given!r} must be an integer from {least:,} to {most:,}{note}")
 
 
+def usual_first(causal: bool) -> int:
+    """Return how many tokens at the beginning all others attend to if none are asked for."""
+    return 4 if causal else 1
+
+
 def _check_span(span: int | None, first: int | None, max_positions: int, causal: bool) -> Span | None:
     if span is None:
         if first is not None:
@@ -322,7 +327,7 @@ def _check_span(span: int | None, first: int | None, max_positions: int, causal:
         return None
     note = ", the longest input: choose another, or a larger max_positions"
     if first is None:
-        first = min(4 if causal else 1, max_positions)
+        first = min(usual_first(causal), max_positions)
     return Span(_integer("span", span, 1, max_positions, note), _integer("first", first, 0, max_positions, note))
 
 

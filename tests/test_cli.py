@@ -107,7 +107,12 @@ def test_a_card_has_results_of_its_own_span(make_model, tmp_path, program):
     """Runs without the model's span, or with another, are not the model's; with one that is, the card names that row."""
     posswap.swap(make_model("gpt2"), "rotary", span=8).save_pretrained(tmp_path / "near")
     command = ("card", tmp_path / "near", "--base-model", "local:tiny", "--results", tmp_path / "runs")
-    for name, options in (("whole", {}), ("wider", {"span": 9}), ("first", {"span": 8, "first": 2}), ("bare", {"span": 8})):
+    for name, options in (
+        ("whole", {}),
+        ("wider", {"span": 9, "first": 4}),
+        ("first", {"span": 8, "first": 2}),
+        ("bare", {"span": 8}),
+    ):
         write_run(tmp_path / "runs" / name, {"accuracy": 0.5}, scheme="rotary", **options)
     rewrite(tmp_path / "runs/bare/result.json", lambda run: run["config"].pop("first"))  # another program's
     what = "no run with rotary (span 8, first 4), the model's positions"
@@ -115,7 +120,7 @@ def test_a_card_has_results_of_its_own_span(make_model, tmp_path, program):
     fails(f"{what}; it has rotary, {there}", program, *command)
     shutil.rmtree(tmp_path / "runs")
     for span in (None, 8):
-        write_run(tmp_path / f"runs/{span}", {"accuracy": 0.5}, scheme="rotary", span=span)
+        write_run(tmp_path / f"runs/{span}", {"accuracy": 0.5}, scheme="rotary", span=span, first=span and 4)
     write_comparison(load_runs([tmp_path / "runs"]), tmp_path / "runs", vary=["span"])
     code, _, err = program(*command)
     assert code == 0 and "positions: *rotary, swap, span 8*." in (tmp_path / "near" / "README.md").read_text(), err

@@ -13,11 +13,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import fails, refused
+from conftest import fails, refused, rewrite, write_run
 from transformers import AutoModelForSequenceClassification
 
 import hf_posswap as posswap
 from hf_posswap.experiments.classification import ClassificationConfig
+from hf_posswap.experiments.comparison import check_budgets, load_runs
 from hf_posswap.experiments.models import cost, load_model, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig, read_config
 from hf_posswap.experiments.text_tasks import TextConfig
@@ -286,6 +287,50 @@ def test_models_by_start(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "resource", None)  # as on Windows
     monkeypatch.setattr("psutil.Process", Mock(**{"return_value.memory_info.return_value.peak_wset": 5}))
     assert cost(plain)["peak_memory_bytes"] == 5
+
+
+def test_first_tokens_as_in_a_swap(start, checkpoint, tmp_path):
+    """Without --first a run has that of `swap`, and says which; files of older runs, which all have a number, mean the same."""
+    for first, seen in ((None, 1), (4, 4)):
+        config = RecipeConfig(model=checkpoint, scheme="rotary", span=8, first=first)
+        assert posswap.describe(load_model(config, AutoModelForSequenceClassification)).span == (8, seen)
+    plain = RecipeConfig(model=checkpoint, scheme="rotary", first=4)
+    assert posswap.describe(load_model(plain, AutoModelForSequenceClassification)).span is None
+    refused("first=9 is about a span", RecipeConfig, first=9)
+
+    def noted(name, *options):
+        folder = tmp_path / "runs" / name
+        code, out = start("--model", checkpoint, "--scheme", "rotary", *options, "--output", folder)
+        assert code == 0, out
+        begun, ended = (json.loads((folder / file).read_text()) for file in ("config.json", "result.json"))
+        return begun["first"], ended["config"]["first"]
+
+    span = ("--span", 8)
+    runs = {
+        "near": (1, *span),
+        "two": (2, *span, "--first", 2),
+        "whole": (None,),
+        "original": (None, *span, "--scheme", "original"),
+    }
+    for name, (first, *options) in {**runs, "gpt2": (4, *span, "--model", "stdlib-gpt2")}.items():
+        assert noted(name, *options) == (first, first)
+    for name, (_, *options) in runs.items():
+        begun = tmp_path / "runs" / name / "config.json"
+        rewrite(begun, lambda config: config.update(first=4))
+        assert noted(name, *options[: 2 if name == "two" else None], "--resume") == (4, 4)
+        assert noted(f"{name}-again", "--config", begun) == (4, 4)
+
+
+def test_first_tokens_count_where_there_is_a_span(tmp_path):
+    """Budgets are not unequal for a number that older runs note without using it; where it is used, they are."""
+    used = {"scheme": "rotary", "span": 8, "first": 4}
+    for name, options in {"a": {"first": 4}, "b": {"scheme": "rotary"}, "c": used}.items():
+        write_run(tmp_path / name, {"accuracy": 0.5}, **options)
+    check_budgets(load_runs([tmp_path / "a", tmp_path / "b"]))
+    write_run(tmp_path / "e", {"accuracy": 0.5}, span=8)
+    check_budgets(load_runs([tmp_path / "c", tmp_path / "e"]))
+    write_run(tmp_path / "f", {"accuracy": 0.5}, **used | {"first": 1}, start="cold")
+    refused("first is 4 in .*c and 1 in .*f", check_budgets, load_runs([tmp_path / name for name in "cef"]))
 
 
 def test_wrong_checkpoints(checkpoint, bert_tokenizer, tmp_path):

@@ -84,10 +84,10 @@ def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:
     if unknown := sorted(set(vary) - known):
         raise PosswapError(f"{unknown[0]!r} is no option of {first['recipe']}; it has {', '.join(sorted(known))}")
     for name in sorted(known - {*FREE, *NOT_BUDGET, *vary}):
-        ours = first["config"].get(name)
-        if other := next((run for run in runs if run["config"].get(name) != ours), None):
+        told = [run for run in runs if name != "first" or _has_span(run["config"])]
+        if other := next((run for run in told if run["config"].get(name) != told[0]["config"].get(name)), None):
             theirs = f"{other['config'].get(name)!r} in {other['folder']}"
-            what = f"{name} is {ours!r} in {first['folder']} and {theirs}"
+            what = f"{name} is {told[0]['config'].get(name)!r} in {told[0]['folder']} and {theirs}"
             raise PosswapError(f"unequal budgets: {what}; run one of them again, or pass --vary {name} if that is the question")
         _check_contents(runs, name)
     wanted = None
@@ -103,6 +103,11 @@ def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:
         wanted = wanted or (label_of(row), found)
         if found != wanted[1]:
             raise PosswapError(f"{label_of(row)} has seeds {found} and {wanted[0]} {wanted[1]}: give all rows the same seeds")
+
+
+def _has_span(config: dict) -> bool:
+    """Whether `first` means something in a run; older ones note a number all the same."""
+    return config.get("span") is not None and config["scheme"] != ORIGINAL
 
 
 def _check_contents(runs: list[dict], name: str) -> None:

@@ -33,7 +33,6 @@ class EmbedderOptions(TextOptions, SwapOptions):
     FORBIDDEN_STARTS = {"scratch": "an embedder from scratch finds nothing"}
     LEAST = {"window": 1, "chunk": 3}  # a token between [CLS] and [SEP]
 
-    first: int = 1
     window: Annotated[int, "Window of the original in the fit, in tokens: the length that it was tuned at."] = 128
     read: Annotated[Way, "How the original reads a document; a swapped model reads it whole."] = "truncated"
     chunk: Annotated[int | None, "Tokens that the original reads at once. Default: its longest input."] = None

@@ -108,8 +108,7 @@ def give_positions(model, config: SwapOptions, longest: int, fit_batches: Callab
     For the start `fit` only the main process fits, on the text that `fit_batches()` returns, and the others get its weights.
     """
     options = {"max_positions": longest, "warm_start": config.start in ("swap", "fit"), "span": config.span}
-    if config.span is not None or config.first != type(config).first:  # a default of the recipe's own means nothing without
-        options["first"] = config.first
+    options["first"] = None if config.span is None else config.first
     announce(f"swapping to {config.scheme}{' without a warm start' * (not options['warm_start'])}")
     swap(model, config.scheme, **options)
     if config.start != "fit":

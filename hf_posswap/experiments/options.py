@@ -54,15 +54,24 @@ class RunOptions:
 class SwapOptions(RunOptions):
     """A checkpoint, its length after the swap, and the budget of a fit."""
 
-    LEAST = {"fit_tokens": 1, "max_positions": 1, "fit_steps": 0}
+    LEAST = {"fit_tokens": 1, "max_positions": 1, "span": 1, "first": 0, "fit_steps": 0}
 
     model: Annotated[str, "A model folder or Hub id; minilm and stdlib-gpt2 are built in."] = "minilm"
     max_positions: Annotated[int | None, "The longest input of the swapped model. Default: what the recipe needs."] = None
     span: Annotated[int | None, "Attend only to keys at a distance below this. Default: to all."] = None
-    first: Annotated[int, "With --span: every token also sees this many tokens at the beginning."] = 4
+    first: Annotated[int | None, "With --span: every token also sees this many at the beginning. Default: 4; encoders 1."] = (
+        None
+    )
     fit_tokens: Annotated[int, "Tokens of training text for --start fit."] = 65_536
     fit_steps: Annotated[int, "Steps per layer for --start fit; 0: only the closed form."] = 100
     save_model: Annotated[bool, "Save the model and its tokenizer in the folder `model` of --output."] = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.span is None and self.first not in (None, 1, 4):  # files of older runs have one of these all the same
+            raise PosswapError(
+                f"first={self.first} is about a span, of which there is none: give span, too, or leave first out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from accelerate import PartialState
@@ -40,7 +40,17 @@ from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, give_positions, load_family, load_model, load_original, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig, RunOptions, SwapOptions, command_line, read_config
 from hf_posswap.pipelines import is_pipeline
-from hf_posswap.provenance import input_hashes, lock, prepare_output, provenance, weight_hashes, without_home, write_json
+from hf_posswap.provenance import (
+    input_hashes,
+    lock,
+    prepare_output,
+    provenance,
+    read_json,
+    weight_hashes,
+    without_home,
+    write_json,
+)
+from hf_posswap.swapping import usual_first
 from hf_posswap.terminal import run_program
 from hf_posswap.training.launching import check_processes, save_trained
 from hf_posswap.training.run_log import announce
@@ -72,6 +82,8 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
             if output.is_file():
                 raise CheckpointError(f"{output} is a file: give a folder")
             held.enter_context(lock(output))
+        config = _with_first(config, output / "config.json" if resume else None)
+        if PartialState().is_main_process:
             options = asdict(config) | ({"model": model_source(config.model)} if hasattr(config, "model") else {})
             inputs = input_hashes({name: value for name, value in options.items() if not name.endswith(NO_FILE)}, output)
             prepare_output(asdict(config), inputs, output, resume)
@@ -114,6 +126,18 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
     command.__signature__ = command_line(config_class, Path("runs") / program.replace("_", "-"))
     with held:
         run_program(program, command)
+
+
+def _with_first(config: RunOptions, begun: Path | None) -> RunOptions:
+    """Return the options with the `first` of a resumed run or, with a span, that of `swap`, if none is given."""
+    if not isinstance(config, SwapOptions) or config.first is not None:
+        return config
+    before = {} if begun is None or not begun.is_file() else read_json(begun)
+    if before.get("first") is not None and before.get("span") == config.span:  # older runs began with 4, also in encoders
+        return replace(config, first=before["first"])
+    if config.span is None or config.scheme == ORIGINAL:
+        return config
+    return replace(config, first=usual_first(load_family(config.model)[1]))
 
 
 def _save_model(model: PreTrainedModel, config: SwapOptions, folder: Path) -> None:
