@@ -73,7 +73,7 @@ def verbs(config: Config, family: str) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         work = {
             "swap": lambda: posswap.swap(model, config.scheme, max_positions=config.max_positions),
-            "fit": lambda: posswap.fit(model, text, reconstruct=config.steps, progress=False),
+            "fit": lambda: posswap.fit(model, text, steps=config.steps, progress=False),
             "save": lambda: model.save_pretrained(folder),
             "restore": lambda: posswap.restore(model),
             "load": lambda: AutoModel.from_pretrained(folder).to(device),  # a second model beside the first

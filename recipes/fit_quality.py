@@ -63,7 +63,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     original, report = load_original(config.model).to(model.device), None
     if config.start == "fit" and config.scheme != ORIGINAL:
         announce("fitting")
-        report = posswap.fit(model, _batches(text, original), reconstruct=config.fit_steps, seed=config.seed)
+        report = posswap.fit(model, _batches(text, original), steps=config.fit_steps, seed=config.seed)
     announce("measuring")
     if causal:
         losses, before = (token_losses(one, held[longest]) for one in (model, original))

@@ -207,7 +207,7 @@ def test_interrupted(make_model, family, first, place, monkeypatch, tokens):
     if first is not None:
         posswap.swap(model, first, max_positions=40)
     if first == "relative:clip=3":
-        posswap.fit(model, torch.randint(2, 98, (99, 16)), reconstruct=20, progress=False)
+        posswap.fit(model, torch.randint(2, 98, (99, 16)), steps=20, progress=False)
     before, logits = snapshot(model), model(tokens).logits
     scheme = "rotary:fraction=0.5"
     if "layer" in place:

@@ -53,7 +53,7 @@ def swapped(make_model, tmp_path):
 def fitted(make_model, tmp_path):
     """A folder with a fitted GPT-2 and the report of its fit."""
     model = posswap.swap(make_model("gpt2", seed=3), "rotary:theta=500", max_positions=64)
-    report = posswap.fit(model, torch.randint(2, 98, (40, 32)), reconstruct=5, progress=False)
+    report = posswap.fit(model, torch.randint(2, 98, (40, 32)), steps=5, progress=False)
     assert report.part == "select"
     report = replace(report, part="report", tokens_held_out=999)  # as if the batches had come in parts, and some were longer
     model.save_pretrained(tmp_path / "fitted")
@@ -312,7 +312,7 @@ def test_a_head_that_was_trained_later(make_model, tmp_path):
     rows = torch.randint(2, 98, (12, 16), generator=torch.Generator().manual_seed(1))
     for tied in (True, False):
         model = posswap.swap(make_model("gpt2", tie_word_embeddings=tied), "rotary")
-        report = posswap.fit(model, rows, progress=False, reconstruct=1)
+        report = posswap.fit(model, rows, progress=False, steps=1)
         for name, part in (("whole", model), ("headless", model.base_model)):
             part.save_pretrained(tmp_path / f"{name}-{tied}")
             report.save(tmp_path / f"{name}-{tied}")

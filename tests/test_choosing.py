@@ -53,14 +53,14 @@ def test_trials_are_what_the_model_will_be(make_model, monkeypatch, watch):
 
     def planted(trial, text, **options):
         rows = [[len(batch["input_ids"]) for batch in part] for part in (text, text.select, text.report)]
-        seen.append((options["window"], rows))
+        seen.append((options["window"], options["steps"], rows))
         return SimpleNamespace(score=1.0)
 
     monkeypatch.setattr(choosing, "fit", planted)
     text = TextBatches([_text(100, 64), _text(10)], [_text(10, 64)], [_text(10, 64)])
     options = {"max_positions": 64, "span": 8, "first": 2, "warm_start": False}
-    posswap.choose(make_model("gpt2"), "rotary:fraction=auto", text, window=16, progress=False, **options)
-    assert seen == [(16, [[100, 10], [10], []])] * 3 and [one.kwargs for one in swaps] == [options] * 3
+    posswap.choose(make_model("gpt2"), "rotary:fraction=auto", text, window=16, reconstruct=7, progress=False, **options)
+    assert seen == [(16, 7, [[100, 10], [10], []])] * 3 and [one.kwargs for one in swaps] == [options] * 3
 
 
 def test_real_fits_decide(make_model):
@@ -69,8 +69,8 @@ def test_real_fits_decide(make_model):
     damages = {}
     for fraction in posswap.Rotary.choices["fraction"]:
         swapped = posswap.swap(make_model("gpt2"), posswap.Rotary(fraction=fraction))
-        damages[fraction] = posswap.fit(swapped, _text(), reconstruct=3, progress=False).after.total
-    chosen = posswap.choose(model, posswap.Rotary(fraction="auto"), _text(), reconstruct=3, progress=False)
+        damages[fraction] = posswap.fit(swapped, _text(), steps=3, progress=False).after.total
+    chosen = posswap.choose(model, posswap.Rotary(fraction="auto"), _text(), steps=3, progress=False)
     assert chosen.fraction == min(damages, key=damages.get) and len(set(damages.values())) == 3
 
 
@@ -86,7 +86,7 @@ def test_auto_is_settled_or_refused(make_model):
 
 def test_command_line_settles_and_fits(save, program, tmp_path):
     """`--scheme rotary:fraction=auto --fit auto` saves a model whose config holds a number."""
-    options = ["--fit", "auto", "--fit-tokens", "1500", "--reconstruct", "2", "--output", tmp_path / "out"]
+    options = ["--fit", "auto", "--fit-tokens", "1500", "--fit-steps", "2", "--output", tmp_path / "out"]
     code, out, err = program("swap", save("gpt2"), "--scheme", "rotary:fraction=auto", *options)
     assert code == 0, err
     assert "KL" in out and "held" not in err

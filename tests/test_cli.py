@@ -62,9 +62,9 @@ def test_swap_then_describe(folder, tmp_path, program):
         (("--scheme", "rotary", "--max-positions", "3"), "max_positions=3"),
         (("--scheme", "rotary", "--fit-tokens", "999"), "--fit-tokens is about a fit"),
         (("--scheme", "rotary", "--fit", "auto", "--fit-tokens", "0"), "greater than or equal to 1"),
-        (("--scheme", "rotary", "--reconstruct", "0"), "--reconstruct is about a fit"),
+        (("--scheme", "rotary", "--reconstruct", "0"), "--fit-steps is about a fit"),  # its older name
         (("--scheme", "rotary", "--first", "9"), "first=9 is about a span, of which there is none: give span, too"),
-        (("--scheme", "rotary", "--fit", "auto", "--reconstruct", "-1"), "greater than or equal to 0"),
+        (("--scheme", "rotary", "--fit", "auto", "--fit-steps", "-1"), "greater than or equal to 0"),
         (("--scheme", "rotary", "--window", "16"), "--window is about a fit"),
         (("--scheme", "rotary", "--text-column", "text"), "--text-column is about a fit"),
         (("--scheme", "rotary", "--fit", "auto", "--text-column", "text"), "--fit auto reads none"),
@@ -81,7 +81,7 @@ def test_a_fit_leaves_its_report(folder, tmp_path, watch, program):
     text = " ".join(random.Random(0).choices(WORDS, k=6000))
     (tmp_path / "some[one].txt").write_text(text)
     output = tmp_path / "out"
-    options = ("--scheme", "relative:clip=4", "--fit", tmp_path / "some[one].txt", "--fit-tokens", "2000", "--reconstruct", "5")
+    options = ("--scheme", "relative:clip=4", "--fit", tmp_path / "some[one].txt", "--fit-tokens", "2000", "--fit-steps", "5")
     options += ("--max-positions", 64)
     draws = watch(commands_swap, "text_batches")
     code, out, err = program("swap", folder, *options, "--output", output)
@@ -356,7 +356,7 @@ def test_demo(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(commands_demo, name, value)
     few = {causal: embedded_documents("validation", causal=causal) for causal in (True, False)}  # reading all takes seconds
     monkeypatch.setattr(commands_demo, "embedded_documents", lambda split, causal: few[causal])
-    commands_demo.demo(tmp_path / "out", fit_tokens=2304, reconstruct=1)
+    commands_demo.demo(tmp_path / "out", fit_tokens=2304, fit_steps=1)
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80 and out.count("original") >= 3 and "nan" not in out
     assert (tmp_path / "out" / "perplexity.png").stat().st_size > 10_000

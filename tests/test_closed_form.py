@@ -274,7 +274,7 @@ def test_fit_finds_planted_models(make_model, family, backend, options):
     ids = torch.randint(2, 98, (200, 20), generator=generator)
     with torch.no_grad():
         wanted, start = planted(ids[:20]).logits, copy(ids[:20]).logits
-        report = fit(copy, ids, original_model=planted, reconstruct=0, progress=False)
+        report = fit(copy, ids, original_model=planted, steps=0, progress=False)
         found = copy(ids[:20]).logits
     assert all(layer.kept for layer in report.layers) and report.after.total < 0.01 * report.before.total
     assert (found - wanted).norm() < 0.1 * (start - wanted).norm()

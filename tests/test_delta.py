@@ -44,7 +44,7 @@ def test_a_fit_after_a_delta(delta, make_model):
     """It needs the original passed to it, and says so."""
     base, _, folder = delta("gpt2", posswap.Relative(clip=4))
     posswap.load_delta(base, folder)
-    options = {"reconstruct": 1, "progress": False}
+    options = {"steps": 1, "progress": False}
     refused("a delta.*pass it as original_model=", posswap.fit, base, text(40), **options)
     assert posswap.fit(base, text(40), original_model=make_model("gpt2"), **options).layers
     posswap.restore(base)

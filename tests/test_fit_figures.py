@@ -50,7 +50,7 @@ def test_the_side_of_padding_does_not_matter(make_model, family):
     for side in ((8, 0), (0, 8)):
         ids_padded = functional.pad(ids, side)
         batch = {"input_ids": ids_padded, "attention_mask": (ids_padded > 0).long()}
-        reports.append(quick(posswap.swap(make_model(family), "alibi"), batch, reconstruct=2))
+        reports.append(quick(posswap.swap(make_model(family), "alibi"), batch, steps=2))
     assert reports[0].after == reports[1].after and reports[0].longest == 22
 
 
@@ -99,7 +99,7 @@ def test_own_text(make_model, monkeypatch, capsys):
     for family in ("gpt2", "bert-decoder", "bert"):
         model = posswap.swap(make_model(family), "relative:clip=4")
         state = torch.get_rng_state()
-        reports.append(fit(model, reconstruct=10, learning_rate=3e-3, progress=family == "gpt2"))
+        reports.append(fit(model, steps=10, learning_rate=3e-3, progress=family == "gpt2"))
         shown = capsys.readouterr().err  # what takes long is not silent
         words = ("making text", "measuring", "22/22")
         assert all(word in shown for word in words) if family == "gpt2" else not shown
@@ -110,7 +110,7 @@ def test_own_text(make_model, monkeypatch, capsys):
         refused("pass batches", fit, posswap.swap(make_model(family, head=head), "relative:clip=4"), progress=False)
     longer, teacher = posswap.swap(make_model("gpt2"), "rotary"), make_model("gpt2", n_positions=40)
     teacher.set_input_embeddings(longer.get_input_embeddings())  # of one model, as far as can be seen
-    report = fit(longer, original_model=teacher, reconstruct=20, progress=False)
+    report = fit(longer, original_model=teacher, steps=20, progress=False)
     assert set(report.after.by_length) == {32}
     model = make_model("gpt2")
     plain, settings = calibration.written_text(model, tokens=200), model.generation_config
@@ -142,7 +142,7 @@ def test_kinds(make_model, name, scheme):
     model.base_model.gradient_checkpointing = True
     ids = text()
     given = {"input_ids": ids, "token_type_ids": (ids > 50).long()} if family == "bert" else ids
-    report = quick(model, given, reconstruct=20)
+    report = quick(model, given, steps=20)
     assert report.after.measure == measure and report.after.total < report.before.total
 
 

@@ -49,7 +49,7 @@ def batch(side: str | None = None, **options) -> dict[str, torch.Tensor]:
 
 def quick(model, batches=None, **options):
     """A fit with few steps, no bar."""
-    options = {"reconstruct": 10, "learning_rate": 3e-3, "progress": False, **options}
+    options = {"steps": 10, "learning_rate": 3e-3, "progress": False, **options}
     return fit(model, text() if batches is None else batches, **options)
 
 
@@ -267,8 +267,9 @@ BAD_CALLS = {
     "no rate": (None, {"learning_rate": 0.0}, "a number above 0"),
     "rate as text": (None, {"learning_rate": "1e-3"}, "a number above 0"),
     "not swapped": (posswap.restore, {}, "call posswap.swap"),
-    "negative": (None, {"reconstruct": -1}, "0 or more"),
-    "float": (None, {"reconstruct": 1.5}, "0 or more"),
+    "negative": (None, {"steps": -1}, "0 or more"),
+    "float": (None, {"steps": 1.5}, "0 or more"),
+    "older name": (None, {"reconstruct": -1}, "steps=-1 must be"),
     "nan": (spoil, {}, "NaN"),
     "nan in the original": (None, {"original_model": lambda make: spoil(make("gpt2"))}, "NaN"),
     "family": (None, {"original_model": lambda make: make("bert")}, "is bert .*pass what it was swapped from"),
@@ -276,7 +277,7 @@ BAD_CALLS = {
     "seed": (None, {"original_model": lambda make: make("gpt2", seed=1)}, r"another model .*\(correlation -?0.0"),
     "part": (lambda model: model.transformer, {"original_model": lambda make: make("gpt2").transformer}, "the whole model"),
     "cast": (lambda model: model.bfloat16(), {}, "fit right after the swap"),
-    "no closed form": (lambda model: posswap.swap(model, "none"), {"reconstruct": 0}, "give reconstruct a number"),
+    "no closed form": (lambda model: posswap.swap(model, "none"), {"steps": 0}, "give steps a number"),
     "dispatched": (dispatched, {}, "original_model="),
     "another thing": (lambda model: torch.nn.Linear(2, 2), {}, "pass a model of transformers"),
 }

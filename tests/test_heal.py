@@ -57,7 +57,7 @@ def test_healing_end_to_end(recipe, heal, watch, name):
             assert details["cold_damage"] is None and figures["damage_0"] == pytest.approx(0, abs=1e-6)
             assert not any(figure.startswith("to_") for figure in figures)
     assert len(marks) == 1
-    assert [(fit.kwargs["reconstruct"], fit.kwargs["learning_rate"]) for fit in fits] == [(20, 2e-3)]
+    assert [(fit.kwargs["steps"], fit.kwargs["learning_rate"]) for fit in fits] == [(20, 2e-3)]
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])

@@ -80,7 +80,7 @@ def test_it_reads_on(pair, monkeypatch):
     original, text = pair
     scheme = "rotary" if original.config.model_type == "gpt2" else "relative:clip=4"
     long = longer(original, scheme)
-    report = quick(long, text, reconstruct=40)
+    report = quick(long, text, steps=40)
     reading = report.reading
     assert (report.window, report.part, report.longest, report.trained_positions) == (WINDOW, "report", LONG, WINDOW)
     assert report.tokens_held_out == 10 * (WINDOW + LONG) and len(report.layers) == 2
@@ -100,7 +100,7 @@ def test_it_reads_on(pair, monkeypatch):
     # At the length alone: read by the same judge.
     short = longer(original, scheme)
     cut = TextBatches([text[1][:, start : start + WINDOW] for start in (0, 32, 64)], [text.select[0]])
-    other = quick(short, cut, reconstruct=40)
+    other = quick(short, cut, steps=40)
     assert other.window is None and other.reading is None and other.part == "select" and str(other)
     masked = [{"input_ids": ids, "attention_mask": torch.ones_like(ids, dtype=torch.bool)} for ids in text.report]
     judged = LongText(posswap.original(short), short.architecture, masked, WINDOW).read(short)
@@ -117,7 +117,7 @@ def test_it_reads_on(pair, monkeypatch):
 
     monkeypatch.setattr(teacher.Teacher, "advance", shifted)
     broken, before = longer(original, scheme), longer(original, scheme)
-    quick(broken, TextBatches(text[1:], text.select[1:], text.report[1:]), reconstruct=40)
+    quick(broken, TextBatches(text[1:], text.select[1:], text.report[1:]), steps=40)
     found = [distance(one, original, text.report[1]) for one in (long, short, before, broken)]
     assert found[0] < min(found[1:3]) and found[0] < 0.95 * found[3]
 
@@ -139,7 +139,7 @@ def test_memory_and_files(pair, monkeypatch, tmp_path, watch):
         return done
 
     monkeypatch.setattr(layerwise.Walk, "fit_layers", watched)
-    quick(longer(original, "relative:clip=4"), TextBatches(*parts), reconstruct=2)
+    quick(longer(original, "relative:clip=4"), TextBatches(*parts), steps=2)
     tokens, windows = 70 * LONG, 70 * 9 * WINDOW  # windows at 0, 8, ... 64
     opened = 60 * WINDOW  # what the closed form looks at, in both models
     states = 4 * 32 * (2 * tokens + windows + 3 * opened)
@@ -159,13 +159,13 @@ def test_windows_and_scores(pair, monkeypatch):
     by the last error before it, a kept one by that after it.
     """
     original, text = pair
-    kept = quick(longer(original, "rotary"), text, window=16, reconstruct=5)
+    kept = quick(longer(original, "rotary"), text, window=16, steps=5)
     assert kept.window == kept.reading.window == 16 and set(kept.after.by_length) == {16}
     assert ("0-15" in kept.reading.after) == (kept.reading.measure == "loss")
     assert kept.score == kept.layers[-1].after
     monkeypatch.setattr(layerwise.Walk, "error_unfitted", property(lambda walk: 0.01, lambda walk, value: None), raising=False)
     with pytest.warns(UserWarning, match="was undone"):
-        undone = quick(longer(original, "rotary"), text, reconstruct=5)
+        undone = quick(longer(original, "rotary"), text, steps=5)
     assert undone.score == 0.01 < undone.layers[-1].after
 
 
@@ -189,7 +189,7 @@ def test_bad_windows(make_model, name):
 def test_far_beyond_the_fit(make_model, tmp_path):
     """A model knows what it was fitted to, also once it is loaded, and says so when it reads far beyond."""
     model = posswap.swap(make_model("gpt2"), "rotary", max_positions=300)
-    quick(model, torch.randint(2, 98, (60, WINDOW)), reconstruct=2)
+    quick(model, torch.randint(2, 98, (60, WINDOW)), steps=2)
     model.save_pretrained(tmp_path)
     loaded, beyond = type(model).from_pretrained(tmp_path), torch.ones(1, 301, dtype=torch.long)
     remedy = "max_positions=301\\){}, or truncate"  # where the original is kept, a swap starts from it
@@ -283,7 +283,7 @@ def test_what_a_teacher_says(make_model, family, tmp_path, monkeypatch):
 def test_its_card(make_model, family, tmp_path):
     """The card has the report's table of text longer than the original reads, and says what its others are of."""
     model = posswap.swap(make_model(family), "rotary", max_positions=64)
-    report = posswap.fit(model, torch.randint(2, 98, (60, 64)), reconstruct=5, progress=False)
+    report = posswap.fit(model, torch.randint(2, 98, (60, 64)), steps=5, progress=False)
     model.save_pretrained(tmp_path), report.save(tmp_path)
     text = posswap.write_card(tmp_path, base_model="local:tiny").read_text()
     assert "The figures above are of the first 32 tokens of each text" in text

@@ -117,7 +117,7 @@ def test_fit(make_model, family):
     """Each layer is solved by its own scheme's closed form, and a layer without one is left to the steps."""
     model = posswap.swap(make_model(family), "mixed:layers=[relative:clip=4, none]")
     text = torch.randint(2, 98, (40, 24), generator=torch.Generator().manual_seed(0))
-    report = posswap.fit(model, text, reconstruct=5, progress=False)
+    report = posswap.fit(model, text, steps=5, progress=False)
     assert [layer.solved is None for layer in report.layers] == [False, True]
     assert report.after.total < report.before.total
 

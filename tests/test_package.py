@@ -214,7 +214,7 @@ folder = sys.argv[1]
 sizes = dict(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=32, initializer_range=0.3)
 GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=98)).save_pretrained(folder + "/plain")
 model = posswap.swap(GPT2LMHeadModel.from_pretrained(folder + "/plain"), posswap.Rotary(mark_first=False))
-report = posswap.fit(model, torch.randint(99, (40, 32)), reconstruct=2, progress=False)
+report = posswap.fit(model, torch.randint(99, (40, 32)), steps=2, progress=False)
 assert str(report).count("won") == 1
 model.save_pretrained(folder + "/swapped")
 again = AutoModelForCausalLM.from_pretrained(folder + "/swapped")

@@ -125,22 +125,22 @@ def test_fit_on_texts(make_pipeline, make_model, bert_tokenizer, watch, program,
     texts = [LONG] * 16
     pipeline = posswap.swap(make_pipeline(), "rotary")
     assert pipeline.max_seq_length == 24  # nobody asked for more
-    report = posswap.fit(pipeline, texts, reconstruct=2, progress=False)
+    report = posswap.fit(pipeline, texts, steps=2, progress=False)
     assert report.longest == 24 and report.after.total < report.before.total
     make_pipeline().save_pretrained(str(tmp_path / "plain"))
     (tmp_path / "texts.txt").write_text(LONG * 16)
-    fitted = "--fit", tmp_path / "texts.txt", "--reconstruct", 2, "--output", tmp_path / "fitted"
+    fitted = "--fit", tmp_path / "texts.txt", "--fit-steps", 2, "--output", tmp_path / "fitted"
     _, out, err = program("swap", tmp_path / "plain", "--scheme", "rotary", *fitted)
     assert "no sequence was longer than 24 tokens" in " ".join(out.split()), err
     plain = [posswap.swap(make_model("bert"), "rotary") for _ in range(2)]
     refused("posswap.text_batches", posswap.fit, plain[0], texts, error=posswap.DataError)
     refused("must be a list of texts", posswap.fit, plain[0], LONG, error=posswap.DataError)
-    one = posswap.fit(plain[0], iter(texts), tokenizer=bert_tokenizer, reconstruct=2, progress=False)
+    one = posswap.fit(plain[0], iter(texts), tokenizer=bert_tokenizer, steps=2, progress=False)
     batches = posswap.text_batches(texts, bert_tokenizer, 32)
-    other = posswap.fit(plain[1], batches, reconstruct=2, progress=False)
+    other = posswap.fit(plain[1], batches, steps=2, progress=False)
     assert one.sha256 == other.sha256
     trials = watch(choosing, "fit")  # on texts as long as the pipeline reads, too
-    scheme = posswap.choose(make_pipeline(), "rotary:fraction=auto", pandas.Series(texts), reconstruct=1, progress=False)
+    scheme = posswap.choose(make_pipeline(), "rotary:fraction=auto", pandas.Series(texts), steps=1, progress=False)
     assert scheme.fraction in (1, 0.5, 0.25)
     assert {batch["input_ids"].shape[1] for trial in trials for batch in trial.args[1]} == {16, 24}
 

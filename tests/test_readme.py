@@ -144,9 +144,9 @@ def test_python_blocks(readme, tmp_path, monkeypatch, capsys):
     for block, output in blocks:
         block = re.sub('"(bert-base-uncased|sentence-transformers/.*)"', '"small"', block)
         block = block.replace("2048, window=512)", "64, tokens=2048)").replace(
-            "posswap.fit(model, text)", "posswap.fit(model, text, reconstruct=1)"
+            "posswap.fit(model, text)", "posswap.fit(model, text, steps=1)"
         )
-        block = block.replace("window=128)", "window=128, reconstruct=1)").replace("max_positions=4096", "max_positions=512")
+        block = block.replace("window=128)", "window=128, steps=1)").replace("max_positions=4096", "max_positions=512")
         exec(block, here)
         printed = capsys.readouterr().out
         assert not output or printed == output

@@ -150,7 +150,7 @@ def test_a_fit_under_another_default_device(make_model, bert_tokenizer):
 
     def run(model) -> str:
         text = posswap.text_batches(["the cat sat on the mat and it was happy " * 9] * 20, bert_tokenizer, 32, tokens=1024)
-        return posswap.fit(model, text, reconstruct=1, progress=False).sha256
+        return posswap.fit(model, text, steps=1, progress=False).sha256
 
     models = [posswap.swap(make_model("bert"), "relative:clip=4") for _ in range(2)]
     expected = run(models[0])

@@ -83,7 +83,7 @@ def test_a_fit_is_that_of_rotary(make_model):
     text = torch.randint(2, 98, (80, 32), generator=torch.Generator().manual_seed(2))
     models = [posswap.swap(make_model("gpt2"), scheme, max_positions=64) for scheme in ("rotary", "self-extend:near=4")]
     for model in models:
-        posswap.fit(model, text, reconstruct=20, progress=False)
+        posswap.fit(model, text, steps=20, progress=False)
         assert not any(module.training for module in model.modules())
     for one, other in zip(*(model.parameters() for model in models), strict=True):
         assert torch.equal(one, other)

@@ -253,7 +253,7 @@ def test_restore_after_a_merged_adapter(make_model, tokens, fitted):
     """A mixture of old positions and merged weights is refused, and given to who asks for it."""
     plain, model = make_model("bert", "sdpa"), posswap.swap(make_model("bert", "sdpa"), "rotary")
     if fitted:
-        posswap.fit(model, [tokens.repeat(4, 1)], reconstruct=1, progress=False)
+        posswap.fit(model, [tokens.repeat(4, 1)], steps=1, progress=False)
     tuned = get_peft_model(model, LoraConfig(target_modules=["query", "dense"], init_lora_weights=False))
     for share in (True, False):  # the original has no adapters
         twin = posswap.original(tuned, share_weights=share)
@@ -367,7 +367,7 @@ def test_inside_autocast(make_model):
     """Copies of weights that autocast keeps are not used after a swap, a fit or a restore, and neither rounds its results."""
     model, twin, seen = make_model("bert"), make_model("bert"), []
     ids = torch.randint(2, 98, (40, 20), generator=torch.Generator().manual_seed(0))
-    few = {"reconstruct": 10, "learning_rate": 3e-3, "progress": False}
+    few = {"steps": 10, "learning_rate": 3e-3, "progress": False}
     swap, fit = (lambda model: posswap.swap(model, "rotary")), (lambda model: posswap.fit(model, ids, **few))
     steps = [lambda model: model, swap, fit, posswap.restore]
     with torch.autocast("cpu", torch.bfloat16):

@@ -53,7 +53,7 @@ class Demo:
 
     folder: Path
     fit_tokens: int
-    reconstruct: int
+    fit_steps: int
     console: Console = field(default_factory=lambda: Console(highlight=False, emoji=False, width=min(80, Console().width)))
 
     def step(self, title: str, meaning: str) -> None:
@@ -65,23 +65,23 @@ class Demo:
     def fit(self, model: PreTrainedModel, batches) -> FitReport:
         """Fit a swapped model with the budget of this demo."""
         scheme = model.base_model.position_scheme.name
-        say(f"fitting {scheme}: {self.fit_tokens:,} tokens, {self.reconstruct} steps for each layer")
-        report = fit(model, batches, reconstruct=self.reconstruct, progress=self.console.is_terminal)
+        say(f"fitting {scheme}: {self.fit_tokens:,} tokens, {self.fit_steps} steps for each layer")
+        report = fit(model, batches, steps=self.fit_steps, progress=self.console.is_terminal)
         return replace(report, text="the Python standard library")
 
 
 def demo(
     output: Annotated[Path, typer.Option(help="A new folder for a picture, a swapped model and its card.")] = Path("runs/demo"),
     fit_tokens: Annotated[int, typer.Option(min=4096, help="Tokens for each fit.")] = 16_384,
-    reconstruct: Annotated[int, typer.Option(min=1, help="Steps per layer for each fit.")] = 12,
+    fit_steps: Annotated[int, typer.Option(min=1, help="Steps per layer for each fit.")] = 12,
 ):
     """See what a swap costs and what a fit wins back: MiniLM and a small GPT-2, two minutes on two cores.
 
-    With --reconstruct 100 and --fit-tokens 65536 for MiniLM, 131072 for the GPT-2, the fits have the budget of those in the
+    With --fit-steps 100 and --fit-tokens 65536 for MiniLM, 131072 for the GPT-2, the fits have the budget of those in the
     README's tables, and take minutes each.
     """
     with new_folder(output) as folder:
-        show = Demo(folder, fit_tokens, reconstruct)
+        show = Demo(folder, fit_tokens, fit_steps)
         if is_installed("minilm"):
             _encoder(show)
         else:

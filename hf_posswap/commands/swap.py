@@ -43,8 +43,9 @@ def swap_command(
         ),
     ] = None,
     fit_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens to fit on and measure with. Default: 65536.")] = None,
-    reconstruct: Annotated[
-        int | None, typer.Option(min=0, help="Steps per layer, more win more; 0: only the closed form. Default: 100.")
+    fit_steps: Annotated[  # --reconstruct: its older name, in commands on cards
+        int | None,
+        typer.Option("--fit-steps", "--reconstruct", min=0, help="Steps per layer; 0: only the closed form. Default: 100."),
     ] = None,
     window: Annotated[
         int | None, typer.Option(help="Tokens the original reads at once in a fit. Default: its longest.")
@@ -57,7 +58,7 @@ def swap_command(
     It takes BERT, GPT-2 and their kin with learned positions, with any head of transformers, in full precision, and pipelines
     of sentence-transformers around them. It does not take quantized models, nor other families: the error names those it takes.
     """
-    given = {"--fit-tokens": fit_tokens, "--reconstruct": reconstruct, "--window": window, "--text-column": text_column}
+    given = {"--fit-tokens": fit_tokens, "--fit-steps": fit_steps, "--window": window, "--text-column": text_column}
     if fit is None and (idle := [name for name, value in given.items() if value is not None]):
         raise PosswapError(f"{idle[0]} is about a fit: pass --fit FILE or --fit auto, too")
     if fit == "auto" and text_column is not None:
@@ -79,9 +80,9 @@ def swap_command(
         say(f"swapping to {chosen}")
         swap(whole, chosen, **options)
         if fit is not None:
-            steps = 100 if reconstruct is None else reconstruct
+            steps = 100 if fit_steps is None else fit_steps
             say(f"fitting {loaded.config.num_hidden_layers} layers, {steps} steps each, on {words}: minutes on a CPU")
-            report = fit_swapped(loaded, batches, reconstruct=steps, progress=bar, window=window)
+            report = fit_swapped(loaded, batches, steps=steps, progress=bar, window=window)
             report = replace(report, text=words)
         say(f"saving to {output}")
         whole.save_pretrained(str(folder))

@@ -118,7 +118,7 @@ def give_positions(model, config: SwapOptions, longest: int, fit_batches: Callab
     model.to(PartialState().device)
     announce("fitting")
     if PartialState().is_main_process:
-        fit(model, fit_batches(), reconstruct=config.fit_steps, seed=config.seed, **fit_options)
+        fit(model, fit_batches(), steps=config.fit_steps, seed=config.seed, **fit_options)
     share_weights(model)
 
 

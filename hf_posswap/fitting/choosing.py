@@ -30,11 +30,12 @@ def choose(
     span: int | None = None,
     first: int | None = None,
     warm_start: bool = True,
-    reconstruct: int = 10,
+    steps: int = 10,
     seed: int = 0,
     progress: bool = True,
     window: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    reconstruct: int | None = None,
 ) -> Scheme:
     """Return the scheme with every "auto" replaced by the value that does least damage; the model is unchanged.
 
@@ -47,10 +48,10 @@ def choose(
         scheme: A scheme with options that are "auto", such as "rotary:theta=auto,fraction=auto".
         batches: Text as `posswap.fit` takes it.
         max_positions, span, first, warm_start: As for `posswap.swap`.
-        reconstruct: Steps for each layer and candidate.
+        steps: Steps for each layer and candidate.
         seed: As for `posswap.fit`.
         progress: Show a bar.
-        window, tokenizer: As for `posswap.fit`.
+        window, tokenizer, reconstruct: As for `posswap.fit`.
 
     The `report` part of `text_batches` is not used.
 
@@ -61,10 +62,10 @@ def choose(
     >>> _ = torch.manual_seed(0)
     >>> config = GPT2Config(vocab_size=99, n_embd=32, n_layer=1, n_head=2, n_positions=64, initializer_range=0.3)
     >>> text = torch.randint(99, (40, 64))
-    >>> choose(GPT2LMHeadModel(config), "rotary:fraction=auto", text, reconstruct=2, progress=False).fraction in (1, 0.5, 0.25)
+    >>> choose(GPT2LMHeadModel(config), "rotary:fraction=auto", text, steps=2, progress=False).fraction in (1, 0.5, 0.25)
     True
     """
-    scheme = parse_scheme(scheme)
+    scheme, steps = parse_scheme(scheme), steps if reconstruct is None else reconstruct
     if not scheme.open_options():
         options = ", ".join(scheme.choices) or "none of this scheme's"
         raise PosswapError(f"{scheme} has no option that is 'auto'; options that may be are: {options}")
@@ -87,7 +88,7 @@ def choose(
                     trial = swap(copy.deepcopy(model), candidate, **options)
                     with warnings.catch_warnings():  # if a short fit does not help, the candidate is judged unfitted
                         warnings.filterwarnings("ignore", message="the fit was undone")
-                        report = fit(trial, text, reconstruct=reconstruct, seed=seed, progress=False, window=window)
+                        report = fit(trial, text, steps=steps, seed=seed, progress=False, window=window)
                     damages[str(candidate)] = report.score
                 bar.update()
                 bar.set_postfix({name: getattr(candidate, name), "damage": f"{damages[str(candidate)]:.4f}"})

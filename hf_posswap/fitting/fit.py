@@ -42,13 +42,14 @@ def fit(
     model: PreTrainedModel,
     batches: torch.Tensor | Iterable | None = None,
     *,
-    reconstruct: int = 100,
+    steps: int = 100,
     original_model: PreTrainedModel | None = None,
     learning_rate: float = 1e-3,
     seed: int = 0,
     progress: bool = True,
     window: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    reconstruct: int | None = None,
 ) -> FitReport:
     """Fit a freshly swapped model to its original on some text, in place; return the damage before and after.
 
@@ -59,7 +60,7 @@ def fit(
             lengths, or of dicts with `input_ids`, `attention_mask` and `token_type_ids`. Mix lengths up to the longest input
             you care about, also longer than the original's, which then reads through a window that slides by a quarter. None: a
             causal model writes text itself, an encoder gets random tokens; real text is better.
-        reconstruct: Steps of Adam for each layer; layers that share a module take them together. More win more, most with
+        steps: Steps of Adam for each layer; layers that share a module take them together. More win more, most with
             "alibi" and "buckets". 0: only the closed form, if the scheme has one.
         original_model: The original, if this process does not keep it: for a model loaded from a swapped checkpoint.
         learning_rate: Peak learning rate of weights; that of position tables is 30 times as high.
@@ -68,6 +69,7 @@ def fit(
         window: Tokens that the original reads at once where a batch is longer. By default as many as it has positions for;
             give fewer if it was tuned on fewer (MiniLM: 128).
         tokenizer: Of the texts; a pipeline has its own.
+        reconstruct: An older name of `steps`.
 
     With batches from `text_batches`, one held-out part decides what is kept, by the damage or, if some of it is longer than the
     original reads, by the last layer's error; another is used for the report only. Of other batches every tenth sequence is
@@ -84,13 +86,14 @@ def fit(
     >>> _ = torch.manual_seed(0)
     >>> config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
     >>> model = swap(GPT2LMHeadModel(config), "rotary")
-    >>> report = fit(model, torch.randint(99, (40, 64)), reconstruct=10, progress=False)
+    >>> report = fit(model, torch.randint(99, (40, 64)), steps=10, progress=False)
     >>> report.after.total < report.before.total
     True
     """
     started = time.perf_counter()
+    steps = steps if reconstruct is None else reconstruct
     target, architecture = find_target(model, dispatched=True)
-    teacher = _check(target, architecture, original_model, reconstruct, learning_rate)
+    teacher = _check(target, architecture, original_model, steps, learning_rate)
     reads = min(longest_input(teacher.config), longest_input(target.config))
     if window is not None and (type(window) is not int or not 4 <= window <= reads):
         raise PosswapError(f"window={window!r} must be a number of tokens from 4 to {reads}, which the original reads at once")
@@ -130,12 +133,12 @@ def fit(
                 with evaluating(*position_modules(target, architecture), mode=True):  # self-extend learns exact distances
                     walk = Walk(target, teacher, architecture, text, text.select, Path(folder), seed, window)
                     bar.set_postfix_str("", refresh=False)
-                    bar.reset(total=len(walk.stages) * (reconstruct + 1))
-                    stages = (walk.fit_layers(stage, reconstruct, learning_rate, bar) for stage in walk.stages)
+                    bar.reset(total=len(walk.stages) * (steps + 1))
+                    stages = (walk.fit_layers(stage, steps, learning_rate, bar) for stage in walk.stages)
                     layers = tuple(fit for stage in stages for fit in stage)
-                if not reconstruct and not any(fit.kept for fit in layers):
+                if not steps and not any(fit.kept for fit in layers):
                     scheme = target.base_model.position_scheme
-                    raise PosswapError(f"no closed form of {scheme} makes a layer better: give reconstruct a number of steps")
+                    raise PosswapError(f"no closed form of {scheme} makes a layer better: give steps a number above 0")
                 found, end, read_found = measure()
                 if window:
                     start, end = walk.error_unfitted, layers[-1].after
@@ -194,7 +197,7 @@ def _parts(batches: torch.Tensor | Iterable, target: PreTrainedModel) -> calibra
     if _tokens(text) < 4 * size or not text.select:
         sequences = sum(len(batch["input_ids"]) for batch in (*text, *text.select))
         what = f"{_tokens(text):,} tokens to fit on in {sequences} sequences are too few for layers of size {size}"
-        least = f"at least {6 * size:,} in all, in two sequences or more, better ten times that (--fit-tokens)"
+        least = f"at least {6 * size:,} in all, in two sequences or more, better ten times that (tokens=, --fit-tokens)"
         raise DataError(f"{what}: give {least}")
     return text
 
@@ -204,11 +207,11 @@ def _tokens(batches: list[calibration.Batch]) -> int:
 
 
 def _check(
-    target: PreTrainedModel, architecture: Architecture, given: PreTrainedModel | None, reconstruct: int, learning_rate: float
+    target: PreTrainedModel, architecture: Architecture, given: PreTrainedModel | None, steps: int, learning_rate: float
 ) -> PreTrainedModel:
     """Return the original to fit to; PosswapError says why there is none."""
-    if type(reconstruct) is not int or reconstruct < 0:
-        raise PosswapError(f"reconstruct={reconstruct!r} must be a number of steps, 0 or more")
+    if type(steps) is not int or steps < 0:
+        raise PosswapError(f"steps={steps!r} must be a number, 0 or more")
     if not isinstance(learning_rate, int | float) or not 0 < learning_rate < float("inf"):  # "1e-3" of a YAML file
         raise PosswapError(f"learning_rate={learning_rate!r} must be a number above 0")
     if torch.is_inference_mode_enabled():

@@ -113,7 +113,7 @@ class FitReport:
         won = f"the fit won back {1 - after / before:.0%} of what the swap had lost"
         if after < _NEAR:
             return f"{won}, and little is left: save the model, or train it as you would the original"
-        more = f"more text (fitted on {self.tokens:,} tokens) and more steps (reconstruct) win more"
+        more = f"more text (fitted on {self.tokens:,} tokens) and more steps win more"
         return f"{won}; {more}, training the whole model the rest"
 
     def save(self, folder: str | Path, *, command: str | None = None) -> None:
