@@ -62,10 +62,10 @@ class Config(RunOptions):
     shape: Annotated[tuple[str, ...], "Batch x length in tokens, repeatable."] = ("4x512", "1x2048")
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], "Data type of the weights."] = "float32"
     threads: Annotated[int, "CPU threads."] = 1
-    layers: int = 2
-    hidden: int = 768
-    heads: int = 12
-    vocab: int = 1000
+    layers: Annotated[int, "Layers of the model."] = 2
+    hidden: Annotated[int, "Its hidden size."] = 768
+    heads: Annotated[int, "Its attention heads."] = 12
+    vocab: Annotated[int, "Its vocabulary, small, so that the head counts little."] = 1000
     calls: Annotated[int, "The least number of pairs of calls."] = 5
     seconds: Annotated[float, "Add further pairs until this time is over."] = 1.0
 

@@ -69,10 +69,10 @@ class Config(RunOptions):
 
     model: Annotated[str | None, "A causal checkpoint. Default: a small GPT-2 with random weights."] = None
     scheme: str = "rotary"
-    batch_size: int = 16
-    length: int = 128
-    steps: int = 30
-    pairs: int = 5
+    batch_size: Annotated[int, "Sequences a step."] = 16
+    length: Annotated[int, "Tokens of a sequence."] = 128
+    steps: Annotated[int, "Steps of each loop."] = 30
+    pairs: Annotated[int, "How often both loops run, in turn; a first time, which warms up, does not count."] = 5
     mixed_precision: Annotated[Literal["no", "bf16"], "Of both loops."] = "no"
 
 

@@ -41,13 +41,13 @@ class Config(RunOptions):
 
     family: Annotated[tuple[str, ...], "bert (base), gpt2 (small); repeatable."] = tuple(FAMILIES)
     scheme: str = "rotary"
-    max_positions: int = 2048
-    layers: Annotated[int, "12 in both."] = 12
-    hidden: Annotated[int, "768 in both."] = 768
-    texts: Annotated[int, "Of the fit, random tokens."] = 20
-    length: int = 256
-    steps: Annotated[int, "Of the fit, for each layer; 100 by default there."] = 10
-    threads: int = 1
+    max_positions: Annotated[int, "The longest input of the swapped model."] = 2048
+    layers: Annotated[int, "Layers of the model; bert and gpt2 have 12."] = 12
+    hidden: Annotated[int, "Its hidden size; bert and gpt2 have 768."] = 768
+    texts: Annotated[int, "Texts of random tokens to fit on."] = 20
+    length: Annotated[int, "Tokens of each of these texts."] = 256
+    steps: Annotated[int, "Steps per layer of the fit; posswap.fit takes 100 by default."] = 10
+    threads: Annotated[int, "CPU threads."] = 1
 
     def __post_init__(self):
         super().__post_init__()

@@ -44,7 +44,11 @@ class Config(TextOptions, SwapOptions):
 
     scheme: str = "rotary"
     start: str = "fit"
-    text: Annotated[Literal["given", "embedded", "shuffled", "random", "written"], "What to fit on."] = "given"
+    text: Annotated[
+        Literal["given", "embedded", "shuffled", "random", "written"],
+        "What to fit on. given: the text of --dataset or --train-file; embedded: the text that comes with the package; "
+        "shuffled: the given tokens in random order; random: random tokens; written: by a causal model itself.",
+    ] = "given"
     pairs: Annotated[str | None, "A table of sentence1, sentence2 and label, for Spearman's rho of an encoder."] = None
 
 

@@ -20,7 +20,7 @@ import hf_posswap as posswap
 from hf_posswap.experiments.classification import ClassificationConfig
 from hf_posswap.experiments.comparison import check_budgets, load_runs
 from hf_posswap.experiments.models import cost, load_model, load_tokenizer
-from hf_posswap.experiments.options import RecipeConfig, read_config
+from hf_posswap.experiments.options import RecipeConfig, RunOptions, command_line, read_config
 from hf_posswap.experiments.text_tasks import TextConfig
 from hf_posswap.provenance import input_hashes, lock
 
@@ -134,6 +134,19 @@ def test_configurations(recipe):
     assert all(config.scheme == "rotary" and config.model in ("minilm", "stdlib-gpt2") for config in read.values())
     shape = ("min_length", "max_length", "max_depth", "max_args", "train_examples", "examples")
     assert [getattr(read["listops"], name) for name in shape] == [500, 2000, 10, 10, 96_000, 2000]
+
+
+RECIPES = "benchmark_attention benchmark_loop benchmark_swap downstream_classification fit_quality heal language_modeling "
+RECIPES += "length_extrapolation listops long_documents passkey read_on"
+
+
+@pytest.mark.parametrize("name", RECIPES.split())
+def test_every_option_says_what_it_is(recipe, name):
+    """`--help` has words for each option of each recipe."""
+    kinds = [one for one in vars(recipe(name)).values() if isinstance(one, type) and issubclass(one, RunOptions)]
+    (kind,) = [one for one in kinds if one.__module__ == name]
+    said = {name: one.annotation.__metadata__[0].help for name, one in command_line(kind, Path("out")).parameters.items()}
+    assert [name for name, words in said.items() if words.startswith("[default") or not words] == []
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def swap_command(
     fit: Annotated[
         str | None,
         typer.Option(
-            help="Fit the swapped model to its original, layer by layer, on this text: a file, folder or Hub dataset, or "
+            help="Fit the swapped model to its original, layer by layer, on this text: a file, folder or Hub data set, or "
             "'auto': the standard library's text for an encoder, text that it generates itself for a causal model."
         ),
     ] = None,

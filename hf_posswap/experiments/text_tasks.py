@@ -33,7 +33,7 @@ class TextOptions:
 
     LEAST = {"evaluation_tokens": 1}
 
-    dataset: Annotated[str | None, "A Hub dataset. Default: the embedded text."] = None
+    dataset: Annotated[str | None, "A Hub data set: owner/name. Default: the embedded text."] = None
     dataset_config: Annotated[str | None, "The configuration of that data set."] = None
     train_file: Annotated[str | None, "A text, csv, json or parquet file, or a folder of .txt files."] = None
     validation_file: Annotated[str | None, "Held-out text. Default: a tenth of the training file, not trained on."] = None
