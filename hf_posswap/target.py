@@ -57,6 +57,8 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     architecture = find_family(kind)
     if architecture is None:
         raise unsupported(kind, f"a {kind!r} model ({type(model).__name__})")
+    if not dispatched and any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):  # torch's DTensors
+        raise UnsupportedModelError("this model's weights are sharded (fully_shard): swap, restore or save before that")
     if not isinstance(model, SwappedModel) and type(model) not in SWAPPED_CLASSES:
         raise UnsupportedModelError(
             f"{type(model).__name__} is not one of transformers' own {kind} classes, so a swapped copy of it could not be "

@@ -157,6 +157,7 @@ CHANGES = {  # what is done to a BERT, and what the error then says
     "table": (lambda m: setattr(m.bert.embeddings, "position_embeddings", nn.Identity()), "position_embeddings is Identity"),
     "inside": (lambda m: posswap.swap(m.bert, "none"), "inside this BertForMaskedLM was swapped by itself.*: posswap.restore"),
     "meta": (lambda m: m.to("meta"), "meta device: load them first"),
+    "sharded": (lambda m: setattr(m.get_parameter(QUERY), "device_mesh", "a DTensor's"), "weights are sharded .fully_shard"),
     "nan": (lambda m: nn.init.constant_(m.get_parameter(TABLE), float("nan")), "table holds NaN or infinite numbers"),
     "query": (lambda m: nn.init.constant_(m.get_parameter(QUERY), float("nan")), "not finite.*warm_start=False"),
     "flex": (lambda m: m.set_attn_implementation("flex_attention"), "'eager' or 'sdpa', the model is set to 'flex_attention'"),

@@ -260,7 +260,7 @@ def _likeness(*models: PreTrainedModel) -> float:
 
 def _check_weights(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise UnsupportedModelError(f"{name} is offloaded or not loaded (meta device): load all of the model, then fit")
+        if parameter.is_meta or hasattr(parameter, "device_mesh"):  # a DTensor's
+            raise UnsupportedModelError(f"{name} is offloaded, sharded or not loaded (meta device): load all of it, then fit")
         if not torch.isfinite(parameter).all():
             raise PosswapError(f"{name} holds NaN or infinite numbers, as of training that diverged: load the model again")
