@@ -40,16 +40,7 @@ from hf_posswap.experiments.items import averaged
 from hf_posswap.experiments.models import cost, give_positions, load_family, load_model, load_original, load_tokenizer
 from hf_posswap.experiments.options import RecipeConfig, RunOptions, SwapOptions, command_line, read_config
 from hf_posswap.pipelines import is_pipeline
-from hf_posswap.provenance import (
-    input_hashes,
-    lock,
-    prepare_output,
-    provenance,
-    read_json,
-    weight_hashes,
-    without_home,
-    write_json,
-)
+from hf_posswap.provenance import input_hashes, lock, prepare_output, provenance, weight_hashes, without_home, write_json
 from hf_posswap.swapping import usual_first
 from hf_posswap.terminal import run_program
 from hf_posswap.training.launching import check_processes, save_trained
@@ -77,13 +68,11 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
         # The first PartialState of a process fixes its device, and does not look at this variable by itself.
         check_processes(PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")))
         output, resume, file = (given.pop(name) for name in ("output", "resume", "config"))
-        config = read_config(config_class, file, {name: value for name, value in given.items() if value is not None})
+        config = _with_first(read_config(config_class, file, {name: value for name, value in given.items() if value is not None}))
         if PartialState().is_main_process:
             if output.is_file():
                 raise CheckpointError(f"{output} is a file: give a folder")
             held.enter_context(lock(output))
-        config = _with_first(config, output / "config.json" if resume else None)
-        if PartialState().is_main_process:
             options = asdict(config) | ({"model": model_source(config.model)} if hasattr(config, "model") else {})
             inputs = input_hashes({name: value for name, value in options.items() if not name.endswith(NO_FILE)}, output)
             prepare_output(asdict(config), inputs, output, resume)
@@ -128,14 +117,9 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
         run_program(program, command)
 
 
-def _with_first(config: RunOptions, begun: Path | None) -> RunOptions:
-    """Return the options with the `first` of a resumed run or, with a span, that of `swap`, if none is given."""
-    if not isinstance(config, SwapOptions) or config.first is not None:
-        return config
-    before = {} if begun is None or not begun.is_file() else read_json(begun)
-    if before.get("first") is not None and before.get("span") == config.span:  # older runs began with 4, also in encoders
-        return replace(config, first=before["first"])
-    if config.span is None or config.scheme == ORIGINAL:
+def _with_first(config: RunOptions) -> RunOptions:
+    """Return the options with the number of first tokens that `swap` takes where a span is given without one."""
+    if not isinstance(config, SwapOptions) or config.span is None or config.first is not None or config.scheme == ORIGINAL:
         return config
     return replace(config, first=usual_first(load_family(config.model)[1]))
 
