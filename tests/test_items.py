@@ -194,3 +194,17 @@ def test_a_comparison_that_moved(tmp_path):
     for file in ("comparison.md", "comparison.html"):
         assert (tmp_path / "out/first" / file).read_text() == (tmp_path / "second" / file).read_text()
     assert len(load_runs([tmp_path / "runs", tmp_path / "out" / "first"])) == 4  # the same runs
+
+
+def test_rates_that_suit_each_row(tmp_path):
+    """With one original, rows at other rates are compared with it; with several, only a row of the same rate."""
+    for name, value, rate in (("original", 0.5, 1e-3), ("rotary", 0.6, 1e-4), ("none", 0.4, 1e-3)):
+        write_run(tmp_path / name, {"accuracy": value}, scheme=name, learning_rate=rate)
+    found = differences(load_runs([tmp_path]), vary=["learning_rate"])
+    assert {row: round(cells["accuracy"].seeds[0], 6) for row, cells in found.items()} == {
+        "rotary, swap, learning_rate 0.0001": 0.1,
+        "none, swap, learning_rate 0.001": -0.1,
+    }
+    write_run(tmp_path / "original-too", {"accuracy": 0.7}, scheme="original", learning_rate=1e-2)
+    assert [*differences(load_runs([tmp_path]), vary=["learning_rate"])] == ["none, swap, learning_rate 0.001"]
+    assert not differences(load_runs([tmp_path / "original", tmp_path / "rotary"]), vary=["learning_rate", "scheme"])

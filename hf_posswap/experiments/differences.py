@@ -36,8 +36,7 @@ def differences(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence
     """Return the differences of a table, {row: {figure: Difference}}; rows without an original are left out."""
     rows, found = rows_of(runs, vary), {}
     for row, members in rows.items():
-        # Rows from scratch are compared with the original from scratch, if that was run.
-        original = next((one for start in (row[1], "") if (one := (ORIGINAL, start, *row[2:])) in rows), None)
+        original = _original_of(row, rows)
         if row[0] != ORIGINAL and original is not None:
             names = figure_names(runs, figures)
             found[label_of(row)] = {name: _difference(members, rows[original], name) for name in names}
@@ -45,6 +44,19 @@ def differences(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence
     for one, p in zip(tested, holm([paired_p(one.items) for one in tested]), strict=True):
         one.p = p
     return found
+
+
+def _original_of(row: tuple, rows: dict[tuple, list[dict]]) -> tuple | None:
+    """Return the original's row: that from scratch for such rows, if it was run; of another rate, if it has but one."""
+
+    def beside_rates(row: tuple) -> list:
+        return [pair for pair in row[2:] if pair[0] != "learning_rate"]
+
+    for start in (row[1], ""):
+        there = [one for one in rows if one[:2] == (ORIGINAL, start) and beside_rates(one) == beside_rates(row)]
+        if (one := (ORIGINAL, start, *row[2:])) in there or len(there) == 1:
+            return one if one in there else there[0]
+    return None
 
 
 def _difference(members: list[dict], originals: list[dict], name: str) -> Difference:
