@@ -167,9 +167,9 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
         ids = batch["input_ids"]
         if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
             raise DataError(f"token ids must be integers of shape (N, L), not {ids.dtype} of shape {tuple(ids.shape)}")
-        config, ends = model.config, [part for part in (ids[:, :4], ids[:, -4:]) if ids.shape[1] > 3]
-        pad = None if config.pad_token_id in (config.bos_token_id, config.eos_token_id) else config.pad_token_id
-        if "attention_mask" not in batch and any(bool((part == pad).all(-1).any()) for part in ends):
+        pad, others = model.config.pad_token_id, (None, model.config.bos_token_id, model.config.eos_token_id)
+        told = "attention_mask" in batch or ids.shape[1] < 4 or pad in others
+        if any(bool((end == pad).all(-1).any()) for end in (() if told else (ids[:, :4], ids[:, -4:]))):
             what = f"rows begin or end with padding (token {pad}), which without an attention_mask would count as text"
             raise DataError(f"{what}: give dicts with the tokenizer's attention_mask, too, or rows without padding")
         mask = batch.get("attention_mask", torch.ones_like(ids))
