@@ -327,7 +327,7 @@ def test_first_tokens_as_in_a_swap(start, checkpoint, tmp_path):
     }
     for name, (first, *options) in {**runs, "gpt2": (4, *span, "--model", "stdlib-gpt2")}.items():
         assert noted(name, *options) == (first, first)
-    for name, (_, *options) in runs.items():  # a file of an older run
+    for name in runs:  # a file of an older run
         begun = tmp_path / "runs" / name / "config.json"
         rewrite(begun, lambda config: config.update(first=4))
         assert noted(f"{name}-again", "--config", begun) == (4, 4)

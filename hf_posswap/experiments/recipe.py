@@ -68,7 +68,8 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
         # The first PartialState of a process fixes its device, and does not look at this variable by itself.
         check_processes(PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")))
         output, resume, file = (given.pop(name) for name in ("output", "resume", "config"))
-        config = _with_first(read_config(config_class, file, {name: value for name, value in given.items() if value is not None}))
+        config = read_config(config_class, file, {name: value for name, value in given.items() if value is not None})
+        config = _with_first(config)
         if PartialState().is_main_process:
             if output.is_file():
                 raise CheckpointError(f"{output} is a file: give a folder")
