@@ -50,6 +50,7 @@ def test_every_command_is_one_that_its_program_takes(gpu, tmp_path, monkeypatch,
     def stop(config, folder, resume):
         raise Taken
 
+    monkeypatch.setattr("hf_posswap.experiments.recipe.load_family", lambda model: (None, True))  # which a step before makes
     monkeypatch.setattr("hf_posswap.experiments.recipe.main", lambda config_class, run: main(config_class, stop))
     found, launched = gpu.steps(tmp_path, miniature), set()
     for name, (limit, command) in found.items():
