@@ -59,9 +59,7 @@ class SwapOptions(RunOptions):
     model: Annotated[str, "A model folder or Hub id; minilm and stdlib-gpt2 are built in."] = "minilm"
     max_positions: Annotated[int | None, "The longest input of the swapped model. Default: what the recipe needs."] = None
     span: Annotated[int | None, "Attend only to keys at a distance below this. Default: to all."] = None
-    first: Annotated[int | None, "With --span: every token also sees this many at the beginning. Default: 4; encoders 1."] = (
-        None
-    )
+    first: Annotated[int | None, "With --span: tokens at the beginning that all see, too. Default: 4; encoders 1."] = None
     fit_tokens: Annotated[int, "Tokens of training text for --start fit."] = 65_536
     fit_steps: Annotated[int, "Steps per layer for --start fit; 0: only the closed form."] = 100
     save_model: Annotated[bool, "Save the model and its tokenizer in the folder `model` of --output."] = False
