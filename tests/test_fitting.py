@@ -219,7 +219,8 @@ def test_original(make_model, family, share):
 BAD_TEXT = {
     "beyond the vocabulary": (lambda: text() + 2, "are 4 to 99, of 99 tokens: use the model's tokenizer"),
     "negative": (lambda: text() - 50, "use the model's tokenizer"),
-    "floats": (lambda: text().float(), "must be integers"),
+    "floats": (lambda: text().float(), "must be int64 or int32"),
+    "one token": (lambda: [{"input_ids": text(), "attention_mask": (torch.arange(20) < 1) | text() * 0}], "is one token"),
     "one row": (lambda: text()[0], "shape"),
     "no rows": (lambda: text()[:0], "shape"),
     "too long": (lambda: text(20, 33), "positions for 32.*cut the batches, or swap with max_positions=33"),
@@ -235,6 +236,7 @@ BAD_TEXT = {
     "padding": (lambda: torch.where(torch.arange(20) < 9, text(), 0), "padding .token 0.*would count as text: give dicts"),
     "masked row": (lambda: {"input_ids": text(), "attention_mask": text() * 0}, "leave that row"),
     "types": (lambda: {"input_ids": text(), "token_type_ids": text()}, "token_type_ids must be integers from 0 to 1"),
+    "types of a mask": (lambda: {"input_ids": text(), "token_type_ids": text() > 50}, "int64 or int32, not torch.bool"),
     "too few": (lambda: text(3), "too few"),
     "one sequence": (lambda: [text(1, 32)], "too few"),
 }

@@ -166,7 +166,7 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
             raise DataError("input_ids, attention_mask and token_type_ids must be tensors of one shape (N, L)")
         ids = batch["input_ids"]
         if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
-            raise DataError(f"token ids must be integers of shape (N, L), not {ids.dtype} of shape {tuple(ids.shape)}")
+            raise DataError(f"token ids must be int64 or int32 of shape (N, L), not {ids.dtype} of shape {tuple(ids.shape)}")
         pad, others = model.config.pad_token_id, (None, model.config.bos_token_id, model.config.eos_token_id)
         told = "attention_mask" in batch or ids.shape[1] < 4 or pad in others
         if any(bool((end == pad).all(-1).any()) for end in (() if told else (ids[:, :4], ids[:, -4:]))):
@@ -194,11 +194,13 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
         kinds = batch.get("token_type_ids", torch.zeros_like(ids))
         # GPT-2 has no table of token types: it looks them up in the token table.
         count = getattr(model.config, "type_vocab_size", model.config.vocab_size)
-        if int(kinds.min()) < 0 or int(kinds.max()) >= count:
-            raise DataError(f"token_type_ids must be integers from 0 to {count - 1}")
+        if kinds.dtype not in (torch.int64, torch.int32) or int(kinds.min()) < 0 or int(kinds.max()) >= count:
+            raise DataError(f"token_type_ids must be integers from 0 to {count - 1}, int64 or int32, not {kinds.dtype}")
         checked.append(batch)
     if not checked:
         raise DataError("there are no batches: give some text")
+    if all(batch["input_ids"].shape[1] == 1 for batch in checked):  # where positions make no difference, nor would a fit
+        raise DataError("every row of the batches is one token: give rows of several, (N, L)")
     return checked
 
 
