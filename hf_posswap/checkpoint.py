@@ -206,7 +206,7 @@ class SwappedConfig:
         classes = {"AutoConfig": type(self).__name__, **self.loaded_by}
         imports = "".join(f"    {name},\n" for name in sorted(set(classes.values())))
         Path(save_directory).mkdir(parents=True, exist_ok=True)
-        (Path(save_directory) / STUB).write_text(_STUB_TEXT.format(imports=imports))
+        (Path(save_directory) / STUB).write_text(_STUB_TEXT.format(imports=imports), "utf-8", newline="\n")
         self.auto_map = {auto_class: f"{Path(STUB).stem}.{name}" for auto_class, name in classes.items()}
         try:
             super().save_pretrained(save_directory, *args, **kwargs)

@@ -105,12 +105,12 @@ def plain(name: str) -> str:
 
 def array(values: torch.Tensor) -> numpy.ndarray:
     """Return values as NumPy's, float64."""
-    return values.detach().double().cpu().numpy()
+    return values.detach().cpu().double().numpy()
 
 
 def cosines(table: torch.Tensor) -> numpy.ma.MaskedArray:
     """Return the cosines of all pairs of rows, float64; a row of zeros has none."""
-    rows = table.detach().double().cpu()
+    rows = table.detach().cpu().double()
     rows = rows / rows.norm(dim=-1, keepdim=True)
     return numpy.ma.masked_invalid((rows @ rows.T).numpy())
 

@@ -33,7 +33,7 @@ def plot_table(table: torch.Tensor, *, title: str = "", dark: bool = False) -> F
     >>> figure.get_suptitle(), figure.axes[0].images[0].get_array().shape
     ('sinusoidal: all rows have a norm of 5.66', (16, 64))
     """
-    norms = table.detach().double().norm(dim=-1)
+    norms = table.detach().cpu().double().norm(dim=-1)
     low, middle, high = (f"{edge.item():.3g}" for edge in (norms.min(), norms.median(), norms.max()))
     sight = f"norms of rows from {low} to {high}, median {middle}" if low != high else f"all rows have a norm of {low}"
     with canvas((7.5, 4.2), title, sight, dark) as (figure, (axes,)):

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import torch
 import transformers
@@ -97,7 +97,7 @@ def provenance(program: str = "hf-posswap") -> dict:
         command = ["git", "describe", "--always", "--dirty"]
         commit = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False).stdout.strip() or None
     cpu = Path("/proc/cpuinfo")
-    models = re.findall(r"model name\s*: (.*)", cpu.read_text()) if cpu.exists() else []
+    models = re.findall(r"model name\s*: (.*)", cpu.read_text("utf-8")) if cpu.exists() else []
     return {
         "command": shlex.join([*program.split(), *sys.argv[1:]]),
         "commit": commit,
@@ -153,18 +153,23 @@ def _sha256(path: Path) -> str:
 
 def without_home(text: str) -> str:
     """Return a path, or a command, with absolute paths cut to their last two parts, fit for publication."""
-    if Path(text).is_absolute():
-        return "/".join(Path(text).parts[-2:]).lstrip("/")
+    if _is_absolute(text):
+        return "/".join(PureWindowsPath(text).parts[1:][-2:])  # which knows / and \\
     try:
         parts = shlex.split(text)
     except ValueError:
         return text
     short = [
-        name + equals + without_home(value) if Path(value).is_absolute() else part
+        name + equals + without_home(value) if _is_absolute(value) else part
         for part in parts
         for name, equals, value in [part.partition("=") if part.startswith("-") else ("", "", part)]
     ]
     return text if short == parts else shlex.join(short)
+
+
+def _is_absolute(text: str) -> bool:
+    """Whether a path is absolute here or elsewhere: a run may have been made on another system than it is published on."""
+    return PurePosixPath(text).is_absolute() or PureWindowsPath(text).is_absolute()
 
 
 def published(run: dict) -> dict:
@@ -175,7 +180,7 @@ def published(run: dict) -> dict:
             return {name: cut(one) for name, one in value.items()}
         if isinstance(value, list | tuple):
             return [cut(one) for one in value]
-        return without_home(value) if isinstance(value, str) and Path(value).is_absolute() else value
+        return without_home(value) if isinstance(value, str) and _is_absolute(value) else value
 
     return cut(run) | {"command": without_home(run["command"])}
 
@@ -187,7 +192,7 @@ def write_json(path: Path, content: dict) -> None:
     # Lists of numbers on one line each.
     text = re.sub(r"\[\n[\d\s,.eE+-]*\]", lambda numbers: re.sub(r"\s+", "", numbers[0]), json.dumps(content, indent=2))
     try:
-        aside.write_text(text + "\n")
+        aside.write_text(text + "\n", "utf-8", newline="\n")
         aside.replace(path)
     except OSError as error:  # of a full disk, which names no file
         error.filename = str(path)

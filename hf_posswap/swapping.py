@@ -15,7 +15,7 @@ from hf_posswap.attention import MOST_POSITIONS, check_implementation
 from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
-from hf_posswap.functional.closed_form import balance
+from hf_posswap.functional.closed_form import balance, wide
 from hf_posswap.pipelines import card, check_reads, is_pipeline, limits, set_card, set_limits
 from hf_posswap.scheme_entry import on_hub
 from hf_posswap.schemes import SCHEMES, Constant, Scheme, check_class, parse_scheme
@@ -170,7 +170,7 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
             embedding.fit_table(table)
             if type(embedding) is type(kept[0]) is Constant:  # whose mean is known, not that of its rows
                 embedding.mean.copy_(kept[0].mean)
-    scheme_entry.sign(embedding, scheme_entry.digest(scheme, geometry.trained_positions, span).to(table.device))
+    scheme_entry.sign(embedding, scheme_entry.digest(scheme, geometry.trained_positions, span).to(embedding.weight.device))
     for attention, (query, key), order in zip(attentions, moments, orders or (), strict=orders is not None):
         if order is not None:
             balance(architecture.query_key(attention), query, key, order)
@@ -336,8 +336,8 @@ def _rows(target: PreTrainedModel, architecture: Architecture) -> torch.Tensor:
     base, state = target.base_model, state_of(target)
     with torch.no_grad():
         if state is None:
-            return architecture.trained_rows(base).double()
+            return wide(architecture.trained_rows(base))
         longer = architecture.table(base).keeps_table  # all rows of an extended table may have been trained
         count = state.geometry.max_positions if longer else state.geometry.trained_positions
         ids = torch.arange(count, device=base.device)[None] + architecture.first_id(base.config)
-        return architecture.table(base)(ids)[0].double()
+        return wide(architecture.table(base)(ids)[0])

@@ -201,7 +201,7 @@ def mebibytes(*, peak: bool = False) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()) / 2**20
-    field, lines = "VmHWM:" if peak else "VmRSS:", Path("/proc/self/status").read_text().splitlines()
+    field, lines = "VmHWM:" if peak else "VmRSS:", Path("/proc/self/status").read_text("utf-8").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
 
 
@@ -210,7 +210,7 @@ def reset_peak() -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", "utf-8", newline="\n")
 
 
 if __name__ == "__main__":

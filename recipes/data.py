@@ -17,7 +17,7 @@ from hf_posswap.provenance import input_hashes
 from hf_posswap.terminal import run_program
 
 # Name -> source (GitHub repository @ commit, and the files in it), licence, how the files were made, their SHA-256 by name.
-SETS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+SETS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
 
 
 def data(folder: Annotated[Path | None, typer.Argument(help="A folder with cola/train.csv and so on, to check.")] = None):

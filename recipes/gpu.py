@@ -114,7 +114,7 @@ def gpu(
         raise PosswapError(f"there is no step {unknown[0]!r}; there are {', '.join(every)}")
     os.chdir(ROOT)
     build_models(place / "models", miniature)
-    done = json.loads(table.read_text()) if table.exists() else {}
+    done = json.loads(table.read_text("utf-8")) if table.exists() else {}
     for name in only or every:
         (limit, command), left = every[name], int(seconds - (time.perf_counter() - started))
         if done.get(name, {}).get("command") == command:
@@ -130,10 +130,10 @@ def gpu(
             shutil.rmtree(place / name, ignore_errors=True)  # of a call that was stopped, or has failed
             before, log = time.perf_counter(), place / f"{name}.log"
             why = run(command, limit, log, on_cpu=miniature)
-            rows[name] = f"failed: {why}; {log} ends: {log.read_text().splitlines()[-1:]}" if why else "ok"
+            rows[name] = f"failed: {why}; {log} ends: {log.read_text('utf-8').splitlines()[-1:]}" if why else "ok"
             if not why:
                 result, spent = place / name / "result.json", round(time.perf_counter() - before, 1)
-                figures = json.loads(result.read_text())["figures"] if result.exists() else {}
+                figures = json.loads(result.read_text("utf-8"))["figures"] if result.exists() else {}
                 done[name] = provenance() | {"command": command, "seconds": spent, "figures": figures}
                 write_json(table, done)
     for name, said in rows.items():
@@ -146,7 +146,7 @@ def run(command: list[str], limit: int, log: Path, *, on_cpu: bool) -> str | Non
     """Run a command with its output in a file; return why it failed. After the limit all its processes are ended."""
     environment = {"GOMP_SPINCOUNT": "500", **os.environ}  # see README.md: A busy machine
     environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"} if on_cpu else {}
-    with log.open("w") as file:
+    with log.open("w", encoding="utf-8") as file:
         options = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment, "start_new_session": True}
         process = subprocess.Popen([sys.executable, *command], **options)
     try:
@@ -156,7 +156,7 @@ def run(command: list[str], limit: int, log: Path, *, on_cpu: bool) -> str | Non
         return f"not done after {limit} s"
     finally:
         if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()  # Windows has no groups
             process.wait()
 
 

@@ -25,7 +25,7 @@ OF_SPANS = (":!hf_posswap/functional/banded.py", ":!hf_posswap/span_cache.py", "
 def later_commits(root: Path = ROOT) -> Counter[str]:
     """Return how many commits each result file below recipes/results is behind what it measures; those behind none are out."""
     behind, results = Counter(), root / "recipes" / "results"
-    again = json.loads((results / "run_again.json").read_text()) if (results / "run_again.json").exists() else {}
+    again = json.loads((results / "run_again.json").read_text("utf-8")) if (results / "run_again.json").exists() else {}
 
     def count(commit: str, recipe: str | None, spans: bool) -> int:
         paths = (f"recipes/{recipe}.py" if recipe else "recipes/*.py", *(() if spans else OF_SPANS))
@@ -36,7 +36,7 @@ def later_commits(root: Path = ROOT) -> Counter[str]:
         return int(counted.stdout)
 
     for file in sorted({*results.rglob("*.json")} - {results / "run_again.json"}):
-        content, name = json.loads(file.read_text()), file.relative_to(results).as_posix()
+        content, name = json.loads(file.read_text("utf-8")), file.relative_to(results).as_posix()
         made = {(run["commit"], run.get("recipe"), bool(run.get("config", {}).get("span"))) for run in made_in(content)}
         repeated = [
             max(count(note["commit"], *of_run) for _, *of_run in made)

@@ -56,7 +56,7 @@ BESIDE = ("cli.py", "drawing.py", "errors.py", "evaluating.py", "extras.py", "pl
 
 def read(place: str) -> dict:
     """Return the content of a result file."""
-    return json.loads((RESULTS / place).read_text())
+    return json.loads((RESULTS / place).read_text("utf-8"))
 
 
 def schemes() -> str:
@@ -78,7 +78,7 @@ def tree() -> str:
     """Return the package's tree: a line for each folder, with the first line of its docstring, and the names of the files."""
 
     def line(folder: Path) -> str:
-        first = (ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or "").partition("\n")[0].rstrip(".")
+        first = (ast.get_docstring(ast.parse((folder / "__init__.py").read_text("utf-8"))) or "").partition("\n")[0].rstrip(".")
         return f"      {folder.name + '/':<18}{shorten(first, 104, placeholder=' ...')}"
 
     package = ROOT / "hf_posswap"
@@ -224,7 +224,7 @@ def again_table(least: float) -> str:
 def on_gpu() -> list[str]:
     """Return the folders of result files with runs on a GPU."""
     files = sorted(RESULTS.rglob("*.json"))
-    found = [file for file in files if any(run["hardware"]["accelerator"] for run in made_in(json.loads(file.read_text())))]
+    found = [file for file in files if any(run["hardware"]["accelerator"] for run in made_in(json.loads(file.read_bytes())))]
     return [file.parent.relative_to(RESULTS).as_posix() for file in found]
 
 
@@ -246,7 +246,7 @@ def index(kinds: dict[str, str]) -> str:
 
 def results_page(name: str = "README") -> str:
     """Return a page, by default recipes/results/README.md, as its template and the result files have it."""
-    return wrap(environment().from_string((RESULTS / f"{name}.md.jinja").read_text()).render())
+    return wrap(environment().from_string((RESULTS / f"{name}.md.jinja").read_text("utf-8")).render())
 
 
 def wrap(page: str) -> str:
@@ -312,10 +312,10 @@ def update() -> None:
     """Write README.md, recipes/results/README.md with its pictures, and the claims in notebooks/README.md."""
     draw()
     page = ROOT / "README.md"
-    page.write_text(render(page.read_text()))
-    (RESULTS / "README.md").write_text(results_page())
+    page.write_text(render(page.read_text("utf-8")), "utf-8", newline="\n")
+    (RESULTS / "README.md").write_text(results_page(), "utf-8", newline="\n")
     page = ROOT / "notebooks" / "README.md"
-    page.write_text(replace_block(page.read_text(), "claims", claims_table(check_claims())))
+    page.write_text(replace_block(page.read_text("utf-8"), "claims", claims_table(check_claims())), "utf-8", newline="\n")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def compare(
     vary: Annotated[list[str] | None, typer.Option(help="An option that --collect runs may differ in. Repeatable.")] = None,
     figure: Annotated[list[str] | None, typer.Option(help="A figure to show. Repeatable. Default: all.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="The default recipe in minutes: rotary, relative; start fit.")] = False,
-    launcher: Annotated[str, typer.Option(help="Command that starts each run.", show_default="this Python")] = sys.executable,
+    launcher: Annotated[str | None, typer.Option(help="Command that starts each run. Default: this Python.")] = None,
 ):
     """Compare position schemes in one recipe: equal budgets, means ± standard deviation, one page to share.
 
@@ -77,7 +77,7 @@ def compare(
             raise PosswapError(f"there is no {recipe}: give the path of a recipe, such as recipes/passkey.py")
         program = [recipe] if recipe else ["-m", DEFAULT_RECIPE]
         try:
-            begins = shlex.split(launcher)
+            begins = shlex.split(launcher) if launcher else [sys.executable]  # whose path may hold spaces
         except ValueError as error:
             raise PosswapError(f"--launcher {launcher} is no command ({error}): write it as for a shell") from None
         jobs = _jobs(scheme or SCHEMES, start or ["swap"], seed or [0, 1, 2])
@@ -134,13 +134,15 @@ def _check_inputs(folder: Path) -> None:
 def _run(command: list[str]) -> int:
     """Run a command in its own session; return its exit status, or 130 if this process was asked to stop.
 
-    The run gets SIGTERM, on which the training loop saves a checkpoint. On Ctrl-C a launcher would print a traceback.
+    The run gets SIGTERM, on which the training loop saves a checkpoint. On Ctrl-C a launcher would print a traceback. Windows
+    has neither: there the run has got the Ctrl-C of the terminal itself.
     """
     process = subprocess.Popen(command, start_new_session=True)
     try:
         return process.wait()
     except KeyboardInterrupt:
-        os.killpg(process.pid, signal.SIGTERM)
+        if hasattr(os, "killpg"):
+            os.killpg(process.pid, signal.SIGTERM)
         process.wait()
         return 130
 

@@ -116,7 +116,7 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
             (text,) = texts
             cut = len(text) * 9 // 10
             documents = [{"train": text[:cut], "validation": text[cut:], None: text}[split]]
-    elif path.suffix or str(source).startswith((".", "/", "~")) or str(source).endswith("/") or len(path.parts) > 3:
+    elif path.suffix or re.search(r"^[./~]|/$|\\", str(source)) or len(path.parts) > 3:
         raise DataError(f"no such file or folder: {source}")
     else:
         documents = read_texts(read_hub(*hub_name(str(source)), split or "all"), text_column, source)
@@ -131,7 +131,8 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
 def _text_files(folder: Path) -> list[Path]:
     """Return the .txt files in a folder: names in capitals too, but none of the copies that other programs hide there."""
     shown = [one for one in folder.rglob("*") if not any(part.startswith(".") for part in one.relative_to(folder).parts)]
-    return sorted(one for one in shown if one.suffix.lower() == ".txt" and not one.is_dir())
+    found = [one for one in shown if one.suffix.lower() == ".txt" and not one.is_dir()]
+    return sorted(found, key=lambda one: one.parts)  # paths themselves sort without case on Windows
 
 
 def _read_text(path: Path) -> str:

@@ -23,7 +23,7 @@ _TEMPLATE = Path(__file__).parents[1] / "assets" / "comparison.html.jinja"
 def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> list[Path]:
     """Check budgets; write comparison.json, comparison.md, a self-contained comparison.html and PNGs; return their paths."""
     comparison.check_budgets(runs, vary)
-    runs = [published(run) | {"folder": os.path.relpath(run["folder"], output)} for run in runs]
+    runs = [published(run) | {"folder": Path(os.path.relpath(run["folder"], output)).as_posix()} for run in runs]
     comparison.check_budgets(runs, vary)  # paths that are cut short must not make one row of two
     asked = {"vary": vary, "figures": figures}
     parts = [part(runs, **asked) for part in (verdict, comparison.markdown, interval_table, paired_table)]
@@ -34,8 +34,8 @@ def write_comparison(runs: list[dict], output: Path, *, vary: Sequence[str] = ()
     for file, figure in pictures.items():
         figure.savefig(file, dpi=150)
     write_json(written[0], {"format": 1, "vary": list(vary), "runs": runs})
-    written[1].write_text(text, encoding="utf-8")
-    written[2].write_text(_page(runs, text, pictures), encoding="utf-8")
+    written[1].write_text(text, "utf-8", newline="\n")
+    written[2].write_text(_page(runs, text, pictures), "utf-8", newline="\n")
     return [*written, *pictures]
 
 

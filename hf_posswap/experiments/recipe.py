@@ -97,7 +97,7 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
             _save_model(model, config, output / "model")
         if PartialState().is_main_process:
             spec = sys.modules["__main__"].__spec__  # set if a module was started with -m
-            run_by = f"python -m {spec.name}" if spec else f"python {without_home(sys.argv[0])}"
+            run_by = f"python -m {spec.name}" if spec else f"python {without_home(Path(sys.argv[0]).as_posix())}"
             asked = {"question": config.QUESTION, "meaning": config.FIGURES} if config.QUESTION else {}
             kept = {"weights": weight_hashes(output / "model", modules=True)} if keep else {}
             about = {"format": FORMAT, "recipe": program, **asked, **provenance(run_by), "config": asdict(config)}

@@ -48,12 +48,12 @@ class Evidence(NamedTuple):
 
     def tokens(self, states: torch.Tensor) -> torch.Tensor:
         """Return the rows of (B, H, L, ...) that are not padding: (H, T, ...) float64."""
-        return _wide(states.transpose(0, 1)[:, self.allowed[:, 0].any(-1)])
+        return wide(states.transpose(0, 1)[:, self.allowed[:, 0].any(-1)])
 
 
 def second_moment(states: torch.Tensor) -> torch.Tensor:
     """Return E[x x^T] of each head over tokens, (H, T, D) -> (H, D, D) float64."""
-    states = _wide(states)
+    states = wide(states)
     return states.transpose(1, 2) @ states / states.shape[1]
 
 
@@ -72,8 +72,8 @@ def balance(query_key, query_moment: torch.Tensor, key_moment: torch.Tensor, dim
     for matrix, (weight, bias) in ((change, tensors[:2]), (inverse, tensors[2:])):
         placed = torch.empty_like(matrix)
         placed[:, order] = matrix  # row i, the i-th in importance, goes to dimension order[i]
-        weight.copy_((placed @ _wide(weight).view(num_heads, head_dim, -1)).flatten(0, 1))
-        bias.copy_((placed @ _wide(bias).view(num_heads, head_dim, 1)).flatten())
+        weight.copy_((placed @ wide(weight).view(num_heads, head_dim, -1)).flatten(0, 1))
+        bias.copy_((placed @ wide(bias).view(num_heads, head_dim, 1)).flatten())
 
 
 def missing_scores(evidence: Evidence, scores: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,7 +109,7 @@ def sum_diagonals(values: torch.Tensor) -> torch.Tensor:
     """Sum (B, H, L, L) over batch and diagonals: (H, 2 L - 1) float64, distance j - i from -(L - 1) to L - 1."""
     length = values.shape[-1]
     index = distance_index(values[0, 0], length - 1).flatten()
-    summed = _wide(values.sum(0).flatten(1))
+    summed = wide(values.sum(0).flatten(1))
     return summed.new_zeros(len(summed), 2 * length - 1).index_add_(1, index.to(summed.device), summed)
 
 
@@ -122,7 +122,7 @@ def kernel_moments(weights: torch.Tensor, missing: torch.Tensor, frequencies: to
     zero mean over its visible keys.
     """
     length = weights.shape[-1]
-    weights, missing = _wide(weights), _wide(missing)
+    weights, missing = wide(weights), wide(missing)
     frequencies = frequencies.to(weights)
     steps = torch.arange(length, dtype=torch.float64, device=weights.device)
     angles = torch.arange(1 - length, length, dtype=torch.float64, device=weights.device)[:, None] * frequencies
@@ -159,7 +159,7 @@ def write_kernel(
     `query_mean` and `key_mean` are (H, D), `change` (H, planes) complex, `planes` (planes, 2) the dimensions x and y of each.
     Of all pairs of means with that product, both get the length sqrt|Z| and the direction nearest to their old one.
     """
-    means = [torch.complex(*_wide(mean)[:, planes].unbind(-1)) for mean in (query_mean, key_mean)]
+    means = [torch.complex(*wide(mean)[:, planes].unbind(-1)) for mean in (query_mean, key_mean)]
     product = means[0].conj() * means[1] + change
     turn = torch.polar(torch.ones_like(product.real), product.angle())
     direction = means[0] + means[1] * turn.conj()
@@ -224,7 +224,7 @@ def _conjugate_gradients(apply: Callable, precondition: Callable, target: torch.
     return solution
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def wide(tensor: torch.Tensor) -> torch.Tensor:
     """Return it in float64, on the CPU if the device has no float64 (Apple's GPUs)."""
     return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
 

@@ -9,7 +9,7 @@ from hf_posswap.architectures import family_of, longest_input
 from hf_posswap.attention import observe, visible
 from hf_posswap.data.calibration import check_batches
 from hf_posswap.evaluating import evaluating, watching
-from hf_posswap.functional.closed_form import sum_keys_by_distance
+from hf_posswap.functional.closed_form import sum_keys_by_distance, wide
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def attention_by_distance(model: PreTrainedModel, batches: torch.Tensor | Iterab
     def see(layer: int, attention, hidden_states: torch.Tensor, keywords: dict) -> None:
         here = mask.to(hidden_states.device)
         seen = observe(attention, architecture, hidden_states, visible(here, causal=causal), keywords.get("shared_positions"))
-        probabilities = (seen.probabilities * here[:, None, :, None]).double()
+        probabilities = wide(seen.probabilities * here[:, None, :, None])
         profiles[layer] = profiles[layer] + sum_keys_by_distance(probabilities, reach).sum((0, 2)).cpu()
 
     with evaluating(model), watching(attentions, see):

@@ -70,9 +70,9 @@ class DistanceBias(AttentionPositions):
         for evidence in observe():
             weights, missing = missing_scores(evidence, evidence.query @ evidence.key.mT, scaling)
             reach = weights.shape[-1] - 1
-            table = self.features(torch.arange(-reach, reach + 1, device=weights.device))  # (2 L - 1, N)
             sums = (sum_keys_by_distance(one, reach) for one in (weights, weights * missing))
             mass, target = (evidence.tokens(one) for one in sums)  # (H, T, 2 L - 1)
+            table = self.features(torch.arange(-reach, reach + 1, device=mass.device))  # (2 L - 1, N)
             rows = mass @ table  # (H, T, N)
             rows = rows / mass.sum(-1, keepdim=True).clamp_min(1e-30).sqrt()
             gram = gram + table.T @ (mass.sum(1)[..., None] * table) - rows.mT @ rows

@@ -24,7 +24,7 @@ def load_scheme(source: str) -> Scheme | type[Scheme]:
     """
     if source.partition(":")[0].strip() in SCHEMES:
         return parse_scheme(source)
-    place, name = source.rsplit(":", 1) if ":" in source else (source, "")
+    place, name = (source, "") if _is_file(source) or ":" not in source else source.rsplit(":", 1)
     known, modules, folders = dict(SCHEMES), set(sys.modules), []
     try:
         with _importing(place) as folders:

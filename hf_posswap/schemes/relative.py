@@ -32,6 +32,7 @@ from hf_posswap.functional.closed_form import (
     missing_scores,
     solve_with_ridge,
     sum_keys_by_distance,
+    wide,
 )
 from hf_posswap.functional.relative_attention import IMPLEMENTATIONS, relative_attention
 from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number, is_plain, weigh
@@ -109,7 +110,7 @@ class RelativePositions(AttentionPositions):
             self.key_table.copy_(table.view_as(self.key_table))
         else:
             seen = sum(part.sum(1) for part in masses)  # (H, R)
-            self.key_projection.copy_(_project(self._signal().double(), table, seen).view_as(self.key_projection))
+            self.key_projection.copy_(_project(wide(self._signal()), table, seen).view_as(self.key_projection))
 
     def _solve_values(self, observe, scaling: float) -> None:
         moment, product = 0.0, 0.0  # of M^T M a = M^T Y, from the masses M by distance and the missing outputs Y

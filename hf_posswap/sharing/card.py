@@ -94,7 +94,7 @@ def write_card(
     >>> from transformers import GPT2Config, GPT2Model
     >>> model = posswap.swap(GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=64, vocab_size=50)), "rotary")
     >>> model.save_pretrained(folder := tempfile.mkdtemp())
-    >>> print(posswap.write_card(folder, base_model="local:mine", license="mit").read_text().split("---")[1])
+    >>> print(posswap.write_card(folder, base_model="local:mine", license="mit").read_text("utf-8").split("---")[1])
     <BLANKLINE>
     library_name: transformers
     license: mit
@@ -123,8 +123,9 @@ def write_card(
             figure.savefig(aside / name, dpi=120)
         if entries:
             (aside / EVAL_RESULTS).mkdir()
-            (aside / EVAL_RESULTS / "hf_posswap.yaml").write_text(yaml.safe_dump(entries, sort_keys=False))
-        (aside / CARD_FILE).write_text(card, encoding="utf-8")
+            text = yaml.safe_dump(entries, sort_keys=False)
+            (aside / EVAL_RESULTS / "hf_posswap.yaml").write_text(text, "utf-8", newline="\n")
+        (aside / CARD_FILE).write_text(card, "utf-8", newline="\n")
         written = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
         for path in sorted(written, key=lambda path: path.name == CARD_FILE):  # the card, which points at the others, last
             (folder / path).parent.mkdir(exist_ok=True)
@@ -147,7 +148,7 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
         comparisons.append(shown)
         index += entries
     base, parts = model["base_model"], {"scheme": type(scheme), "family": type(find_family(model["family"]))}
-    template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False).from_string(_TEMPLATE.read_text())
+    template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False).from_string(_TEMPLATE.read_text("utf-8"))
     text = template.render(
         title=name.rpartition("/")[2],
         base=f"[{base['id']}](https://huggingface.co/{base['id']})" if base["on_hub"] else f"`{base['id']}` (not on the Hub)",

@@ -126,7 +126,7 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder_or_id} has no {name}, so it is no position delta: give a folder of save_delta")
     try:
-        about = json.loads((folder / ABOUT).read_text())
+        about = json.loads((folder / ABOUT).read_text("utf-8"))
         weights = load_file(folder / WEIGHTS)
         version, kind, longest = about["format"], about["model_type"], about["max_positions"]
         entry, digest = dict(about["position_scheme"]), about["base_model"]["sha256"]
@@ -194,7 +194,7 @@ def head_hashes(model: PreTrainedModel) -> dict[str, str]:
 
 def saved_hashes(folder: Path) -> tuple[str, dict[str, str]]:
     """Return `weights_hash` and `head_hashes` of the swapped model in a folder; files leave out weights that are tied."""
-    family = find_family(json.loads((folder / "config.json").read_text())["model_type"])
+    family = find_family(json.loads((folder / "config.json").read_text("utf-8"))["model_type"])
     prefix = f"{family.base_class.base_model_prefix}."
     found = {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}  # mapped only
     inside = {name for name in found if name.startswith(prefix)} or {*found}  # a headless model's names have no prefix

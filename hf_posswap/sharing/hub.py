@@ -133,7 +133,7 @@ def check_files(folder: Path) -> list[str]:
 
 def _check_code(folder: Path, files: Sequence[str]) -> None:
     """Raise if the folder holds or names code that trust_remote_code would run, except for our stub and what it imports."""
-    stub = (folder / STUB).read_text() if (folder / STUB).is_file() else None
+    stub = (folder / STUB).read_text("utf-8") if (folder / STUB).is_file() else None
     imports = set(re.findall(r"^    (\w+),$", stub or "", re.MULTILINE))
     ours = {kind.__name__ for kind in (*SWAPPED_CLASSES.values(), *CONFIG_CLASSES.values())}
     allowed = {f"{Path(STUB).stem}.{name}" for name in imports & ours}
@@ -143,7 +143,7 @@ def _check_code(folder: Path, files: Sequence[str]) -> None:
         named |= set(map(str, found.values() if isinstance(found, dict) else [found]))
         if found and (path != folder / "config.json" or not named <= allowed):
             raise CheckpointError(f"{path} has an auto_map to other code, and what is shared is run: save the model again")
-    modules = json.loads((folder / "modules.json").read_text()) if "modules.json" in files else []
+    modules = json.loads((folder / "modules.json").read_text("utf-8")) if "modules.json" in files else []
     if foreign := [one for one in modules if not str(one.get("type")).startswith("sentence_transformers.")]:
         kind = foreign[0].get("type")
         raise CheckpointError(f"modules.json names {kind!r:.100}, and what is shared is run: share sentence-transformers' own")

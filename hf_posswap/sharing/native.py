@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, RoFormerPreTrainedMo
 
 from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import UnsupportedModelError
+from hf_posswap.functional.closed_form import wide
 from hf_posswap.schemes.rotary import RotaryPositions
 
 # Fields with the same name in all configs.
@@ -76,8 +77,8 @@ def without(model: SwappedModel, embedding: nn.Module) -> tuple[dict[str, torch.
 def constant(model: SwappedModel) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Return the vectors mean and (first - mean), (E,) float64, and whether the latter is nonzero."""
     constant = model.architecture.table(model.base_model)
-    mean = constant.mean.double()
-    difference = torch.zeros_like(mean) if constant.first is None else constant.first.double() - mean
+    mean = wide(constant.mean)
+    difference = torch.zeros_like(mean) if constant.first is None else wide(constant.first) - mean
     return mean, difference, bool(difference.any())
 
 
@@ -99,7 +100,7 @@ def without_constant(
     mean, difference, marked = constant(model)
     added, words = (prefix.replace("position_embeddings", f"{name}_embeddings.weight") for name in (onto, "word"))
     # DistilBERT has no types of tokens: both are the same here.
-    weights[added] = (weights.get(added, mean.new_zeros(2, len(mean))).double() + mean).to(model.dtype)
+    weights[added] = (wide(weights.get(added, mean.new_zeros(2, len(mean)))) + mean).to(model.device, model.dtype)
     if marked:
         cls = getattr(tokenizer, "cls_token_id", None)
         if model.architecture.is_causal(model.config):
@@ -107,7 +108,7 @@ def without_constant(
         if cls is None:
             raise UnsupportedModelError(f"{native} has the first token's vector in [CLS]: pass the tokenizer, which knows it")
         weights[words] = weights[words].clone()
-        weights[words][cls] = (weights[words][cls].double() + difference).to(model.dtype)
+        weights[words][cls] = (wide(weights[words][cls]) + difference).to(model.dtype)
     tied = model.config.tie_word_embeddings and model.get_output_embeddings() is not None
     # A tied head keeps the old words.
     return weights, (CLS,) * marked, tied and torch.equal(weights[words], model.get_input_embeddings().weight)

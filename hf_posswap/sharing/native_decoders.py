@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_posswap.architectures import Architecture
 from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import UnsupportedModelError
+from hf_posswap.functional.closed_form import wide
 from hf_posswap.sharing import native
 from hf_posswap.sharing.native import Converted
 
@@ -59,7 +60,7 @@ def gpt_neox(model: SwappedModel, stock: type, _) -> Converted:
             weights[f"{name}.{part}"] = value.T if part == "weight" and isinstance(module, Conv1D) else value
     words = model.get_input_embeddings()
     word_scale = getattr(words, "embed_scale", 1.0)  # BioGPT's
-    weights["embed_in.weight"] = (words.weight.double() * word_scale + mean).to(model.dtype)
+    weights["embed_in.weight"] = (wide(words.weight) * word_scale + mean).to(model.dtype)
     order = native.halves_first(positions).to(model.device)
     for number, attention in enumerate(attentions):
         scale = architecture.scaling(attention) * positions.geometry.head_dim**0.5

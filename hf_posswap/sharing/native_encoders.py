@@ -176,7 +176,7 @@ def esm(model: SwappedModel, stock: type, tokenizer) -> Converted:
     """Export an ESM to ESM with rotary positions; unrotated pairs have frequency 0."""
     config, positions = model.config, model.architecture.self_attentions(model.base_model)[0].positions
     kind, head_dim = (positions.scheme.scaling or {}).get("rope_type"), positions.geometry.head_dim
-    frequencies, factor = positions.frequencies(model.device, positions.geometry.max_positions)
+    frequencies, factor = positions.frequencies(torch.device("cpu"), positions.geometry.max_positions)
     if kind in ("dynamic", "longrope") or factor != 1 or head_dim % 2:
         raise UnsupportedModelError(f"ESM has one frequency for each pair, and no factor: {kind} scaling does not fit")
     mean, difference, _ = native.constant(model)

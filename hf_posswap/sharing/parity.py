@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_posswap.architectures import longest_input
 from hf_posswap.data.text import cut_blocks, embedded_documents, token_lists
 from hf_posswap.errors import PosswapError
+from hf_posswap.functional.closed_form import wide
 
 # The largest allowed difference, relative to the standard deviation of the outputs: the formulas are the same, but the order
 # of sums, and so their rounding, is not.
@@ -108,5 +109,5 @@ def _outputs(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Te
     for name, value in outputs.items():  # skips a cache, which is no tensor
         if isinstance(value, torch.Tensor):
             per_token = value.dim() > 1 and value.shape[:2] == tokens.shape
-            compared[name] = (value[mask.bool()] if per_token else value).double()
+            compared[name] = wide(value[mask.bool()] if per_token else value)
     return compared

@@ -227,7 +227,7 @@ def check(content: dict, where: str) -> None:
 
 
 def _check(content: dict, where: str, *, comparison: bool = False) -> None:
-    schema = json.loads(SCHEMA.read_text())
+    schema = json.loads(SCHEMA.read_text("utf-8"))
     if comparison:
         schema = {"$defs": schema["$defs"], **schema["properties"]["comparisons"]["items"]}
     try:

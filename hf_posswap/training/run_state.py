@@ -39,7 +39,7 @@ def remove_checkpoints(output: Path, *, keep: int = 0) -> None:
 def accumulation_steps_of(output: Path) -> int | None:
     """Return the accumulation steps of the newest checkpoint; None if there is none."""
     folders = checkpoint_folders(output)
-    return json.loads((folders[-1] / "progress.json").read_text())["gradient_accumulation_steps"] if folders else None
+    return json.loads((folders[-1] / "progress.json").read_text("utf-8"))["gradient_accumulation_steps"] if folders else None
 
 
 class Checkpoints:
@@ -64,7 +64,7 @@ class Checkpoints:
         try:
             self.accelerator.save_state(str(aside))
             if self.accelerator.is_main_process:
-                (aside / "progress.json").write_text(json.dumps({**asdict(run), "examples": examples}))
+                (aside / "progress.json").write_text(json.dumps({**asdict(run), "examples": examples}), "utf-8", newline="\n")
         except Exception as error:  # a full disk raises OSError, RuntimeError (torch) or SafetensorError
             failure = error
         failures = torch.tensor(failure is not None, dtype=torch.int64, device=self.accelerator.device)
@@ -83,7 +83,7 @@ class Checkpoints:
         if not checkpoint_folders(self.output):
             return
         newest = checkpoint_folders(self.output)[-1]
-        progress = json.loads((newest / "progress.json").read_text())
+        progress = json.loads((newest / "progress.json").read_text("utf-8"))
         theirs, ours = progress["config"], json.loads(json.dumps(asdict(run.config)))
         exact = {*run.config.budget(), "seed", "gradient_accumulation_steps"}
         pairs = {name: (theirs.get(name), ours[name]) for name in sorted(exact)}
