@@ -54,7 +54,7 @@ def text_batches(
         causal: Whether it is for a causal model.
         window: How many tokens the original reads at once, if less than `max_length`: blocks of that length are included. For
             a causal model those of the lengths between, too, and as many blocks of each: most tokens stand in long ones.
-        seed: Of the draw to fit on; the other parts are the same for every seed.
+        seed: Of the draw to fit on, the shortest length first, no block twice. From the other parts blocks are taken evenly.
 
     Returns:
         `TextBatches`: (N, L) token ids for each length, for `posswap.fit`.

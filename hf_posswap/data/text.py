@@ -174,8 +174,8 @@ def split_tokens(documents: list[list[int]], least: int) -> tuple[list[list[int]
     """Split tokenized documents into three parts, to fit on, to select by and to report on: about 8 : 1 : 1.
 
     Documents stay whole, unless they are longer than a twentieth of all the text or reach past the end of a part: those are cut
-    into contiguous stretches. So the parts never overlap, and the same text is always split alike. None has fewer than `least`
-    tokens.
+    into contiguous stretches. They are dealt in one random order, the same each time, first to report, then to select by, and
+    stand in each part in the order of the text. So parts never overlap. None has fewer than `least` tokens.
 
     >>> [sum(map(len, part)) for part in split_tokens([list(range(60)), list(range(60, 100))], 8)]
     [80, 10, 10]

@@ -3,13 +3,16 @@
 Both models read the same text. Each layer of the swapped model gets its own hidden states, with the errors of earlier layers,
 and its self-attention is fitted so that the layer's output comes near that of the original's layer:
 
-1. the scheme's closed form (`closed_form`), on up to 4,096 tokens: basis and kernel of rotary, vectors of relative; kept if it
-   helps;
-2. reconstruction: a few steps of Adam, of about 2,048 tokens each, on the weights of self-attention and of its positions. The
-   rate rises for five steps and then falls linearly to 0. What does not help is tried again at a tenth of it, or dropped.
+1. the scheme's closed form (`closed_form`), on whole batches, spread evenly over all, of up to 4,096 tokens together: basis and
+   kernel of rotary, vectors of relative; kept if it helps;
+2. reconstruction: a few steps of Adam (betas 0.9 and 0.95), of about 2,048 tokens each, on the weights of self-attention and of
+   its positions. Step s = 0, 1, ... of n has min(1, (s + 1) / 5) (1 - s / n) of the peak rate. What does not help is tried
+   again at a tenth of it, or dropped. A batch comes again after all others have come; a layer begins a new random order.
 
 What helps lowers the layer's error on held-out text: the squared distance between its output and the original's, both
-normalised as by a plain layer norm, over the original's squared distance from its mean.
+normalised as by a plain layer norm, over the original's squared distance from its mean in the batch, each summed over batches.
+The weights of self-attention are those of transformers' module: the output projection is one of them in GPT-2, OPT, BioGPT,
+DistilBERT and ALBERT, but not in BERT and others of its kin.
 
 So only one layer is trained at a time, and later layers can correct errors of earlier ones. Where one module is several layers
 (ALBERT), these are one: the closed form sees all of them, and what counts is the sum of their errors, with gradients through
@@ -104,7 +107,7 @@ class Walk:
         self.unfitted = [] if window is None else self.held
         window = longest if window is None else window
         short = [opening(batch, window) for batch in fitted]
-        # Spread evenly over the batches, and so over lengths.
+        # Spread evenly over the batches.
         count = max(1, int(len(short) * min(1.0, _TOKENS_TO_SOLVE / sum(batch["input_ids"].numel() for batch in short))))
         self.solved_on = []
         for i in sorted({int(i) for i in torch.linspace(0, len(short) - 1, count).round()}):
