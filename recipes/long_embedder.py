@@ -37,7 +37,7 @@ with extra():
     from datasets import Dataset
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
     from sentence_transformers.sentence_transformer import losses
-    from sentence_transformers.util import mine_hard_negatives
+    from sentence_transformers.util import cos_sim, mine_hard_negatives
 
 EACH = 6  # passages drawn from each document in the evaluation
 TEMPERATURE = 0.05
@@ -126,13 +126,20 @@ def pairs(config: Config, training: list[str], tokenizer) -> list:
     return drawn
 
 
+def cosines(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the cosines (A, B) of vectors (A, E) and (B, E) in float32: in bfloat16 they have steps of up to 0.004."""
+    with torch.autocast(a.device.type, enabled=False):
+        return cos_sim(a.float(), b.float())
+
+
 class PairsWithBrake(nn.Module):
     """MultipleNegativesRankingLoss, plus 1 - cosine of passages with their original vectors (B, E), the labels."""
 
     def __init__(self, model: SentenceTransformer, brake: float, cached: int):
         super().__init__()
         self.model, self.brake, self.cached = model, brake, cached
-        options = {"scale": 1 / TEMPERATURE, "gather_across_devices": PartialState().num_processes > 1}
+        several = PartialState().num_processes > 1
+        options = {"scale": 1 / TEMPERATURE, "similarity_fct": cosines, "gather_across_devices": several}
         kind = losses.CachedMultipleNegativesRankingLoss if cached else losses.MultipleNegativesRankingLoss
         self.pairs = kind(model, **options, **({"mini_batch_size": cached} if cached else {}))
 
@@ -141,9 +148,8 @@ class PairsWithBrake(nn.Module):
         if self.cached:
             loss, short = self.pairs(features, None), self.model(features[0])["sentence_embedding"]
         else:
-            short, *long = (self.model(part)["sentence_embedding"].float() for part in features)
-            with torch.autocast(short.device.type, enabled=False):
-                loss = self.pairs.compute_loss_from_embeddings([short, *long], None)
+            short, *long = (self.model(part)["sentence_embedding"] for part in features)
+            loss = self.pairs.compute_loss_from_embeddings([short, *long], None)
         return loss + self.brake * (1 - functional.cosine_similarity(short, labels, dim=-1)).mean()
 
 

@@ -253,6 +253,11 @@ def test_the_brake_and_the_select_text(long_embedder, watch, monkeypatch):
     losses = [module.PairsWithBrake(model, brake, 0)(features, labels) for brake in (0.0, 2.0)]
     apart = 1 - torch.cosine_similarity(model(features[0])["sentence_embedding"], labels).mean()
     torch.testing.assert_close(losses[1] - losses[0], 2 * apart)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        half = [module.PairsWithBrake(model, 0.0, cached)(features, labels) for cached in (0, 2)]
+        short, long = (model(part)["sentence_embedding"].double() for part in features)
+    exact = torch.nn.functional.cross_entropy(library.util.cos_sim(short, long) / module.TEMPERATURE, torch.arange(2))
+    torch.testing.assert_close(half, [exact.float()] * 2)
     monkeypatch.setattr(module, "tune", lambda *given: None)
     monkeypatch.setattr(module, "recall", lambda long, short, documents: torch.tensor([True, False] * len(long)))
     tuned, measured = watch(module, "tune"), watch(module, "measure")
