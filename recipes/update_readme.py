@@ -42,7 +42,7 @@ PICTURES = {
 SHOWN_IN = {
     "README.md": (
         *("card/", "fit/minilm/", "fit/stdlib-gpt2/", "fit/stdlib-gpt2-400/", "passkey/decoys/", "read_on/books/comparison"),
-        *("read_on/books-1024/", "read_on/far/", "read_on/far-4096/", "read_on/span-16384/", "read_on/span-262k/"),
+        *("read_on/books-1024/", "read_on/far/", "read_on/span-16384/", "read_on/span-262k/"),
     ),
     "notebooks/02_see_the_schemes.ipynb": ("ladder/",),
     "notebooks/04_read_the_results.ipynb": (
