@@ -59,7 +59,7 @@ def test_trials_are_what_the_model_will_be(make_model, monkeypatch, watch):
     monkeypatch.setattr(choosing, "fit", planted)
     text = TextBatches([_text(100, 64), _text(10)], [_text(10, 64)], [_text(10, 64)])
     options = {"max_positions": 64, "span": 8, "first": 2, "warm_start": False}
-    posswap.choose(make_model("gpt2"), "rotary:fraction=auto", text, window=16, reconstruct=7, progress=False, **options)
+    posswap.choose(make_model("gpt2"), "rotary:fraction=auto", text, window=16, steps=7, progress=False, **options)
     assert seen == [(16, 7, [[100, 10], [10], []])] * 3 and [one.kwargs for one in swaps] == [options] * 3
 
 

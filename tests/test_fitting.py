@@ -271,7 +271,6 @@ BAD_CALLS = {
     "not swapped": (posswap.restore, {}, "call posswap.swap"),
     "negative": (None, {"steps": -1}, "0 or more"),
     "float": (None, {"steps": 1.5}, "0 or more"),
-    "older name": (None, {"reconstruct": -1}, "steps=-1 must be"),
     "nan": (spoil, {}, "NaN"),
     "nan in the original": (None, {"original_model": lambda make: spoil(make("gpt2"))}, "NaN"),
     "family": (None, {"original_model": lambda make: make("bert")}, "is bert .*pass what it was swapped from"),

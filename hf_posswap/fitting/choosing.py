@@ -35,7 +35,6 @@ def choose(
     progress: bool = True,
     window: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    reconstruct: int | None = None,
 ) -> Scheme:
     """Return the scheme with every "auto" replaced by the value that does least damage; the model is unchanged.
 
@@ -51,7 +50,7 @@ def choose(
         steps: Steps for each layer and candidate.
         seed: As for `posswap.fit`.
         progress: Show a bar.
-        window, tokenizer, reconstruct: As for `posswap.fit`.
+        window, tokenizer: As for `posswap.fit`.
 
     The `report` part of `text_batches` is not used.
 
@@ -65,7 +64,7 @@ def choose(
     >>> choose(GPT2LMHeadModel(config), "rotary:fraction=auto", text, steps=2, progress=False).fraction in (1, 0.5, 0.25)
     True
     """
-    scheme, steps = parse_scheme(scheme), steps if reconstruct is None else reconstruct
+    scheme = parse_scheme(scheme)
     if not scheme.open_options():
         options = ", ".join(scheme.choices) or "none of this scheme's"
         raise PosswapError(f"{scheme} has no option that is 'auto'; options that may be are: {options}")

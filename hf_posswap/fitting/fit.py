@@ -49,7 +49,6 @@ def fit(
     progress: bool = True,
     window: int | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    reconstruct: int | None = None,
 ) -> FitReport:
     """Fit a freshly swapped model to its original on some text, in place; return the damage before and after.
 
@@ -69,7 +68,6 @@ def fit(
         window: Tokens that the original reads at once where a batch is longer. By default as many as it has positions for;
             give fewer if it was tuned on fewer (MiniLM: 128).
         tokenizer: Of the texts; a pipeline has its own.
-        reconstruct: An older name of `steps`.
 
     With batches from `text_batches`, one held-out part decides what is kept, by the damage or, if some of it is longer than the
     original reads, by the last layer's error; another is used for the report only. Of other batches every tenth sequence is
@@ -91,7 +89,6 @@ def fit(
     True
     """
     started = time.perf_counter()
-    steps = steps if reconstruct is None else reconstruct
     target, architecture = find_target(model, dispatched=True)
     teacher = _check(target, architecture, original_model, steps, learning_rate)
     reads = min(longest_input(teacher.config), longest_input(target.config))
