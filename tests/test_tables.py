@@ -111,9 +111,12 @@ def test_what_is_drawn(tmp_path):
     assert (len(task.train), len(task.validation)) == (20, 5) and not set(task.train.texts) & set(task.validation.texts)
     numbers = [int(text.split()[0]) for text in task.train.texts]
     assert numbers == sorted(numbers) and numbers[-1] > 50 and task.train.labels == [n % 2 for n in numbers]
-    parts = hold_out(50, seed=3)
+    parts = hold_out(range(50), seed=3)
     assert sorted(parts["train"] + parts["validation"]) == list(range(50)) and len(parts["validation"]) == 5
-    assert parts != hold_out(50, seed=4) and len(read_task(TableConfig(train_file=file, max_train_samples=99)).train) == 90
+    assert parts != hold_out(range(50), seed=4)
+    assert len(read_task(TableConfig(train_file=file, max_train_samples=99)).train) == 90
+    copies = hold_out([*range(50), *range(50)], seed=3)  # of what is measured are not trained on
+    assert not {place % 50 for place in copies["train"]} & {place % 50 for place in copies["validation"]}
 
 
 GOOD = "text,label\n" + "".join(f"text {n},{n % 2}\n" for n in range(20))

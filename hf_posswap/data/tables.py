@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import math
 import random
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -123,7 +124,7 @@ def read_task(config: TableConfig) -> Task:
         names, labels = _number_labels(values, named, label, where)
     places = {split: list(range(len(table))) for split, table in tables.items()}
     if "validation" not in tables:
-        places |= hold_out(len(tables["train"]), config.data_seed)
+        places |= hold_out([*zip(texts["train"], (pairs or texts)["train"], strict=True)], config.data_seed)
     rows = {}
     for split, found in places.items():
         whole = "train" if split not in tables else split
@@ -136,16 +137,18 @@ def read_task(config: TableConfig) -> Task:
     return Task(source, rows["train"], rows["validation"], rows.get("test"), names)
 
 
-def hold_out(count: int, seed: int) -> dict[str, list[int]]:
-    """Return the indices of the rows to train on, nine tenths of `count`, and to measure on, drawn with a seed.
+def hold_out(rows: Sequence[Hashable], seed: int) -> dict[str, list[int]]:
+    """Return the indices of a tenth of the rows to measure on, drawn with a seed, and of all rows but these and their copies.
 
-    >>> hold_out(20, seed=0)["validation"]
+    >>> hold_out(range(20), seed=0)["validation"]
     [12, 13]
     """
+    count = len(rows)
     if count < 10:
         raise DataError(f"{count} rows are too few to hold a tenth out: give validation rows")
-    held = set(random.Random(seed).sample(range(count), count // 10))
-    return {"train": [place for place in range(count) if place not in held], "validation": sorted(held)}
+    held = sorted(random.Random(seed).sample(range(count), count // 10))
+    measured = {rows[place] for place in held}
+    return {"train": [place for place, row in enumerate(rows) if row not in measured], "validation": held}
 
 
 def table_kind(path: Path) -> str | None:
