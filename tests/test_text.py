@@ -94,7 +94,7 @@ def test_blocks_are_wrapped_for_bert_and_joined_for_gpt2(bert_tokenizer, gpt2_to
     blocks = token_blocks(documents, bert_tokenizer, 10)
     assert blocks.shape == (6, 10)
     assert (blocks[:, 0] == bert_tokenizer.cls_token_id).all() and (blocks[:, -1] == bert_tokenizer.sep_token_id).all()
-    stream = token_blocks(documents, gpt2_tokenizer, 7).flatten()
+    stream = token_blocks(["", *documents], gpt2_tokenizer, 7).flatten()
     assert (stream == gpt2_tokenizer.eos_token_id).sum() == 8 and stream[6] == gpt2_tokenizer.eos_token_id
 
 

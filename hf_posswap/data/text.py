@@ -152,10 +152,10 @@ def token_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, lengt
 
 
 def token_lists(documents: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the token ids of each document; the end-of-text token ends it where blocks get no [CLS] and [SEP]."""
+    """Return the token ids of each document that has any; the end-of-text token ends it where blocks get no [CLS] and [SEP]."""
     end = [] if wraps(tokenizer) or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     # verbose=False: these are cut later, so a warning about sequences beyond the model's length would mislead.
-    return [ids + end for ids in tokenizer(list(documents), add_special_tokens=False, verbose=False)["input_ids"]]
+    return [ids + end for ids in tokenizer(list(documents), add_special_tokens=False, verbose=False)["input_ids"] if ids]
 
 
 def cut_blocks(tokens: list[list[int]], tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:
