@@ -234,6 +234,7 @@ BAD_TEXT = {
     "mask of another shape": (lambda: {"input_ids": text(), "attention_mask": text()[:, 1:]}, "one shape"),
     "additive mask": (lambda: {"input_ids": text(), "attention_mask": -1e4 * (text() > 50)}, "0 where there is padding"),
     "padding": (lambda: torch.where(torch.arange(20) < 9, text(), 0), "padding .token 0.*would count as text: give dicts"),
+    "ends of text": (lambda: torch.where(torch.arange(20) < 9, text(), 98), "padding .token 98.*would count as text"),
     "masked row": (lambda: {"input_ids": text(), "attention_mask": text() * 0}, "leave that row"),
     "types": (lambda: {"input_ids": text(), "token_type_ids": text()}, "token_type_ids must be integers from 0 to 1"),
     "types of a mask": (lambda: {"input_ids": text(), "token_type_ids": text() > 50}, "int64 or int32, not torch.bool"),

@@ -167,11 +167,11 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
         ids = batch["input_ids"]
         if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.numel():
             raise DataError(f"token ids must be int64 or int32 of shape (N, L), not {ids.dtype} of shape {tuple(ids.shape)}")
-        pad, others = model.config.pad_token_id, (None, model.config.bos_token_id, model.config.eos_token_id)
-        told = "attention_mask" in batch or ids.shape[1] < 4 or pad in others
-        if any(bool((end == pad).all(-1).any()) for end in (() if told else (ids[:, :4], ids[:, -4:]))):
-            what = f"rows begin or end with padding (token {pad}), which without an attention_mask would count as text"
-            raise DataError(f"{what}: give dicts with the tokenizer's attention_mask, too, or rows without padding")
+        ends = () if "attention_mask" in batch or ids.shape[1] < 4 else (ids[:, :4], ids[:, -4:])
+        for pad in (model.config.pad_token_id, model.config.eos_token_id):  # GPT-2 is padded with what ends a text
+            if isinstance(pad, int) and any(bool((end == pad).all(-1).any()) for end in ends):
+                what = f"rows begin or end with padding (token {pad}), which without an attention_mask would count as text"
+                raise DataError(f"{what}: give dicts with the tokenizer's attention_mask, too, or rows without padding")
         mask = batch.get("attention_mask", torch.ones_like(ids))
         if not bool(((mask == 0) | (mask == 1)).all()):
             raise DataError("attention_mask must be 1 where there are tokens and 0 where there is padding")
