@@ -240,6 +240,8 @@ BAD_TEXT = {
     "types of a mask": (lambda: {"input_ids": text(), "token_type_ids": text() > 50}, "int64 or int32, not torch.bool"),
     "too few": (lambda: text(3), "too few"),
     "one sequence": (lambda: [text(1, 32)], "too few"),
+    "copies of it": (lambda: text(1, 32).repeat(40, 1), "0 tokens to fit on in 4 sequences, less copies"),
+    "hardly anything else": (lambda: torch.where(text(40) < 30, text(40), 7), "more than half of the text is token 7"),
 }
 
 

@@ -173,7 +173,7 @@ BAD = {
     "more than it reads": ({"window": 33}, "window=33 must be a number of tokens from 4 to 32"),
     "no number": ({"window": 8.0}, "number of tokens from 4"),
     "too small": ({"window": 3}, "number of tokens from 4"),
-    "nothing longer": ({"window": 32, "batches": torch.ones(60, 32, dtype=torch.long)}, "no batch is longer.*leave window out"),
+    "nothing longer": ({"window": 32, "batches": torch.arange(1920).view(60, 32) % 99}, "no batch is longer.*leave window out"),
     "longer than the model": ({"batches": torch.ones(9, 129).long()}, "cut the batches, or swap with max_positions=129"),
     "no text to select by": ({"batches": TextBatches([torch.ones(60, 96, dtype=torch.long)])}, "no batches"),
 }

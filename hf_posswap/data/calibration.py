@@ -205,7 +205,7 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
 
 
 def split_batches(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Hold out every tenth sequence of each length: (to fit on, held out)."""
+    """Hold out every tenth sequence of each length: (to fit on, held out). What is held out has no copy in the first."""
     fitted, held = [], []
     total, seen = Counter(), Counter()  # sequences of each length, over all batches
     for batch in batches:
@@ -220,7 +220,9 @@ def split_batches(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
                 part.append({key: value[chosen] for key, value in batch.items()})
     if not held and len(fitted) > 1:
         held = [fitted.pop()]
-    return fitted, held
+    known = {tuple(row) for batch in held for row in batch["input_ids"].tolist()}
+    own = [torch.tensor([tuple(row) not in known for row in batch["input_ids"].tolist()]) for batch in fitted]
+    return [{key: value[rows] for key, value in one.items()} for one, rows in zip(fitted, own, strict=True) if rows.any()], held
 
 
 def few_tokens(batches: list[Batch], tokens: int) -> list[Batch]:

@@ -71,13 +71,13 @@ def fit(
 
     With batches from `text_batches`, one held-out part decides what is kept, by the damage or, if some of it is longer than the
     original reads, by the last layer's error; another is used for the report only. Of other batches every tenth sequence is
-    held out for both. Padding before a row's text is moved behind it.
+    held out for both, and its copies are left out. Padding before a row's text is moved behind it.
 
     Raises:
         PosswapError: The model is not swapped, was trained since, or its original is gone; batches do not belong to it, are
-            too few or too long for it; the window is more than the original reads, or no batch is longer than it. The model is
-            then unchanged, also after an interrupt. A fit that does not help is undone, with a warning, and the report's
-            `after` equals its `before`.
+            too few, too long for it or mostly one token; the window is more than the original reads, or no batch is longer than
+            it. The model is then unchanged, also after an interrupt. A fit that does not help is undone, with a warning, and
+            the report's `after` equals its `before`.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from hf_posswap import swap
@@ -193,9 +193,13 @@ def _parts(batches: torch.Tensor | Iterable, target: PreTrainedModel) -> calibra
     text = calibration.TextBatches(*(calibration.few_tokens(part, _TOKENS_A_BATCH) for part in parts))
     if _tokens(text) < 4 * size or not text.select:
         sequences = sum(len(batch["input_ids"]) for batch in (*text, *text.select))
-        what = f"{_tokens(text):,} tokens to fit on in {sequences} sequences are too few for layers of size {size}"
+        what = f"{_tokens(text):,} tokens to fit on in {sequences} sequences, less copies of those held out, are too few"
         least = f"at least {6 * size:,} in all, in two sequences or more, better ten times that (tokens=, --fit-tokens)"
-        raise DataError(f"{what}: give {least}")
+        raise DataError(f"{what} for layers of size {size}: give {least}")
+    tokens = torch.cat([batch["input_ids"][batch["attention_mask"]] for batch in text])
+    if (tokens == (most := tokens.mode().values)).sum() > len(tokens) / 2:
+        what = f"more than half of the text is token {most}, as if it were padding, or words that the tokenizer does not know"
+        raise DataError(f"{what}: give real text, and the attention_mask of rows with padding")
     return text
 
 
