@@ -200,6 +200,8 @@ def test_the_folder(make_swapped, bert_tokenizer, tmp_path):
     assert str(native) == repr(native) == str(native.certificate) and "RoFormerForMaskedLM" in str(native)
     again = type(native.model).from_pretrained(tmp_path / "out")
     _equal(native.model, again, _tokens(50), 1e-9)
+    read = [one.model_max_length for one in (transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), native.tokenizer)]
+    assert read == [64, 64] and bert_tokenizer.model_max_length != 64
     refused("exists already", native.save_pretrained, tmp_path / "out", error=posswap.CheckpointError)
     unmarked = make_swapped("bert", posswap.Rotary(mark_first=False))
     assert posswap.export_native(unmarked).model.config.tie_word_embeddings is True

@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posswap.architectures import longest_input
 from hf_posswap.checkpoint import SWAPPED_CLASSES, SwappedModel
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.evaluating import evaluating, exactly
@@ -81,8 +82,8 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
 
     Args:
         model: A swapped model, in any dtype, on one device, or a pipeline of sentence-transformers around one.
-        tokenizer: The model's tokenizer, used for [CLS] and for real text in the certificate, and saved with the model. A
-            pipeline has its own.
+        tokenizer: The model's tokenizer, used for [CLS] and for real text in the certificate. A copy that cuts texts where
+            the model ends is saved with it. A pipeline has its own.
 
     Raises:
         UnsupportedModelError: No stock class computes the same function; the message says why.
@@ -124,6 +125,9 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
         if model.can_generate():
             exported.generation_config = copy.deepcopy(model.generation_config)
         certificate = certify(model, exported, tokenizer, left_out, holds_for)
+    if tokenizer is not None and pipeline is None:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.model_max_length = longest_input(model.config)
     return NativeExport(exported, certificate, tokenizer, None if pipeline is None else around(pipeline, exported))
 
 
