@@ -197,8 +197,8 @@ def _parts(batches: torch.Tensor | Iterable, target: PreTrainedModel) -> calibra
         least = f"at least {6 * size:,} in all, in two sequences or more, better ten times that (tokens=, --fit-tokens)"
         raise DataError(f"{what} for layers of size {size}: give {least}")
     tokens = torch.cat([batch["input_ids"][batch["attention_mask"]] for batch in text])
-    if (tokens == (most := tokens.mode().values)).sum() > len(tokens) / 2:
-        what = f"more than half of the text is token {most}, as if it were padding, or words that the tokenizer does not know"
+    if (tokens == (most := tokens.mode().values)).sum() > 0.75 * len(tokens):  # indented code may be half spaces
+        what = f"three quarters of the text are token {most}, as if it were padding, or words that the tokenizer does not know"
         raise DataError(f"{what}: give real text, and the attention_mask of rows with padding")
     return text
 
