@@ -202,6 +202,8 @@ def test_the_folder(make_swapped, bert_tokenizer, tmp_path):
     _equal(native.model, again, _tokens(50), 1e-9)
     read = [one.model_max_length for one in (transformers.AutoTokenizer.from_pretrained(tmp_path / "out"), native.tokenizer)]
     assert read == [64, 64] and bert_tokenizer.model_max_length != 64
+    bert_tokenizer.model_max_length = 20
+    assert posswap.export_native(make_swapped("bert", "sinusoidal"), bert_tokenizer).tokenizer.model_max_length == 20
     refused("exists already", native.save_pretrained, tmp_path / "out", error=posswap.CheckpointError)
     unmarked = make_swapped("bert", posswap.Rotary(mark_first=False))
     assert posswap.export_native(unmarked).model.config.tie_word_embeddings is True

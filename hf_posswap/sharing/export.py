@@ -82,8 +82,8 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
 
     Args:
         model: A swapped model, in any dtype, on one device, or a pipeline of sentence-transformers around one.
-        tokenizer: The model's tokenizer, used for [CLS] and for real text in the certificate. A copy that cuts texts where
-            the model ends is saved with it. A pipeline has its own.
+        tokenizer: The model's tokenizer, used for [CLS] and for real text in the certificate, and saved with the model: if it
+            cut texts where the table ended, or nowhere, a copy that cuts them where the model ends. A pipeline has its own.
 
     Raises:
         UnsupportedModelError: No stock class computes the same function; the message says why.
@@ -125,9 +125,10 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
         if model.can_generate():
             exported.generation_config = copy.deepcopy(model.generation_config)
         certificate = certify(model, exported, tokenizer, left_out, holds_for)
-    if tokenizer is not None and pipeline is None:
+    table, longest = state_of(model).geometry.trained_positions, longest_input(model.config)
+    if tokenizer is not None and pipeline is None and not table != tokenizer.model_max_length <= longest:
         tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.model_max_length = longest_input(model.config)
+        tokenizer.model_max_length = longest
     return NativeExport(exported, certificate, tokenizer, None if pipeline is None else around(pipeline, exported))
 
 
