@@ -1,32 +1,14 @@
-"""Metrics against scikit-learn and SciPy, by hand, at the edges and side by side; and the logits that they are of."""
+"""Metrics against SciPy, by hand, at the edges and side by side; and the logits that they are of."""
 
 import numpy
 import pytest
 import torch
 from conftest import refused
 from scipy import stats
-from sklearn import metrics as theirs
 from transformers import BertForSequenceClassification
 
 from hf_posswap.measure.metrics import OF_LABELS, OF_NUMBERS, Metric, compute_metrics, metric_names
 from hf_posswap.training.evaluation import predict
-
-
-@pytest.mark.parametrize("classes", [2, 5])
-def test_labels_against_scikit_learn(classes):
-    """All metrics of labels are scikit-learn's on random predictions."""
-    generator = numpy.random.default_rng(classes)
-    references = generator.integers(classes, size=203)
-    predictions = numpy.where(generator.random(203) < 0.5, references, generator.integers(classes, size=203))
-    figures = compute_metrics(metric_names(classes), predictions, references)
-    wanted = {
-        "accuracy": theirs.accuracy_score(references, predictions),
-        "f1_macro": theirs.f1_score(references, predictions, average="macro"),
-        "matthews": theirs.matthews_corrcoef(references, predictions),
-    }
-    if classes == 2:
-        wanted["f1"] = theirs.f1_score(references, predictions)
-    assert figures == pytest.approx(wanted) and len(set(figures.values())) == len(figures)
 
 
 def test_numbers_against_scipy():
@@ -48,7 +30,7 @@ def test_numbers_against_scipy():
     [
         ([1, 1, 1], [1, 1, 1], {"accuracy": 1, "f1": 1, "f1_macro": 1, "matthews": 0}),
         ([0, 0, 0], [0, 0, 0], {"accuracy": 1, "f1": 0, "f1_macro": 1, "matthews": 0}),
-        ([1, 1, 1, 1], [0, 1, 0, 1], {"accuracy": 0.5, "f1": 2 / 3, "f1_macro": 1 / 3, "matthews": 0}),
+        ([1, 1, 1, 1], [0, 1, 1, 1], {"accuracy": 0.75, "f1": 6 / 7, "f1_macro": 3 / 7, "matthews": 0}),
         ([0, 1], [1, 0], {"accuracy": 0, "f1": 0, "f1_macro": 0, "matthews": -1}),
     ],
 )
