@@ -58,28 +58,27 @@ def limit(model) -> int | None:
     return getattr(tokenizer_of(model), "model_max_length", None)
 
 
-def limits(model) -> tuple[int | None, int | None]:
-    """Return how many tokens a pipeline reads of a text and, if that is set apart, of a document; None: no limit."""
-    return limit(model), getattr(model[0], "document_length", None) if is_pipeline(model) else None
+def settings(model) -> dict:
+    """Return what a swap changes of a pipeline around the model; {}: a plain model.
+
+    How many tokens it reads of a text and, if that is set apart, of a document (None: no limit), and the card that it was
+    loaded with, which it saves again (None: sentence-transformers writes a new one).
+    """
+    if not is_pipeline(model):
+        return {}
+    card = getattr(model, "_model_card_text", None)
+    return {"text": limit(model), "document": getattr(model[0], "document_length", None), "card": card}
 
 
-def set_limits(model, text: int | None, document: int | None) -> None:
-    """Set how many tokens a pipeline reads; leave a plain model alone, and what has no limit (None)."""
-    if is_pipeline(model) and text is not None:
+def change(model, *, text: int | None, document: int | None, card: str | None) -> None:
+    """Set that; leave a plain model alone, and a limit where None is given or there is none."""
+    if not is_pipeline(model):
+        return
+    model._model_card_text = card
+    if text is not None:
         tokenizer_of(model).model_max_length = text
-    if document is not None and limits(model)[1] is not None:
+    if document is not None and settings(model)["document"] is not None:
         model[0].document_length = document
-
-
-def card(model) -> str | None:
-    """Return the card that a pipeline was loaded with, which it saves again; None: a plain model, or no card."""
-    return getattr(model, "_model_card_text", None) if is_pipeline(model) else None
-
-
-def set_card(model, text: str | None) -> None:
-    """Set that card; leave a plain model alone. None: sentence-transformers writes a new one."""
-    if is_pipeline(model):
-        model._model_card_text = text
 
 
 def reads(model, longest: int) -> int:

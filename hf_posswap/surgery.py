@@ -44,8 +44,7 @@ class Undo:
     weights: dict[str, "Weight"]  # of all but positions: see `weights_beside_positions`
     config_fields: dict
     name_or_path: str
-    limits: tuple[int | None, int | None]  # of the pipeline around it: see `pipelines.limits`
-    card: str | None  # of that pipeline
+    pipeline: dict  # what is changed around it: see `pipelines.settings`
     trained: bool = False  # whether attention was trained before its first fit: what is put back then is no original
 
 

@@ -16,7 +16,7 @@ from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
 from hf_posswap.functional.closed_form import balance, wide
-from hf_posswap.pipelines import card, check_reads, is_pipeline, limits, set_card, set_limits
+from hf_posswap.pipelines import change, check_reads, is_pipeline, settings
 from hf_posswap.scheme_entry import on_hub
 from hf_posswap.schemes import SCHEMES, Constant, Scheme, check_class, parse_scheme
 from hf_posswap.surgery import Undo, is_part, state_of, undo_of
@@ -114,15 +114,13 @@ def swap(
             weights={name: (not inside and known.get(name)) or surgery.Weight(one) for name, (one, inside) in beside.items()},
             config_fields=copy.deepcopy(vars(target.config)),
             name_or_path=target.name_or_path if undo is None else undo.name_or_path,
-            limits=limits(model) if undo is None or undo.limits == (None, None) else undo.limits,
-            card=card(model) if undo is None or undo.card is None else undo.card,
+            pipeline=(undo and undo.pipeline) or settings(model),
         )
     except BaseException:
         surgery.revert(target, architecture, before)
         raise
-    set_card(model, None)  # the old one, with its figures, is about other weights
-    if asked is not None:
-        set_limits(model, max_positions, max_positions)
+    reads = None if asked is None else max_positions
+    change(model, text=reads, document=reads, card=None)  # the old card, with its figures, is about other weights
     _set_name(target, "")  # the path holds the original: an adapter saved with it as its base would load onto that
     return model
 
@@ -212,9 +210,8 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
         _check_mixture(target, architecture, undo)
     _revert(target, architecture, undo)
     _set_name(target, undo.name_or_path)
-    set_limits(model, *undo.limits)
-    if undo.card is not None:
-        set_card(model, undo.card)
+    if undo.pipeline:
+        change(model, **undo.pipeline)
     return model
 
 
