@@ -25,6 +25,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import BertModel, BertTokenizer, PreTrainedModel, PreTrainedTokenizerFast, RobertaModel
 
 import hf_posswap as posswap
@@ -303,6 +305,19 @@ def watch(monkeypatch):
         return calls
 
     return on
+
+
+class Operations(TorchDispatchMode):
+    """Tells `see` of each operation of torch: its name, its arguments and the tensors that it makes."""
+
+    def __init__(self, see):
+        super().__init__()
+        self.see = see
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **kwargs or {})
+        self.see(str(operation), args, [one for one in tree_leaves(made) if torch.is_tensor(one)])
+        return made
 
 
 @pytest.fixture

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import refused
+from conftest import Operations, refused
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_posswap as posswap
 from hf_posswap.functional import relative_attention as module
@@ -190,23 +189,15 @@ def test_real_blocks_in_every_dtype(dtype, shape, causal):
 
 def test_long_sequences_need_no_square():
     """Forward and backward at 1,024 tokens allocate nothing of the size of L x L, with either way of cutting."""
-    largest = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            sizes = [t.untyped_storage().nbytes() for t in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(t)]
-            largest.append(max(sizes, default=0))
-            return result
-
+    sizes = []
     tensors = inputs((1, 4, 1024, 1024, 64), dtype=torch.float32, head_dim=8)
     mask = padding("right", 1, 1024)
     for implementation in ("fused", "window"):
-        largest.clear()
-        with Watch():
+        sizes.clear()
+        with Operations(lambda name, taken, made: sizes.extend(one.untyped_storage().nbytes() for one in made)):
             output = relative_attention(*tensors, clip=64, key_mask=mask, implementation=implementation)
             torch.autograd.grad(output.sum(), tensors)
-        assert max(largest) < 4 * 1024 * 1024 * 4 / 4
+        assert max(sizes) < 4 * 1024 * 1024 * 4 / 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -269,15 +260,8 @@ STRIDES = {
 def test_sums_by_distance_are_in_float32():
     """Of bfloat16, too, forward and backward: CUDA would add in that dtype, where a CPU does not."""
     sums = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if "scatter_add" in str(function):
-                sums.append(args[0].dtype)
-            return function(*args, **kwargs or {})
-
     tensors = [tensor.detach().bfloat16().requires_grad_() for tensor in inputs((1, 2, 6, 6, 2))]
-    with Watch():
+    with Operations(lambda name, taken, made: sums.extend(one.dtype for one in taken[:1] if "scatter_add" in name)):
         by_index(*tensors, clip=2, causal=True, key_mask=None, scale=0.5).sum().backward()
     assert sums == 2 * [torch.float32]
 

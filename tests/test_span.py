@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from conftest import refused
+from conftest import Operations, refused
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
 
 import hf_posswap as posswap
@@ -251,19 +250,6 @@ def test_packed_texts_in_a_mix(make, text, backend):
             assert_close(model(text[:1, :20], position_ids=positions, use_cache=use_cache)[0], alone, rtol=1e-4, atol=1e-4)
 
 
-class Written(TorchDispatchMode):
-    """Counts the numbers that operations write."""
-
-    def __init__(self):
-        super().__init__()
-        self.numbers = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        made = operation(*args, **(kwargs or {}))
-        self.numbers += sum(one.numel() for one in (made if isinstance(made, tuple | list) else [made]) if torch.is_tensor(one))
-        return made
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_in_linear_time(causal):
     """A text of twice the length writes about twice the numbers, forward and backward: no block has a gradient of all keys."""
@@ -274,9 +260,10 @@ def test_gradients_in_linear_time(causal):
         def attend(query, key, value, mask, *_):
             return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask).transpose(1, 2)
 
-        with Written() as written:
+        written = []
+        with Operations(lambda name, taken, made: written.extend(one.numel() for one in made)):
             banded_attention(attend, *states, Span(16, 1), None, causal=causal).sum().backward()
-        return written.numbers
+        return sum(written)
 
     assert numbers(1280) < 2.2 * numbers(640)
 
