@@ -231,10 +231,18 @@ def refused(says: str, call, *arguments, error: type[Exception] = posswap.Posswa
         call(*arguments, **options)
 
 
-def fails(says: str, run, *arguments, **options) -> None:
-    """A command with these arguments ends with status 2 and a paragraph that says this, and no traceback."""
+def fails(says: str, run, *arguments, **options) -> str:
+    """A command with these arguments ends with status 2 and a paragraph that says this, and no traceback: return that."""
     code, *_, err = run(*arguments, **options)
     assert code == 2 and says in err and "Traceback" not in err, err
+    return err
+
+
+def works(run, *arguments, **options) -> str:
+    """A command with these arguments ends well; return what it prints."""
+    code, printed, *err = run(*arguments, **options)
+    assert code == 0, (printed, err)
+    return printed
 
 
 def rewrite(path: Path, change) -> None:

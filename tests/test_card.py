@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import refused, rewrite, write_run
+from conftest import refused, rewrite, works, write_run
 from huggingface_hub import ModelCard
 from transformers import GPT2DoubleHeadsModel
 
@@ -387,8 +387,7 @@ def test_leaderboard(swapped, fitted, results, program):
     lines = [line for line in table.splitlines() if line.startswith("| ")]
     assert len(lines) == 1 + 6 and f"| rotary:theta=500, fit, from {folder}, model tiny | 0.605 ± 0.007 |" in table
     assert "accuracy 512" not in table and "## passkey: data that comes with the recipe" in table
-    code, out, _ = program("leaderboard", swapped, folder)
-    assert code == 0 and "accuracy 512" in out
+    assert "accuracy 512" in works(program, "leaderboard", swapped, folder)
     refused("given twice", posswap.leaderboard, [swapped, swapped])
     refused("no run has the option 'max_stepz'", posswap.leaderboard, [swapped], vary=["max_stepz"])
     refused("no run has the figure 'f2'", posswap.leaderboard, swapped, figures=["f2"])

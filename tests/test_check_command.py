@@ -6,7 +6,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from conftest import fails, refused
+from conftest import fails, refused, works
 
 import hf_posswap as posswap
 from hf_posswap.contract import report
@@ -60,8 +60,7 @@ def folder(tmp_path, monkeypatch):
 def test_command_passes(program, monkeypatch):
     """A built-in scheme, as a string with options, passes: the table, and exit status 0."""
     monkeypatch.setattr(report, "check_scheme", partial(check_scheme, models=[("gpt2", "eager")]))
-    code, out, err = program("check", "learned:extend=tile")
-    assert code == 0 and out.startswith("Learned(extend='tile') passes") and "Traceback" not in err
+    assert works(program, "check", "learned:extend=tile").startswith("Learned(extend='tile') passes")
 
 
 @pytest.mark.parametrize("source", ["mine:small", "below/mine.py:small"])
@@ -137,8 +136,7 @@ def test_commands_know_schemes_of_a_file(program, folder, save):
     fails("write --schemes-from after compare", program, "--schemes-from", "mine.py", "compare")
     fails("--schemes-from= is empty", program, "--schemes-from", "", "describe", "made")
     fails(f"no file {Path.home()}/none.py", program, "--schemes-from=~/none.py", "describe", "made")
-    code, _, err = program("--schemes-from", "mine.py", *made)
-    assert code == 0, err
+    works(program, "--schemes-from", "mine.py", *made)
     del posswap.SCHEMES["mine"], sys.modules["mine"]  # as in another process
     fails("unknown scheme 'mine'", program, "describe", folder / "made")
-    assert "learned -> mine" in program("--schemes-from", "mine", "describe", folder / "made")[1]
+    assert "learned -> mine" in works(program, "--schemes-from", "mine", "describe", folder / "made")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import WORDS, fails, refused
+from conftest import WORDS, fails, refused, works
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
 
@@ -64,8 +64,7 @@ def result(start, tmp_path):
 
     def run(name, **options):
         options = {"output": tmp_path / "out", **options}
-        code, err = start(name, **options)
-        assert code == 0, err
+        works(start, name, **options)
         return json.loads((options["output"] / "result.json").read_text())
 
     return run
@@ -216,8 +215,8 @@ def test_a_head_of_its_own(save, start, result, bert_tokenizer, text, tmp_path):
         fails(says, start, "language_modeling", **given, start=how, head="x", output=tmp_path / how)
     sizes = {"vocab_size": len(bert_tokenizer), "dim": 32, "hidden_dim": 32, "n_layers": 1, "n_heads": 2}
     DistilBertForMaskedLM(DistilBertConfig(**sizes)).save_pretrained(given["model"])
-    code, err = start("language_modeling", **given, scheme="rotary", start="fit", output=tmp_path / "two")
-    assert code == 2 and "not DistilBERT" in err and "fitting" not in err
+    two = {"scheme": "rotary", "start": "fit", "output": tmp_path / "two"}
+    assert "fitting" not in fails("not DistilBERT", start, "language_modeling", **given, **two)
 
 
 def test_language_modeling_resumes(bert, text, start, result, tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import random
 import statistics
 
 import pytest
-from conftest import refused
+from conftest import refused, works
 
 from hf_posswap.errors import DataError
 from hf_posswap.measure.listops import OPERATORS, SYMBOLS, TOKEN_IDS, ListOpsExamples, depth, evaluate
@@ -150,9 +150,9 @@ def test_a_saved_model(recipe, make_model, tmp_path, program):
     make_model("bert").save_pretrained(tmp_path / "bare")
     options = "--max-steps 1 --batch-size 4 --train-examples 9 --examples 5 --min-length 4 --max-length 12 --report-to none"
     given = (*options.split(), "--scheme", "rotary", "--save-model", "--model", tmp_path / "bare", "--output", tmp_path / "out")
-    code, _, err = program(*given, main=lambda: recipe.main(recipe.ListOpsConfig, recipe.run))
+    works(program, *given, main=lambda: recipe.main(recipe.ListOpsConfig, recipe.run))
     found = {path.name for path in (tmp_path / "out/model").iterdir()}
-    assert code == 0 and found == {"config.json", "model.safetensors", "modeling_hf_posswap.py"}, err
+    assert found == {"config.json", "model.safetensors", "modeling_hf_posswap.py"}
 
 
 def test_bad_input(recipe, checkpoint, tmp_path):

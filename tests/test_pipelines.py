@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pandas
 import pytest
-from conftest import WORDS, refused, run_python
+from conftest import WORDS, refused, run_python, works
 from huggingface_hub import ModelCard
 from torch import nn
 from transformers import BertForMaskedLM, BertForSequenceClassification, BertModel
@@ -163,16 +163,12 @@ def test_folders_stay_whole(make_pipeline, kind, tmp_path, program):
     pipeline = make_pipeline(kind)
     pipeline.save_pretrained(str(tmp_path / "plain"))
 
-    def call(*arguments) -> str:
-        code, out, err = program(*arguments)
-        assert code == 0, err
-        return out
-
     folder, scheme = tmp_path / "swapped", "rotary:mark_first=false"
-    assert f"{kind}('" in call("swap", tmp_path / "plain", "--scheme", scheme, "--max-positions", 64, "--output", folder)
-    assert "max positions             64 (trained with 32)" in call("describe", folder)
-    assert "without hf_posswap" in call("export", folder, "--output", tmp_path / "native")
-    call("card", folder, "--base-model", "local:tiny", "--license", "mit")
+    options = "--scheme", scheme, "--max-positions", 64, "--output", folder
+    assert f"{kind}('" in works(program, "swap", tmp_path / "plain", *options)
+    assert "max positions             64 (trained with 32)" in works(program, "describe", folder)
+    assert "without hf_posswap" in works(program, "export", folder, "--output", tmp_path / "native")
+    works(program, "card", folder, "--base-model", "local:tiny", "--license", "mit")
     posswap.swap(pipeline, scheme, max_positions=64)
     for saved in (folder, tmp_path / "native"):
         assert np.abs(says(getattr(library, kind)(str(saved), device="cpu")) - says(pipeline)).max() < 1e-5

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import fails, refused, rewrite, write_run
+from conftest import fails, refused, rewrite, works, write_run
 from transformers import AutoModelForSequenceClassification
 
 import hf_posswap as posswap
@@ -173,14 +173,13 @@ def test_bad_files(tmp_path, text, says):
 
 def test_a_run_from_the_command_line(start, tmp_path):
     """Options, help, result file; a folder that is finished or in use is not written to, another configuration not resumed."""
-    code, out = start("--help")
-    assert code == 0 and "Where the key is. [default: 3]" in out
+    out = works(start, "--help")
+    assert "Where the key is. [default: 3]" in out
     assert "Peak learning rate. [default: 0.001]" in " ".join(out.split())  # another default has the help of its parent
     assert "Figures, by how their names begin:\n\n      depth: where it was\n" in out
     assert "    python recipes/depth.py\n      python recipes/depth.py --depth 4\n" in out  # examples stay lines
     output = tmp_path / "out"
-    code, out = start("--depth", "4", "--lengths", "7", "--lengths", "8", "--output", output)
-    assert code == 0, out
+    works(start, "--depth", "4", "--lengths", "7", "--lengths", "8", "--output", output)
     result = json.loads((output / "result.json").read_text())
     assert result["figures"] == {"depth": 4, "longest": 8} and result["recipe"] == "depth"
     assert result["config"] == json.loads(json.dumps(asdict(Config(depth=4, lengths=(7, 8), learning_rate=1e-3))))
@@ -199,8 +198,8 @@ def test_inputs_are_named_as_they_were(start, tmp_path, monkeypatch):
     (tmp_path / "tensorboard").mkdir()  # called as the tracker is
     (tmp_path / "tensorboard" / "events").write_text("1")
     (tmp_path / "weights").write_text("0.5")
-    code, out = start("--model", tmp_path / "weights", "--output", tmp_path / "out")
-    assert code == 0 and not (tmp_path / "weights").exists(), out
+    works(start, "--model", tmp_path / "weights", "--output", tmp_path / "out")
+    assert not (tmp_path / "weights").exists()
     inputs = json.loads((tmp_path / "out" / "result.json").read_text())["inputs"]
     assert inputs == {"model": {"weights": hashlib.sha256(b"0.5").hexdigest()}}
 
@@ -211,10 +210,9 @@ def test_a_resumed_run_reads_what_it_began_with(start, tmp_path):
     (tmp_path / "texts" / "a.txt").write_text("0.5")
     asked = ("--model", tmp_path / "texts", "--output", tmp_path / "texts" / "out")
     for resume in ((), ("--resume",)):
-        code, out = start(*asked, *resume)
-        assert code == 0, out
-    code, out = start("--config", tmp_path / "texts" / "out" / "config.json", "--output", tmp_path / "again")
-    assert code == 0, out  # its config.json is a file of options
+        works(start, *asked, *resume)
+    # Its config.json is a file of options.
+    works(start, "--config", tmp_path / "texts" / "out" / "config.json", "--output", tmp_path / "again")
     (tmp_path / "texts" / "a.txt").write_text("0.6")
     fails("its files had other contents", start, *asked, "--resume")
     (tmp_path / "texts" / "out" / "config.json").write_text("{")
@@ -313,8 +311,7 @@ def test_first_tokens_as_in_a_swap(start, checkpoint, tmp_path):
 
     def noted(name, *options):
         folder = tmp_path / "runs" / name
-        code, out = start("--model", checkpoint, "--scheme", "rotary", *options, "--output", folder)
-        assert code == 0, out
+        works(start, "--model", checkpoint, "--scheme", "rotary", *options, "--output", folder)
         begun, ended = (json.loads((folder / file).read_text()) for file in ("config.json", "result.json"))
         return begun["first"], ended["config"]["first"]
 

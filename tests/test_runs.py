@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import stdev
 
 import pytest
-from conftest import fails, refused, rewrite, write_run
+from conftest import fails, refused, rewrite, works, write_run
 from scipy import stats
 
 import hf_posswap as posswap
@@ -228,10 +228,9 @@ def test_running_a_recipe(compare, tmp_path):
     """Every scheme, start and seed once, the original with one start; a failed run stops, and the same command goes on."""
     arguments = ["count", "--scheme", "none", "--scheme", "original", "--start", "cold", "--seed", "9"]
     arguments += ["--output", str(tmp_path / "out"), "--", "--max-steps", "5"]
-    code, says = compare(*arguments)
-    assert code == 2 and "original, swap, seed 9 failed" in says and "compare: none, cold, seed 9, run 1 of 2" in says
-    code, says = compare(*arguments)
-    assert code == 0, says
+    says = fails("original, swap, seed 9 failed", compare, *arguments)
+    assert "compare: none, cold, seed 9, run 1 of 2" in says
+    works(compare, *arguments)
     table = (tmp_path / "out" / "comparison.md").read_text()
     assert "| original | 14.0 |" in table and "| none, cold | 14.0 |" in table
     assert [path.read_text() for path in (tmp_path / "out").rglob("count")] == ["once "] * 2  # what is finished is kept
@@ -284,8 +283,7 @@ def test_schemes_of_others(compare, tmp_path):
     fails("unknown scheme 'theirs'", compare, *arguments, "--", "--max-steps", "5")
     assert not output.exists()
     try:
-        code, says = compare(*arguments, "--schemes-from", file, "--", "--max-steps", "5")
-        assert code == 0, says
+        works(compare, *arguments, "--schemes-from", file, "--", "--max-steps", "5")
         runs = json.loads((output / "comparison.json").read_text())["runs"]
         check_budgets([*runs, {**runs[0], "config": {**runs[0]["config"], "scheme": "rotary", "schemes_from": None}}])
         other = [{**run, "config": {**run["config"], "seed": 5, "schemes_from": "another.py"}} for run in runs]
@@ -360,8 +358,7 @@ def test_the_default_recipe(program, tmp_path, monkeypatch):
     monkeypatch.setattr(commands_compare, "_run", run)
     chosen = ["--scheme", "original", "--scheme", "none", "--seed", "0"]
     for name, arguments in (("all", chosen), ("quick", ["--quick"])):
-        code, _, err = program("compare", *arguments, "--output", tmp_path / name, "--", "--model", "gpt2")
-        assert code == 0, err
+        works(program, "compare", *arguments, "--output", tmp_path / name, "--", "--model", "gpt2")
     assert all(command[:3] == [sys.executable, "-m", "hf_posswap.experiments.swap_cost"] for command in asked)
     assert [command[3:5] for command in asked[:2]] == [["--model", "gpt2"]] * 2
     quick = [dict(zip(command[3::2], command[4::2], strict=False)) for command in asked[2:]]

@@ -4,6 +4,7 @@ import json
 import runpy
 from pathlib import Path
 
+from conftest import fails, works
 from transformers import AutoModelForCausalLM
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "train_stdlib_gpt2.py"
@@ -17,10 +18,8 @@ def test_train_stdlib_gpt2(program, tmp_path, monkeypatch):
         given = ("--output", tmp_path, "--batch-size", "1", *options)
         return program(*given, main=lambda: runpy.run_path(str(RECIPE), run_name="__main__"))
 
-    code, _, err = start("--max-steps", "0")
-    assert code == 2 and "max_steps=0 must be at least 1" in err
-    code, _, err = start("--max-steps", "1")
-    assert code == 0, err
+    fails("max_steps=0 must be at least 1", start, "--max-steps", "0")
+    works(start, "--max-steps", "1")
     report = json.loads((tmp_path / "training.json").read_text())
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() == report["parameters"]
     assert report["held_out_perplexity"] > 1 and "256" in (tmp_path / "README.md").read_text()
