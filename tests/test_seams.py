@@ -149,7 +149,8 @@ def test_a_fit_under_another_default_device(make_model, bert_tokenizer):
     """Generators draw on the CPU: so text to fit on is drawn there, and its order, also where the default device is another."""
 
     def run(model) -> str:
-        text = posswap.text_batches(["the cat sat on the mat and it was happy " * 9] * 20, bert_tokenizer, 32, tokens=1024)
+        texts = ["the cat sat on the mat and it was happy " * times for times in range(1, 21)]
+        text = posswap.text_batches(texts, bert_tokenizer, 32, tokens=1024)
         return posswap.fit(model, text, steps=1, progress=False).sha256
 
     models = [posswap.swap(make_model("bert"), "relative:clip=4") for _ in range(2)]

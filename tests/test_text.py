@@ -116,14 +116,14 @@ def numbers(*sizes: int) -> list[str]:
     return [" ".join(str(next(words)) for _ in range(size)) for size in sizes]
 
 
-TEXTS = {"one document": (40_000,), "a few": (15_000, 200, 9_000, 16_000), "many": (100,) * 400, "little": (400,)}
+TEXTS = {"one": (40_000,), "a few": (15_000, 200, 9_000, 16_000), "many": (100,) * 400, "few": (400,), "twice": (170,) * 200}
 
 
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_parts_share_no_text(name, causal):
     """No token is in two parts; each has all lengths, as many blocks (causal) or tokens of each; only the draw has a seed."""
-    documents, tokenizer = numbers(*TEXTS[name]), Numbers(None if causal else 0)
+    documents, tokenizer = numbers(*TEXTS[name]) * (2 if name == "twice" else 1), Numbers(None if causal else 0)
     made = [text_batches(documents, tokenizer, 128, tokens=4_000, causal=causal, window=32, seed=seed) for seed in (0, 1)]
     parts = [made[0], made[0].select, made[0].report]
     words = [{word for blocks in part for word in blocks.flatten().tolist()} - {0} for part in parts]
@@ -131,7 +131,7 @@ def test_parts_share_no_text(name, causal):
     lengths = [32, 128] if causal else [16, 32, 128]
     assert all([blocks.shape[1] for blocks in part] == lengths for part in parts)
     tokens = [sum(blocks.numel() for blocks in part) for part in parts]
-    if name != "little":
+    if name != "few":
         assert tokens == pytest.approx([3_200, 400, 400], rel=0.4)
         assert not torch.equal(made[0][0], made[1][0])
         counts = [blocks.shape[0] if causal else blocks.numel() for blocks in made[0]]
@@ -149,3 +149,4 @@ def test_what_is_no_text_or_too_little():
     made = text_batches(numbers(384), Numbers(None), 128, causal=True)
     assert [part[0].shape for part in (made, made.select, made.report)] == [(1, 128)] * 3
     refused("383 tokens are too few.*give 384, or shorter blocks", text_batches, numbers(383), Numbers(None), 128, causal=True)
+    refused("0 tokens are left to fit on, since copies", text_batches, numbers(50) * 40, Numbers(None), 32, causal=True)

@@ -175,7 +175,8 @@ def split_tokens(documents: list[list[int]], least: int) -> tuple[list[list[int]
 
     Documents stay whole, unless they are longer than a twentieth of all the text or reach past the end of a part: those are cut
     into contiguous stretches. They are dealt in one random order, the same each time, first to report, then to select by, and
-    stand in each part in the order of the text. So parts never overlap. None has fewer than `least` tokens.
+    stand in each part in the order of the text; copies go where the first went. So parts never overlap. None has fewer than
+    `least` tokens.
 
     >>> [sum(map(len, part)) for part in split_tokens([list(range(60)), list(range(60, 100))], 8)]
     [80, 10, 10]
@@ -187,14 +188,19 @@ def split_tokens(documents: list[list[int]], least: int) -> tuple[list[list[int]
     size = max(1, share // 2)
     pieces = [ids[start : start + size] for ids in documents for start in range(0, len(ids), size)]
     dealt: list[list[tuple[int, list[int]]]] = [[], [], []]
-    room = [total - 2 * share, share, share]
+    room, cuts = [total - 2 * share, share, share], {}
     for number in torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0)).tolist():
-        piece = pieces[number]
-        for part in (2, 1, 0):
-            some, piece = piece[: room[part]], piece[room[part] :]
-            room[part] -= len(some)
-            if some:
+        piece = tuple(pieces[number])
+        if piece not in cuts:
+            last = min(len(piece), max(0, room[2]))
+            cuts[piece] = [(2, 0, last), (1, last, last + max(0, room[1])), (0, last + max(0, room[1]), len(piece))]
+        for part, start, end in cuts[piece]:
+            if some := list(piece[start:end]):
                 dealt[part].append((number, some))
+                room[part] -= len(some)
+    if (few := sum(len(ids) for _, ids in dealt[0])) < least:
+        what = f"{few:,} tokens are left to fit on, since copies of a text stay together"
+        raise DataError(f"{what}: give {least:,} that have no copy, or shorter blocks")
     return tuple([ids for _, ids in sorted(part)] for part in dealt)
 
 
