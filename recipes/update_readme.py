@@ -70,7 +70,7 @@ def schemes() -> str:
     kinds = [kind.config_class.model_type for kind in SWAPPED_CLASSES]
     heads = ", ".join(f"{family} {kinds.count(family)}" for family in sorted(ARCHITECTURES))
     all_of = "all that the Auto classes list (`mixed` not in ALBERT, whose layers are one)"
-    said = f"Families, and how many classes of each, {all_of}: {heads}."
+    said = f"Families, with their classes, {all_of}: {heads}."
     return f"{found}\n\n{fill(said, 128, break_on_hyphens=False)}"
 
 

@@ -44,7 +44,9 @@ def test_check(check, case, family, backend):
 # Bit by bit the same code, so few pairs: one scheme that turns, one that attends, one that adds, one in the table's place.
 KIN = [
     (case, family, BACKENDS[(row + column) % 2])
-    for row, family in enumerate(("albert", "biogpt", "distilbert", "electra", "electra-decoder", "esm", "opt", "xlm-roberta"))
+    for row, family in enumerate(
+        ("albert", "biogpt", "distilbert", "electra", "electra-decoder", "ernie", "esm", "opt", "xlm-roberta-xl")
+    )
     for column, case in enumerate(
         ("rotary", "relative", ("learned-tile", "sinusoidal")[row % 2], ("alibi", "buckets", "alibi-fixed")[row % 3])
     )

@@ -173,9 +173,9 @@ def test_registering_twice():
 
     refused("family 'bert' is registered already", hf_posswap.register_architecture, Other(), error=hf_posswap.PosswapError)
     assert type(hf_posswap.ARCHITECTURES["bert"]) is not Other
-    Other.model_type = "ernie"  # and still BERT's config: it would take the names of BERT's swapped classes
-    refused("model_type is 'ernie', config_class is of 'bert'", hf_posswap.register_architecture, Other())
-    assert "ernie" not in hf_posswap.ARCHITECTURES
+    Other.model_type = "mpnet"  # and still BERT's config: it would take the names of BERT's swapped classes
+    refused("model_type is 'mpnet', config_class is of 'bert'", hf_posswap.register_architecture, Other())
+    assert "mpnet" not in hf_posswap.ARCHITECTURES
     assert hf_posswap.register_architecture(hf_posswap.ARCHITECTURES["gpt2"]) is hf_posswap.ARCHITECTURES["gpt2"]
 
 

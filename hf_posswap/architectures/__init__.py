@@ -4,19 +4,19 @@ from transformers import PreTrainedConfig
 
 from hf_posswap.architectures.albert import Albert
 from hf_posswap.architectures.base import Architecture, Inputs, QueryKey
-from hf_posswap.architectures.bert import Bert
+from hf_posswap.architectures.bert import Bert, Ernie
 from hf_posswap.architectures.biogpt import BioGpt
 from hf_posswap.architectures.distilbert import DistilBert
 from hf_posswap.architectures.electra import Electra
 from hf_posswap.architectures.esm import Esm
 from hf_posswap.architectures.gpt2 import GPT2
 from hf_posswap.architectures.opt import OPT
-from hf_posswap.architectures.roberta import Camembert, Roberta, XLMRoberta
+from hf_posswap.architectures.roberta import Camembert, Roberta, XLMRoberta, XLMRobertaXL
 from hf_posswap.errors import UnsupportedModelError
 
 __all__ = [
     "ARCHITECTURES", "GPT2", "OPT", "Albert", "Architecture", "Bert", "BioGpt", "Camembert", "DistilBert", "Electra",
-    "Esm", "Inputs", "QueryKey", "Roberta", "XLMRoberta", "family_of", "find_family", "longest_input",
+    "Ernie", "Esm", "Inputs", "QueryKey", "Roberta", "XLMRoberta", "XLMRobertaXL", "family_of", "find_family", "longest_input",
 ]  # fmt: skip
 
 
@@ -38,7 +38,5 @@ def longest_input(config: PreTrainedConfig) -> int:
     return family_of(config).longest_input(config)
 
 
-ARCHITECTURES: dict[str, Architecture] = {
-    family.model_type: family()
-    for family in (Albert, Bert, BioGpt, Camembert, DistilBert, Electra, Esm, GPT2, OPT, Roberta, XLMRoberta)
-}
+_KNOWN = (Albert, Bert, BioGpt, Camembert, DistilBert, Electra, Ernie, Esm, GPT2, OPT, Roberta, XLMRoberta, XLMRobertaXL)
+ARCHITECTURES: dict[str, Architecture] = {family.model_type: family() for family in _KNOWN}

@@ -1,12 +1,13 @@
-"""BERT: a table in `embeddings`, separate query, key and value projections, post-norm layers.
+"""BERT and ERNIE: a table in `embeddings`, separate query, key and value projections, post-norm layers.
 
 Quirks: `embeddings` carries two buffers, `position_ids` and `token_type_ids`, as long as the table; an input beyond them
 fails even when the table is gone. As a decoder (`is_decoder=True`) the same modules are causal and use a cache.
 """
 
 import torch
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, ErnieConfig, ErnieModel
 from transformers.models.bert.modeling_bert import BertSelfAttention
+from transformers.models.ernie.modeling_ernie import ErnieSelfAttention
 
 from hf_posswap.architectures.base import Architecture
 
@@ -42,3 +43,12 @@ class Bert(Architecture):
 
     def is_causal(self, config):
         return config.is_decoder and getattr(config, "is_causal", True)
+
+
+class Ernie(Bert):
+    """ERNIE (`model_type` "ernie"): BERT with a table of tasks besides, which stays."""
+
+    model_type = "ernie"
+    config_class = ErnieConfig
+    base_class = ErnieModel
+    attention_class = ErnieSelfAttention

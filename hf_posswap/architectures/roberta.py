@@ -1,4 +1,4 @@
-"""RoBERTa, XLM-RoBERTa and CamemBERT: BERT's modules, and positions that skip padding.
+"""RoBERTa and its kin: BERT's modules, and positions that skip padding. Layers of XLM-RoBERTa-XL are pre-norm.
 
 Quirks: ids start after the padding index (row 2 of 514 is position 0) and count the tokens that are not padding; padding gets
 the padding index. Given `inputs_embeds`, padding is unknown, and ids count all tokens.
@@ -8,6 +8,7 @@ import transformers
 from transformers.models.camembert.modeling_camembert import CamembertSelfAttention
 from transformers.models.roberta.modeling_roberta import RobertaSelfAttention
 from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaSelfAttention
+from transformers.models.xlm_roberta_xl.modeling_xlm_roberta_xl import XLMRobertaXLSelfAttention
 
 from hf_posswap.architectures.bert import Bert
 
@@ -49,3 +50,12 @@ class Camembert(Roberta):
     config_class = transformers.CamembertConfig
     base_class = transformers.CamembertModel
     attention_class = CamembertSelfAttention
+
+
+class XLMRobertaXL(Roberta):
+    """XLM-RoBERTa-XL (`model_type` "xlm-roberta-xl")."""
+
+    model_type = "xlm-roberta-xl"
+    config_class = transformers.XLMRobertaXLConfig
+    base_class = transformers.XLMRobertaXLModel
+    attention_class = XLMRobertaXLSelfAttention
