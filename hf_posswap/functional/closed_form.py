@@ -146,8 +146,8 @@ def solve_with_ridge(gram: torch.Tensor, target: torch.Tensor, ridge: float) -> 
 def fit_kernel(gram: torch.Tensor, target: torch.Tensor, *, ridge: float = 0.1) -> torch.Tensor:
     """Solve the normal equations of `kernel_moments`, summed over batches: Z, (H, planes) complex128.
 
-    The ridge is needed, and no small one: over N positions the slowest planes are nearly collinear, and what little the data say
-    of their difference is noise.
+    The ridge is needed, and no small one: over N positions the slowest planes are nearly collinear, and what the data say of
+    their difference is noise.
     """
     return torch.complex(*solve_with_ridge(gram, target, ridge).chunk(2, dim=-1))
 
