@@ -175,7 +175,6 @@ def add_bias(mask, bias: torch.Tensor, seen: torch.Tensor | None, implementation
         mask = seen
     if mask is None:
         return bias
-    mask = mask[..., : bias.shape[-1]]
     return bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
 
 

@@ -121,6 +121,15 @@ def test_inputs_that_do_not_fit(make_swapped, scheme, backend, span, name, value
     refused(says, make_swapped("gpt2", scheme, backend, max_positions=64, span=span), tokens[:1], **{name: value})
 
 
+@pytest.mark.parametrize("scheme", ["rotary", "relative:clip=4", "alibi", "buckets", "self-extend:near=4,group=2"])
+def test_masks_that_are_too_wide(make_swapped, scheme, tokens):
+    """They are an error, as in transformers: only the first columns were read, of a mask of 3 dimensions those of row 0."""
+    model = make_swapped("gpt2", scheme, "sdpa")
+    for shape in ((2, 24), (2, 20, 20), (2, 1, 20, 24)):
+        mask = torch.ones(shape, dtype=torch.bool).tril()
+        refused("must match the (existing )?size", model, tokens, attention_mask=mask, use_cache=False, error=RuntimeError)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is (deprecated|not supported)")  # in forward-mode derivatives
 @pytest.mark.parametrize("scheme", ["alibi", "buckets", "relative:clip=3"])
 def test_second_derivatives_are_refused(make_swapped, scheme, tokens):

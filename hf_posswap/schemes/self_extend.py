@@ -108,7 +108,8 @@ class SelfExtendPositions(RotaryPositions):
                 near = torch.where(distances < self.near, near, right[..., rows, :] @ grouped.mT)
             scores = torch.cat([far[..., :start], near], dim=-1) if start else near
             asked = rows if seen is not None and seen.shape[-2] > 1 else slice(None)  # a mask may have one row for all queries
-            probabilities = weigh(scores, None if seen is None else seen[..., asked, keys], dropout).to(value.dtype)
+            hidden = None if seen is None else seen.expand(-1, -1, -1, length)[..., asked, keys]  # too wide a mask raises
+            probabilities = weigh(scores, hidden, dropout).to(value.dtype)
             return probabilities @ value[..., keys, :], probabilities
 
         if return_probabilities or is_traced():
