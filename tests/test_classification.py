@@ -83,8 +83,9 @@ def test_regression_of_pairs(recipe, folder, model):
 def test_what_a_fit_reads(recipe, folder, watch, monkeypatch):
     """It is said: the training texts, or the embedded text where they are too few; nothing without a fit. The seed draws it."""
     module, draws = recipe("downstream_classification"), watch(classification, "text_batches")
-    monkeypatch.setattr(classification, "embedded_documents", lambda *given, causal: ["the cat sat on the mat " * 200])
-    for start, tokens, said in (("swap", 256, None), ("fit", 256, "the training texts"), ("fit", 99_999, "the embedded text")):
+    words = " ".join(random.Random(0).choices("the cat sat on the mat".split(), k=1200))
+    monkeypatch.setattr(classification, "embedded_documents", lambda *given, causal: [words])
+    for start, tokens, said in (("swap", 999, None), ("fit", 999, "the training texts"), ("fit", 99_999, "the embedded text")):
         config = module.Config(**_files(folder, scheme="rotary", start=start, fit_tokens=tokens, seed=3))
         assert module.run(config, folder / f"{start}-{tokens}", False)["fitted_on"] == said
     assert [draw.kwargs["seed"] for draw in draws] == [3, 3]

@@ -25,7 +25,7 @@ SENTENCES = ("the cat sat on the mat and then it was happy", "a sad dog ran unde
 def text(tmp_path):
     """A text file of which the last tenth is other text than the rest."""
     file = tmp_path / "text.txt"
-    file.write_text("\n".join(SENTENCES[i * i % 7 % 2] for i in range(400)))
+    file.write_text("\n".join(SENTENCES[i * i % 401 % 2] for i in range(400)))
     return str(file)
 
 
