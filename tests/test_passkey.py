@@ -61,7 +61,8 @@ def prose(monkeypatch):
     """Other prose for each split, in place of the standard library's, which takes long to read."""
     chosen = {"train": [PROSE], "validation": ["The last key is the red key of the school."]}
     monkeypatch.setattr("hf_posswap.measure.passkey.stdlib_prose", chosen.get)
-    monkeypatch.setattr("hf_posswap.data.text.stdlib_documents", lambda split: {"": PROSE * 40})
+    words = " ".join(random.Random(0).choices(PROSE.split(), k=2000))
+    monkeypatch.setattr("hf_posswap.data.text.stdlib_documents", lambda split: {"": words})
 
 
 @pytest.fixture

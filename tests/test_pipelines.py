@@ -1,6 +1,7 @@
 """Pipelines of sentence-transformers: swapped whole, fitted on texts, saved, loaded, restored, exported, shared."""
 
 import json
+import random
 
 import numpy as np
 import pandas
@@ -122,13 +123,13 @@ same("swapped")
 
 def test_fit_on_texts(make_pipeline, make_model, bert_tokenizer, watch, program, tmp_path):
     """Texts are enough for a pipeline; a plain model needs a tokenizer for them, and then says the same as with batches."""
-    texts = [LONG] * 16
+    texts = [" ".join(random.Random(number).choices(WORDS, k=200)) for number in range(16)]
     pipeline = posswap.swap(make_pipeline(), "rotary")
     assert pipeline.max_seq_length == 24  # nobody asked for more
     report = posswap.fit(pipeline, texts, steps=2, progress=False)
     assert report.longest == 24 and report.after.total < report.before.total
     make_pipeline().save_pretrained(str(tmp_path / "plain"))
-    (tmp_path / "texts.txt").write_text(LONG * 16)
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
     fitted = "--fit", tmp_path / "texts.txt", "--fit-steps", 2, "--output", tmp_path / "fitted"
     _, out, err = program("swap", tmp_path / "plain", "--scheme", "rotary", *fitted)
     assert "no sequence was longer than 24 tokens" in " ".join(out.split()), err

@@ -262,7 +262,7 @@ def test_restore_after_a_merged_adapter(make_model, tokens, fitted):
     """A mixture of old positions and merged weights is refused, and given to who asks for it."""
     plain, model = make_model("bert", "sdpa"), posswap.swap(make_model("bert", "sdpa"), "rotary")
     if fitted:
-        posswap.fit(model, torch.randint(2, 98, (8, 20)), steps=1, progress=False)
+        posswap.fit(model, torch.randint(2, 98, (40, 20)), steps=5, progress=False)
     tuned = get_peft_model(model, LoraConfig(target_modules=["query", "dense"], init_lora_weights=False))
     for share in (True, False):  # the original has no adapters
         twin = posswap.original(tuned, share_weights=share)
