@@ -106,7 +106,7 @@ def embedder(data: Path, folder: Path) -> list[float]:
     module = importlib.import_module("long_embedder")
     module.EACH = 2
     files = {"model": str(data), "train_file": str(data / "train.txt"), "validation_file": str(data / "validation.txt")}
-    fitted = {"scheme": "rotary", "tokens": 32, "passage": 8, "window": 16, "span": 8, "fit_tokens": 1500, "fit_steps": 1}
+    fitted = {"scheme": "rotary", "tokens": 32, "passage": 8, "window": 16, "span": 8, "fit_tokens": 1500, "fit_steps": 5}
     config = module.Config(**files, **fitted, max_steps=3, batch_size=4, documents=4, learning_rate=1e-2)
     return [p.detach().square().sum().item() for p in module.run(config, folder, False)["model"].parameters()]
 
