@@ -179,7 +179,9 @@ def test_rotary_solves_a_planted_kernel(random, layout, causal, ridge, monkeypat
     with torch.no_grad():
         positions.solve(observe, query_key, SCALING)
     left = error() / before
-    assert before > 1 and (left < 1e-5 if ridge == 1e-13 else left < 0.3 if ridge is None else left > 0.5)  # angles are float32
+    assert before > 1 and (
+        left < 1e-5 if ridge == 1e-13 else 1e-3 < left < 0.05 if ridge is None else left > 0.5
+    )  # angles are float32
 
 
 def dense_keys(queries, masses, targets):
