@@ -38,6 +38,9 @@ def positioned_forward(base_class: type):
         scheme, span, implementation = state_of(self).scheme, state_of(self).span, self.config._attn_implementation
         check_implementation(scheme, span, implementation)
         mask = inputs.attention_mask
+        if isinstance(mask, torch.Tensor) and mask.dim() == 3 and mask.shape == inputs.shape:  # rows of choices, as ids
+            inputs = inputs._replace(attention_mask=mask.flatten(0, 1))
+            mask = arguments["attention_mask"] = inputs.attention_mask
         if isinstance(mask, torch.Tensor) and mask.dim() == 4:
             if mask.dtype != torch.bool and not mask.is_floating_point():  # ones and zeros would be added to scores
                 raise PosswapError(f"a 4D attention mask must be boolean or floating point, this one is {mask.dtype}")
@@ -45,6 +48,8 @@ def positioned_forward(base_class: type):
                 # Eager and flex attention add masks: True would count as 1.0, where sdpa takes it for "attend".
                 arguments["attention_mask"] = span_mask.additive(mask, self.dtype)
         past, slots = _slots(arguments.get(CACHE), inputs)
+        if span is not None:
+            span_mask.check_mask(inputs, past, arguments.get(CACHE))
         arguments["position_ids"], positions = _positions(self, inputs, arguments.get("position_ids"), past, slots)
         tokens = Tokens(positions, slots, past)
         _check_length(self, scheme, tokens)
@@ -130,7 +135,6 @@ def _share(base, arguments: dict, inputs: Inputs, tokens: Tokens) -> dict:
         if cache is None and causal and use_cache and not base.training:  # the model itself would make one that keeps all keys
             crossing = arguments.get("encoder_hidden_states") is not None
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()
-        mask = span_mask.fitted_mask(mask, inputs, tokens, cache)
     if causal and cache is not None:
         # Values are read here, once for all layers, and only where a cache asks for them.
         look = state.span is not None and not is_traced()

@@ -21,16 +21,15 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def fitted_mask(mask, inputs: Inputs, tokens: Tokens, cache):
-    """Cut a 2D mask to the tokens so far; leave that of a static cache as it is. PosswapError: it has too few columns."""
-    if mask is None or mask.dim() != 2 or not isinstance(tokens.past, int):
-        return mask
-    total = tokens.past + tokens.slots.shape[-1]
-    if mask.shape[0] not in (1, inputs.shape[0]) or mask.shape[-1] < total:
-        what = f"attention_mask of shape {tuple(mask.shape)} does not fit {inputs.shape[0]} row(s) of {total} tokens"
-        raise PosswapError(f"{what}, of which {tokens.past} are cached: give it a column for each")
-    # More columns: transformers, too, reads the first.
-    return mask if isinstance(self_cache(cache), StaticCache) else mask[:, :total]
+def check_mask(inputs: Inputs, past: int | torch.Tensor, cache) -> None:
+    """Raise PosswapError unless a mask has 4 dimensions, or 2 and a column for each token so far (a static cache: or more)."""
+    mask, batch, total = inputs.attention_mask, inputs.shape[:-1].numel(), past + inputs.shape[-1]
+    if mask is None or mask.dim() == 4 or not isinstance(past, int):
+        return
+    fits, longer = mask.dim() == 2 and mask.shape[0] in (1, batch), isinstance(self_cache(cache), StaticCache)
+    if not fits or mask.shape[-1] < total or (mask.shape[-1] > total and not longer):
+        what = f"attention_mask of shape {tuple(mask.shape)} does not fit {batch} row(s) of {total} tokens"
+        raise PosswapError(f"{what}, of which {past} are cached: give it 2 dimensions and a column for each")
 
 
 def with_padding(tokens: Tokens, mask: torch.Tensor | None) -> torch.Tensor:

@@ -79,6 +79,17 @@ def test_head(make_model, make_swapped, head, scheme, tmp_path):
     assert all(torch.equal(restored[name], expected[name]) for name in expected)
 
 
+def test_choices_with_a_span(make_model):
+    """Choices in rows, as GPT2DoubleHeadsModel takes them, read as each row alone does; their mask has 3 dimensions, too."""
+    head = next(head for head in SWAPPED_CLASSES if "DoubleHeads" in head.__name__)
+    model, inputs = make(make_model, head), inputs_for(head)
+    posswap.swap(model, "rotary", span=4, first=1)
+    tokens, mask = inputs["input_ids"], inputs["attention_mask"]
+    rows = model.transformer(tokens.flatten(0, 1), attention_mask=mask.flatten(0, 1))[0]
+    actual = model(tokens, attention_mask=mask).logits
+    assert_close(actual[mask.bool()], model.lm_head(rows).view_as(actual)[mask.bool()])
+
+
 @pytest.mark.parametrize(
     ("head", "scheme", "backend"),
     [

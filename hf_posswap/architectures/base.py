@@ -135,7 +135,7 @@ class Architecture(ABC):
 class Inputs(NamedTuple):
     """The inputs of a forward; one of the first two is None."""
 
-    input_ids: torch.Tensor | None  # (B, L)
+    input_ids: torch.Tensor | None  # (B, L); GPT-2 takes rows of choices, too, (B, C, L)
     inputs_embeds: torch.Tensor | None  # (B, L, E)
     attention_mask: torch.Tensor | None  # as given
 
