@@ -3,6 +3,8 @@
 B batch, Q query length, K key length. Keys that nobody may see have the position `PADDING`.
 """
 
+import math
+
 import torch
 from transformers.cache_utils import StaticCache
 
@@ -23,7 +25,7 @@ def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def check_mask(inputs: Inputs, past: int | torch.Tensor, cache) -> None:
     """Raise PosswapError unless a mask has 4 dimensions, or 2 and a column for each token so far (a static cache: or more)."""
-    mask, batch, total = inputs.attention_mask, inputs.shape[:-1].numel(), past + inputs.shape[-1]
+    mask, batch, total = inputs.attention_mask, math.prod(inputs.shape[:-1]), past + inputs.shape[-1]
     if mask is None or mask.dim() == 4 or not isinstance(past, int):
         return
     fits, longer = mask.dim() == 2 and mask.shape[0] in (1, batch), isinstance(self_cache(cache), StaticCache)
