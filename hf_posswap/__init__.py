@@ -61,7 +61,9 @@ class _SwappedConfigs(ModuleType):
         return getattr(import_module("hf_posswap.checkpoint"), name)
 
 
-_CONFIGS = "albert bert biogpt camembert distilbert electra ernie esm gpt2 opt roberta xlm-roberta xlm-roberta-xl".split()
+_CONFIGS = """
+albert bert biogpt camembert clip_text_model distilbert electra ernie esm gpt2 opt roberta xlm-roberta xlm-roberta-xl
+""".split()
 for _model_type in _CONFIGS:
     # As in transformers' own mapping: a model type, the name of its config, and the module to import it from when needed.
     CONFIG_MAPPING._mapping.setdefault(f"posswap-{_model_type}", f"Posswap{CONFIG_MAPPING._mapping[_model_type]}")

@@ -131,7 +131,7 @@ def _share(base, arguments: dict, inputs: Inputs, tokens: Tokens) -> dict:
     let_carry(cache, carriers, state.geometry.head_dim)
     if state.span is not None:
         use_cache = arguments.get("use_cache")
-        use_cache = base.config.use_cache if causal and use_cache is None else use_cache
+        use_cache = getattr(base.config, "use_cache", False) if causal and use_cache is None else use_cache
         if cache is None and causal and use_cache and not base.training:  # the model itself would make one that keeps all keys
             crossing = arguments.get("encoder_hidden_states") is not None
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()

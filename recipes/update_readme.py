@@ -69,8 +69,7 @@ def schemes() -> str:
     found = table(["in Python", "as a string", "options", "what it is", "attention"], rows, align="---")
     kinds = [kind.config_class.model_type for kind in SWAPPED_CLASSES]
     heads = ", ".join(f"{family} {kinds.count(family)}" for family in sorted(ARCHITECTURES))
-    all_of = "all that the Auto classes list (`mixed` not in ALBERT, whose layers are one)"
-    said = f"Families, with their classes, {all_of}: {heads}."
+    said = f"Families, with the number of their classes (`mixed` not in ALBERT, whose layers are one): {heads}."
     return f"{found}\n\n{fill(said, 128, break_on_hyphens=False)}"
 
 

@@ -18,7 +18,7 @@ LABELS = {  # by how the class is called at its end
     ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction"): {"labels": (2,)},
     "ForQuestionAnswering": {"start_positions": (2,), "end_positions": (2,)},
     "DoubleHeadsModel": {"labels": (2, 3, 12), "mc_labels": (2,)},
-    "Model": {},
+    ("Model", "WithProjection"): {},
 }
 
 
@@ -35,6 +35,8 @@ def inputs_for(head: type) -> dict:
     choices = "MultipleChoice" in head.__name__ or "DoubleHeads" in head.__name__
     tokens = torch.randint(2, 98, (2, 3, 12) if choices else (2, 12), generator=generator)
     mask = torch.ones_like(tokens)
+    if head.__name__.startswith("CLIP"):  # its pooling looks for the end of the text
+        tokens[:, 8] = 98
     if not head.__name__.startswith("OPT"):  # its padding has a row of the table, which a swapped model has not
         mask[1, ..., 9:] = 0
     labels = next(shapes for suffix, shapes in LABELS.items() if head.__name__.endswith(suffix))

@@ -82,7 +82,7 @@ def test_gradients_of_each_text(make_swapped, family, tokens):
 
     def loss(weights, text):
         mask = torch.ones_like(text)[None] if causal else None  # with one, or without: transformers' own way cannot be mapped
-        return torch.func.functional_call(model, weights, (text[None],), {"attention_mask": mask}).logits[..., 5].sum()
+        return torch.func.functional_call(model, weights, (text[None],), {"attention_mask": mask})[0][..., 5].sum()
 
     of_each = torch.vmap(torch.func.grad(loss), in_dims=(None, 0))
     together = torch.func.grad(lambda weights: sum(loss(weights, text) for text in tokens))(weights)

@@ -64,23 +64,26 @@ def test_ids_are_the_familys_own(make_model, family):
         {"input_ids": tokens, "attention_mask": mask},
         {"input_ids": tokens[1:], "attention_mask": mask[1:].bool()},
         {"input_ids": tokens.clamp(min=4)},
-        {"inputs_embeds": embeds, "attention_mask": mask},
         {"input_ids": tokens, "attention_mask": mask, "position_ids": counted},
+        {"inputs_embeds": embeds, "attention_mask": mask},
         {"inputs_embeds": embeds[:1], "position_ids": counted[1:] + 7},
     ]
-    plain, gradients = [model(**form).logits for form in forms], gradients_of(model)
+    forms = forms[:4] if family == "clip_text_model" else forms  # which takes no embeddings
+    plain, gradients = [model(**form)[0] for form in forms], gradients_of(model)
     posswap.swap(model, "learned")
     for name, found in gradients_of(model).items():  # rows that are no positions are gone
         assert found is gradients[name] is None or torch.equal(found, gradients[name][-len(found) :]), name
     for form, expected in zip(forms, plain, strict=True):
         real = form.get("attention_mask", torch.ones(expected.shape[:2])).bool()
-        assert torch.equal(model(**form).logits[real], expected[real]), form.keys()
-    counts = family not in "albert bert biogpt distilbert electra ernie gpt2".split()  # by the mask or the padding tokens
+        assert torch.equal(model(**form)[0][real], expected[real]), form.keys()
+    counts = (
+        family not in "albert bert biogpt clip_text_model distilbert electra ernie gpt2".split()
+    )  # by the mask or the padding tokens
     for scheme in ("rotary", "sinusoidal:project=false"):
         posswap.swap(model, scheme)
-        alone = torch.cat([model(row[row != 0][None]).logits[0] for row in tokens])
-        for form in (forms[0], forms[4]) if counts else forms[4:5]:
-            assert_close(model(**form).logits[mask.bool()], alone, rtol=1e-4, atol=1e-4)
+        alone = torch.cat([model(row[row != 0][None])[0][0] for row in tokens])
+        for form in (forms[0], forms[3]) if counts else forms[3:4]:
+            assert_close(model(**form)[0][mask.bool()], alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("family", "scheme"), [("bert-decoder", "alibi"), ("opt", "alibi"), ("gpt2", "relative:clip=4")])

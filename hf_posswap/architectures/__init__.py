@@ -6,6 +6,7 @@ from hf_posswap.architectures.albert import Albert
 from hf_posswap.architectures.base import Architecture, Inputs, QueryKey
 from hf_posswap.architectures.bert import Bert, Ernie
 from hf_posswap.architectures.biogpt import BioGpt
+from hf_posswap.architectures.clip import ClipText
 from hf_posswap.architectures.distilbert import DistilBert
 from hf_posswap.architectures.electra import Electra
 from hf_posswap.architectures.esm import Esm
@@ -15,8 +16,9 @@ from hf_posswap.architectures.roberta import Camembert, Roberta, XLMRoberta, XLM
 from hf_posswap.errors import UnsupportedModelError
 
 __all__ = [
-    "ARCHITECTURES", "GPT2", "OPT", "Albert", "Architecture", "Bert", "BioGpt", "Camembert", "DistilBert", "Electra",
-    "Ernie", "Esm", "Inputs", "QueryKey", "Roberta", "XLMRoberta", "XLMRobertaXL", "family_of", "find_family", "longest_input",
+    "ARCHITECTURES", "GPT2", "OPT", "Albert", "Architecture", "Bert", "BioGpt", "Camembert", "ClipText", "DistilBert",
+    "Electra", "Ernie", "Esm", "Inputs", "QueryKey", "Roberta", "XLMRoberta", "XLMRobertaXL", "family_of", "find_family",
+    "longest_input",
 ]  # fmt: skip
 
 
@@ -38,5 +40,7 @@ def longest_input(config: PreTrainedConfig) -> int:
     return family_of(config).longest_input(config)
 
 
-_KNOWN = (Albert, Bert, BioGpt, Camembert, DistilBert, Electra, Ernie, Esm, GPT2, OPT, Roberta, XLMRoberta, XLMRobertaXL)
+_KNOWN = (
+    Albert, Bert, BioGpt, Camembert, ClipText, DistilBert, Electra, Ernie, Esm, GPT2, OPT, Roberta, XLMRoberta, XLMRobertaXL,
+)  # fmt: skip
 ARCHITECTURES: dict[str, Architecture] = {family.model_type: family() for family in _KNOWN}

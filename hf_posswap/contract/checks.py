@@ -53,7 +53,7 @@ def builds(subject: Subject) -> None:
         raise Failure(f"{kind.__name__} has no {' and no '.join(missing)}")
     if not kind.__dataclass_params__.frozen:
         raise Failure(f"{kind.__name__} is not frozen")
-    if not subject.model(text()).logits.isfinite().all():
+    if not subject.model(text())[0].isfinite().all():
         raise Failure("outputs are NaN or infinite")
 
 
@@ -69,11 +69,11 @@ def table_kept(subject: Subject) -> None:
     for what, one in (("tokens", padded()), ("padding behind", padded(after=7)), ("padding before", padded(before=7))):
         mask = one["attention_mask"]
         inputs[what] = {"input_ids": text().masked_fill(mask == 0, model.config.pad_token_id), "attention_mask": mask}
-    expected = {what: model(**one).logits for what, one in inputs.items()}
+    expected = {what: model(**one)[0] for what, one in inputs.items()}
     swap(model, subject.scheme)
     for what, one in inputs.items():
         real = one["attention_mask"].bool()
-        same(model(**one).logits[real], expected[what][real], f"before and after the swap, {what}")
+        same(model(**one)[0][real], expected[what][real], f"before and after the swap, {what}")
 
 
 def options(subject: Subject) -> None:
@@ -103,7 +103,7 @@ def restores(subject: Subject) -> None:
     restore(model)
     for name, value in model.state_dict().items():
         same(value, weights[name], name, tolerance=0)
-    same(model(text()).logits, subject.untouched, "outputs", tolerance=0)
+    same(model(text())[0], subject.untouched, "outputs", tolerance=0)
 
 
 def switched_on(subject: Subject) -> None:
@@ -119,7 +119,7 @@ def switched_on(subject: Subject) -> None:
     with torch.no_grad():  # both get the same vector at position 1, so a vector that all positions share makes no difference
         tables = [one.architecture.table(one.base_model) for one in (none, model)]
         tables[0].mean.copy_(tables[1](torch.tensor([[1]]))[0, 0])
-    different(*(one(text(), position_ids=count_from(1)).logits for one in (model, none)), "with and without positions")
+    different(*(one(text(), position_ids=count_from(1))[0] for one in (model, none)), "with and without positions")
 
 
 def order_matters(subject: Subject) -> None:
@@ -130,7 +130,7 @@ def order_matters(subject: Subject) -> None:
     if subject.causal:
         raise NotApplicable("a decoder sees order through its causal mask")
     order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(1))
-    shuffled, expected = (subject.model(tokens, position_ids=count_from(1)).logits for tokens in (text()[:, order], text()))
+    shuffled, expected = (subject.model(tokens, position_ids=count_from(1))[0] for tokens in (text()[:, order], text()))
     compare = same if isinstance(subject.scheme, NoPositions) else different
     compare(shuffled, expected[:, order], "tokens in another order")
 
@@ -142,17 +142,17 @@ def position_ids(subject: Subject) -> None:
     theirs belongs to the caller.
     """
     model, tokens, positions = subject.model, text(), count_from(0).repeat(2, 1)
-    expected = model(tokens).logits
-    given = model(tokens, position_ids=positions).logits
+    expected = model(tokens)[0]
+    given = model(tokens, position_ids=positions)[0]
     if not positions.equal(count_from(0).repeat(2, 1)):
         raise Failure("the position_ids that the model was given are changed in place")
     same(given, expected, "position_ids 0, 1, 2... for each row, and none")
-    same(model(tokens, position_ids=positions[:1]).logits, expected, "position_ids 0, 1, 2... for all rows, and none")
+    same(model(tokens, position_ids=positions[:1])[0], expected, "position_ids 0, 1, 2... for all rows, and none")
     if not isinstance(subject.scheme, NoPositions):
-        outputs = (model(tokens, position_ids=places).logits for places in (count_from(2) // 2, count_from(1)))
+        outputs = (model(tokens, position_ids=places)[0] for places in (count_from(2) // 2, count_from(1)))
         different(*outputs, "position_ids 1, 1, 2, 2... and 1, 2, 3...")
     if not subject.causal:
-        listed = model(tokens.flip(1), position_ids=positions.flip(1)).logits
+        listed = model(tokens.flip(1), position_ids=positions.flip(1))[0]
         same(listed.flip(1), expected, "tokens listed from last to first, each with its position")
 
 
@@ -165,9 +165,9 @@ def padding(subject: Subject) -> None:
     model, tokens = subject.model, text()
     for side, inputs in (("right", {"attention_mask": padded(after=7)["attention_mask"]}), ("left", padded(before=7))):
         real = inputs["attention_mask"][1].bool()
-        outputs = model(tokens, **inputs).logits
-        same(outputs[1:, real], model(tokens[1:, real]).logits, f"13 tokens with 7 of padding on the {side}, and alone")
-        same(outputs[:1], model(tokens[:1]).logits, f"a row next to one with padding on the {side}, and alone")
+        outputs = model(tokens, **inputs)[0]
+        same(outputs[1:, real], model(tokens[1:, real])[0], f"13 tokens with 7 of padding on the {side}, and alone")
+        same(outputs[:1], model(tokens[:1])[0], f"a row next to one with padding on the {side}, and alone")
 
 
 def packing(subject: Subject) -> None:
@@ -183,8 +183,8 @@ def packing(subject: Subject) -> None:
     allowed = allowed.tril() if subject.causal else allowed
     mask = torch.where(allowed, 0.0, torch.finfo(torch.float32).min).expand(2, 1, -1, -1)
     positions = torch.cat([torch.arange(length) for length in lengths]).repeat(2, 1)
-    alone = torch.cat([subject.model(part).logits for part in tokens.split(lengths, dim=1)], dim=1)
-    packed = subject.model(tokens, attention_mask=mask, position_ids=positions).logits
+    alone = torch.cat([subject.model(part)[0] for part in tokens.split(lengths, dim=1)], dim=1)
+    packed = subject.model(tokens, attention_mask=mask, position_ids=positions)[0]
     same(packed, alone, "documents of 12 and 8 tokens in one row, and alone")
 
 
@@ -194,9 +194,9 @@ def batch_independence(subject: Subject) -> None:
     position_ids are (1, L) or (B, L), so rows may have their own, and nothing may be summed over the batch.
     """
     tokens, positions = text(), torch.cat([count_from(9), count_from(0)])
-    together = subject.model(tokens, position_ids=positions.clone()).logits
+    together = subject.model(tokens, position_ids=positions.clone())[0]
     for row, output in enumerate(together.split(1)):
-        alone = subject.model(tokens[row : row + 1], position_ids=positions[row : row + 1]).logits
+        alone = subject.model(tokens[row : row + 1], position_ids=positions[row : row + 1])[0]
         same(output, alone, f"row {row} of a batch with positions from 9 and from 0, and alone")
 
 
@@ -205,7 +205,7 @@ def shift_invariance(subject: Subject) -> None:
 
     Only differences of positions may count: look for absolute positions, or leave shift_invariant at False.
     """
-    near, far = (subject.model(text(), position_ids=count_from(first)).logits for first in (1, 12))
+    near, far = (subject.model(text(), position_ids=count_from(first))[0] for first in (1, 12))
     if not subject.scheme.shift_invariant:
         holds = (far - near).abs().max() < TOLERANCE * near.abs().max()
         truth = "but holds: `shift_invariant: ClassVar[bool] = True` would say so" if holds else "and does not hold"
@@ -219,11 +219,11 @@ def cache(subject: Subject) -> None:
     With a cache, position_ids are those of the new tokens. A token's result must not depend on later tokens, nor on how many
     come at once. The cache keeps keys as `rotate` returned them; with needs_key_positions, `prepare` gets their positions.
     """
-    if not subject.causal:
+    if not subject.caches:
         raise NotApplicable("an encoder has no cache")
     model, config = subject.model, subject.model.config
-    expected = model(text(), use_cache=False).logits
-    alone = model(text()[1:, 7:], use_cache=False).logits
+    expected = model(text(), use_cache=False)[0]
+    alone = model(text()[1:, 7:], use_cache=False)[0]
     static = partial(StaticCache, max_cache_len=LENGTH + 3)
     for kind, new in (("", DynamicCache), (", with a static cache", static)):
         same(in_parts(model, (1, 1, 8, 1, 5, 4), new(config=config)), expected, f"in parts of 1, 1, 8, 1, 5 and 4 tokens{kind}")
@@ -240,7 +240,7 @@ def backends_agree(subject: Subject) -> None:
         raise NotApplicable(f"it runs with {' and '.join(subject.scheme.implementations)} alone")
     model, mask = subject.model, padded(after=7)["attention_mask"]
     other = subject.twin(model)
-    same(*(one(text(), attention_mask=mask).logits[mask.bool()] for one in (model, other)), "outputs")
+    same(*(one(text(), attention_mask=mask)[0][mask.bool()] for one in (model, other)), "outputs")
     same_gradients(gradients_of(model), gradients_of(other), "with one and with the other")
 
 
@@ -254,12 +254,12 @@ def attention_span(subject: Subject) -> None:
         raise NotApplicable("a span holds in none of its layers")
     span = {"span": 6, "first": 2}
     model = subject.swapped(**span)
-    expected = model(text()).logits
+    expected = model(text())[0]
     if len(backends_of(subject.scheme)) > 1:
-        same(subject.twin(model, **span)(text()).logits, expected, "eager attention and sdpa")
-    elif not subject.causal:
+        same(subject.twin(model, **span)(text())[0], expected, "eager attention and sdpa")
+    elif not subject.caches:
         raise NotApplicable(f"it runs with {' and '.join(subject.scheme.implementations)} alone, without a cache")
-    if subject.causal:
+    if subject.caches:
         parts = in_parts(model, (9, 1, 1, 6, 3), DynamicCache(config=model.config))
         same(parts, expected, "in parts of 9, 1, 1, 6 and 3 tokens, and in one")
 
@@ -283,11 +283,11 @@ def scale_and_dropout(subject: Subject) -> None:
         def dropout(self, attention):
             return 0.5
 
-    expected = model(text()).logits
+    expected = model(text())[0]
     for attention in attentions:
         attention.architecture = Other()
-        different(model.eval()(text()).logits, expected, "scores of twice the size, and of the usual one")
-        different(*(model.train()(text()).logits for _ in range(2)), "two forwards with dropout")
+        different(model.eval()(text())[0], expected, "scores of twice the size, and of the usual one")
+        different(*(model.train()(text())[0] for _ in range(2)), "two forwards with dropout")
         attention.architecture = model.architecture
 
 
@@ -332,7 +332,7 @@ def save_and_reload(subject: Subject) -> None:
         again = auto_class(subject.family).from_pretrained(folder, attn_implementation=subject.backend).eval()
     if again.base_model.position_scheme != subject.scheme:
         raise Failure(f"it is loaded as {again.base_model.position_scheme!r}")
-    same(again(text()).logits, subject.model(text()).logits, "outputs of the loaded model", tolerance=0)
+    same(again(text())[0], subject.model(text())[0], "outputs of the loaded model", tolerance=0)
 
 
 def deepcopy(subject: Subject) -> None:
@@ -341,13 +341,13 @@ def deepcopy(subject: Subject) -> None:
     Keep tensors in the module, not in Python modules or classes, and keep none that has a gradient history.
     """
     model = subject.swapped()
-    expected = model(text()).logits
+    expected = model(text())[0]
     twin = copy.deepcopy(model)
-    same(twin(text()).logits, expected, "outputs of the copy", tolerance=0)
+    same(twin(text())[0], expected, "outputs of the copy", tolerance=0)
     move(list(twin.parameters()), 0.3)
-    different(twin(text()).logits, expected, "the copy, changed, and the model")
+    different(twin(text())[0], expected, "the copy, changed, and the model")
     restore(twin, keep_training=True)
-    same(model(text()).logits, expected, "the model after its copy was changed and restored", tolerance=0)
+    same(model(text())[0], expected, "the model after its copy was changed and restored", tolerance=0)
 
 
 def longer_than_trained(subject: Subject) -> None:
@@ -358,7 +358,7 @@ def longer_than_trained(subject: Subject) -> None:
     refusal = subject.refuses(2 * TRAINED)
     reach = TRAINED if refusal else 2 * TRAINED
     tokens = text(length=reach + 1)
-    if not subject.model(tokens[:, :reach]).logits.isfinite().all():
+    if not subject.model(tokens[:, :reach])[0].isfinite().all():
         raise Failure(f"there are NaN or infinite numbers on {reach} tokens")
     with suppress(SequenceTooLongError):
         subject.model(tokens)
@@ -385,7 +385,7 @@ def phase_precision(subject: Subject) -> None:
     with torch.no_grad():  # the same weights for both, so that only arithmetic differs; buffers stay as they are
         for target, source in zip(fine.parameters(), coarse.parameters(), strict=True):
             target.copy_(source)
-        outputs = [[model(tokens, position_ids=count_from(first)).logits for model in (coarse, fine)] for first in (1, FAR)]
+        outputs = [[model(tokens, position_ids=count_from(first))[0] for model in (coarse, fine)] for first in (1, FAR)]
     near, far = (float((rough.float() - exact).square().mean().sqrt()) for rough, exact in outputs)
     if not far <= 3 * near:
         raise Failure(f"bfloat16 is off by {far:.2g} at position {FAR}, and by {near:.2g} at position 1")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, Cache, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, Cache, PreTrainedConfig, PreTrainedModel
 
 from hf_posswap.architectures import ARCHITECTURES, Architecture, find_family
 from hf_posswap.attention import CACHE
@@ -27,6 +27,7 @@ FAMILIES = ("bert", "bert-decoder", "gpt2")  # families in a report; the checks 
 _SIZES = {
     "albert": {"embedding_size": 24},
     "distilbert": {"hidden_dim": 64, "dropout": 0.0, "attention_dropout": 0.0},
+    "clip_text_model": {"initializer_factor": 10.0},  # weights of CLIP start at parts of this
     "electra": {"embedding_size": 24},
     # like the 350m checkpoint: projections in and out, post-norm
     "opt": {"ffn_dim": 64, "dropout": 0.0, "init_std": 0.3, "word_embed_proj_dim": 24, "do_layer_norm_before": False},
@@ -50,11 +51,15 @@ class Subject:
     backend: str
 
     def __post_init__(self):
-        self.untouched = tiny_model(self.family, self.backend)(text()).logits.detach()  # before the scheme is swapped in
+        self.untouched = tiny_model(self.family, self.backend)(text())[0].detach()  # before the scheme is swapped in
 
     @property
     def causal(self) -> bool:
         return architecture_of(self.family).is_causal(tiny_config(self.family))
+
+    @property
+    def caches(self) -> bool:
+        return self.causal and hasattr(tiny_config(self.family), "use_cache")  # not so CLIP's text model
 
     def swapped(self, max_positions: int | None = None, **options) -> PreTrainedModel:
         """Make a swapped model, with twice its trained length if the scheme allows it, and noise on the scheme's parameters.
@@ -101,8 +106,9 @@ def architecture_of(family: str) -> Architecture:
 
 
 def auto_class(family: str) -> type:
-    """Return the Auto class that loads a family's language model."""
-    return AutoModelForCausalLM if architecture_of(family).is_causal(tiny_config(family)) else AutoModelForMaskedLM
+    """Return the Auto class that loads a family's language model, or, where there is none, its headless one."""
+    auto = AutoModelForCausalLM if architecture_of(family).is_causal(tiny_config(family)) else AutoModelForMaskedLM
+    return auto if architecture_of(family).config_class in auto._model_mapping else AutoModel
 
 
 def tiny_config(family: str, backend: str = "eager", **changes) -> PreTrainedConfig:
@@ -178,7 +184,7 @@ def in_parts(model: PreTrainedModel, sizes: tuple[int, ...], cache: Cache, padde
         start, end = end, end + part.shape[1]
         if padded is not None:
             inputs = {"attention_mask": padded["attention_mask"][:, :end], "position_ids": padded["position_ids"][:, start:end]}
-        logits.append(model(part, use_cache=True, **{CACHE: cache}, **inputs).logits)
+        logits.append(model(part, use_cache=True, **{CACHE: cache}, **inputs)[0])
     return torch.cat(logits, dim=1)
 
 
@@ -186,8 +192,8 @@ def gradients_of(model: PreTrainedModel) -> dict[str, torch.Tensor | None]:
     """Return the gradient of every parameter, by name, for a loss that depends on all logits."""
     tokens = text()
     model.zero_grad()
-    logits = model(tokens, use_cache=False).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten().roll(1)).backward()
+    logits = model(tokens, use_cache=False)[0]
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten().roll(1) % logits.shape[-1]).backward()
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
 
 

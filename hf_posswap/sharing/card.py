@@ -179,7 +179,7 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
 
 def _auto_class(name: str | None) -> str | None:
     """Return the Auto class that loads a model class, ours or transformers'; None if there is none."""
-    if (name or "").endswith("DoubleHeadsModel"):
+    if (name or "").endswith(("DoubleHeadsModel", "WithProjection")):
         return None
     found = re.search(r"(For[A-Z]\w*|LMHeadModel)$", name or "")
     return {"LMHeadModel": "AutoModelForCausalLM"}.get(found[0], f"AutoModel{found[0]}") if found else "AutoModel"

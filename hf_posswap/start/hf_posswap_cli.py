@@ -74,9 +74,9 @@ def _about(
     """Swap the position scheme of pretrained encoders and decoders, and measure what it costs.
 
     Schemes are learned, sinusoidal, relative, rotary, self-extend, alibi, buckets, none, mixed and ladder. Models are folders
-    and Hub ids of bert, roberta, xlm-roberta, xlm-roberta-xl, camembert, albert, distilbert, electra, ernie, esm, gpt2, opt
-    and biogpt models, with any head, and pipelines of sentence-transformers; minilm and stdlib-gpt2 are built in. `hf-posswap
-    COMMAND --help` has the options.
+    and Hub ids of bert, roberta, xlm-roberta, xlm-roberta-xl, camembert, albert, distilbert, electra, ernie, esm, gpt2, opt,
+    biogpt and clip_text_model models, with any head, and pipelines of sentence-transformers; minilm and stdlib-gpt2 are built
+    in. `hf-posswap COMMAND --help` has the options.
     """
     if schemes_from is not None:
         from hf_posswap.errors import PosswapError
