@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers import initialization as init
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
@@ -253,6 +254,10 @@ def _swapped_class(model_class: type, config_class: type, architecture: Architec
         if model_class is architecture.base_class and architecture.reader_class is None:
             own["forward"] = positioned_forward(model_class)
         SWAPPED_CLASSES[model_class] = _model_class(SwappedModel, model_class, own)
+        if renaming := get_checkpoint_conversion_mapping(
+            model_class.__name__
+        ):  # by name: heads call CLIP's text model otherwise
+            register_checkpoint_conversion_mapping(SWAPPED_CLASSES[model_class].__name__, renaming, overwrite=True)
     return SWAPPED_CLASSES[model_class]
 
 

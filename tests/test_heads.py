@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import refused, rewrite
 from torch.testing import assert_close
-from transformers import BertLMHeadModel, BertModel, EncoderDecoderModel, EsmModel, GPT2LMHeadModel, GPT2Model
+from transformers import AutoModel, BertLMHeadModel, BertModel, EncoderDecoderModel, EsmModel, GPT2LMHeadModel, GPT2Model
 
 import hf_posswap as posswap
 from hf_posswap.checkpoint import SWAPPED_CLASSES
@@ -79,6 +79,15 @@ def test_head(make_model, make_swapped, head, scheme, tmp_path):
     assert type(model) is head and model.config.to_dict() == config  # without what saving has written into it
     restored = tensors_of(model(**inputs))
     assert all(torch.equal(restored[name], expected[name]) for name in expected)
+
+
+def test_clips_text_model_is_loaded_from_its_projection(make_model, tmp_path):
+    """An Auto class finds the headless model in a swapped folder of the head's, which calls it `text_model`."""
+    for head in [head for head in SWAPPED_CLASSES if head.__name__ == "CLIPTextModelWithProjection"]:
+        model, inputs = make(make_model, head), inputs_for(head)
+        posswap.swap(model, "rotary", max_positions=64).save_pretrained(tmp_path)
+        loaded = AutoModel.from_pretrained(tmp_path, attn_implementation="eager")
+        assert_close(loaded(**inputs)[0], model.text_model(**inputs)[0])
 
 
 def test_choices_with_a_span(make_model):
