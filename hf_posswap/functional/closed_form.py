@@ -143,7 +143,7 @@ def solve_with_ridge(gram: torch.Tensor, target: torch.Tensor, ridge: float) -> 
     return torch.linalg.solve(gram + strength * torch.eye(gram.shape[-1]).to(gram), target)
 
 
-def fit_kernel(gram: torch.Tensor, target: torch.Tensor, *, ridge: float = 0.1) -> torch.Tensor:
+def fit_kernel(gram: torch.Tensor, target: torch.Tensor, *, ridge: float = 0.01) -> torch.Tensor:
     """Solve the normal equations of `kernel_moments`, summed over batches: Z, (H, planes) complex128.
 
     The ridge is needed, and no small one: over N positions the slowest planes are nearly collinear, and what the data say of
