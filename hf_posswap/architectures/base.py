@@ -23,6 +23,7 @@ class Architecture(ABC):
     model_type: ClassVar[str]  # as in config.json
     config_class: ClassVar[type[PreTrainedConfig]]
     base_class: ClassVar[type[PreTrainedModel]]  # the headless model inside every head
+    file_prefix: ClassVar[str | None] = None  # before names of its weights in files; None: its `base_model_prefix`
     attention_class: ClassVar[type[nn.Module]]  # the self-attention that schemes patch
     table_class: ClassVar[type[nn.Embedding]] = nn.Embedding  # if it takes more than ids, it takes `position_ids=`
     projections: ClassVar[tuple[str, str, str]] = ("query", "key", "value")  # names in self-attention

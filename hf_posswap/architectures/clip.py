@@ -17,6 +17,7 @@ class ClipText(Architecture):
     model_type = "clip_text_model"
     config_class = CLIPTextConfig
     base_class = CLIPTextModel
+    file_prefix = "text_model"
     attention_class = CLIPAttention
     projections = ("q_proj", "k_proj", "v_proj")
     # In transformers 5.17 its `base_model` is itself, not the headless model in it.

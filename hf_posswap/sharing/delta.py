@@ -195,7 +195,7 @@ def head_hashes(model: PreTrainedModel) -> dict[str, str]:
 def saved_hashes(folder: Path) -> tuple[str, dict[str, str]]:
     """Return `weights_hash` and `head_hashes` of the swapped model in a folder; files leave out weights that are tied."""
     family = find_family(json.loads((folder / "config.json").read_text("utf-8"))["model_type"])
-    prefix = f"{family.base_class.base_model_prefix}."
+    prefix = f"{family.file_prefix or family.base_class.base_model_prefix}."
     found = {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}  # mapped only
     inside = {name for name in found if name.startswith(prefix)} or {*found}  # a headless model's names have no prefix
     base = {plain: found[name] for name in inside if _counts(plain := name.removeprefix(prefix))}
