@@ -13,7 +13,6 @@ from huggingface_hub import ModelCard
 from transformers import GPT2DoubleHeadsModel
 
 import hf_posswap as posswap
-from hf_posswap.checkpoint import SWAPPED_CLASSES
 from hf_posswap.experiments.comparison import load_runs
 from hf_posswap.provenance import weight_hashes
 from hf_posswap.schemes import parse_scheme
@@ -233,6 +232,7 @@ def test_other_kinds(make_model, tmp_path, kind, family, scheme, says):
     [
         ("roberta", "rotary", None, True), ("gpt2", "rotary", None, None), ("gpt2", "rotary:mark_first=false", None, True),
         ("bert", "rotary", 8, False), ("bert", "learned", 8, False), ("bert", "self-extend", None, False),
+        ("clip_text_model", "rotary", None, False), ("clip_text_model", "sinusoidal", None, True),
     ],
 )  # fmt: skip
 def test_span_and_export(make_model, tmp_path, family, scheme, span, exportable):
@@ -320,17 +320,6 @@ def test_a_head_that_was_trained_later(make_model, tmp_path):
     model.lm_head.weight.data.mul_(2)
     model.save_pretrained(tmp_path / "changed")
     refused("another head .lm_head.weight", report.save, tmp_path / "changed", error=posswap.CheckpointError)
-
-
-@pytest.mark.filterwarnings("ignore:the fit was undone")
-@pytest.mark.parametrize("head", [head for head in SWAPPED_CLASSES if head.__name__.startswith("CLIP")])
-def test_a_report_knows_clips_weights(make_model, head, tmp_path):
-    """Files of CLIP's text model, with its projection or without, put a name before its weights that is not its own prefix."""
-    model = posswap.swap(make_model("clip_text_model", head=head), "rotary")
-    report = posswap.fit(model, torch.randint(2, 98, (12, 16)), progress=False, steps=1)
-    for name, part in (("whole", model), ("headless", model.base_model)):
-        part.save_pretrained(tmp_path / name)
-        report.save(tmp_path / name)
 
 
 def test_no_paths_of_this_machine(swapped, results):

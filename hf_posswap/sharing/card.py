@@ -23,6 +23,7 @@ from hf_posswap.pipelines import KINDS
 from hf_posswap.provenance import write_json
 from hf_posswap.scheme_entry import is_repo_id
 from hf_posswap.schemes import scheme_from_dict
+from hf_posswap.sharing.export import CONVERT
 from hf_posswap.sharing.native_decoders import GPT_NEOX
 from hf_posswap.sharing.record import RESULTS_FILE, SCHEMA, data_of, gather, own_rows, read_results
 
@@ -188,6 +189,8 @@ def _auto_class(name: str | None) -> str | None:
 def _exportable(model: dict, scheme) -> bool | None:
     """Whether `export_native` will probably find a class; if it does not, its error says why. None: only trying tells."""
     if model.get("span") or scheme.name not in ("learned", "sinusoidal", "none", "ladder", "rotary"):
+        return False
+    if scheme.name == "rotary" and model["family"] not in {kind.config_class.model_type for kind in CONVERT}:
         return False
     # A causal model has no place for the vector that marks the first token, which it has unless it was swapped cold.
     marked = getattr(scheme, "mark_first", False) and model["family"] in {kind.config_class.model_type for kind in GPT_NEOX}

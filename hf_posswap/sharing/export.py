@@ -41,7 +41,7 @@ from hf_posswap.sharing.parity import PARITY_FILE, Certificate, certify
 from hf_posswap.surgery import state_of
 from hf_posswap.target import check_no_adapters, find_target
 
-_CONVERT: dict[type, Callable[..., Converted]] = {
+CONVERT: dict[type, Callable[..., Converted]] = {
     **dict.fromkeys(ROFORMER, roformer),
     **dict.fromkeys(JINA, jina),
     **dict.fromkeys(ESM, esm),
@@ -113,8 +113,8 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
         convert = with_table
     elif not isinstance(scheme, Rotary):
         raise UnsupportedModelError(f"no class of transformers has {scheme.name} positions in its attention: {share}")
-    elif (convert := _CONVERT.get(stock)) is None:
-        heads = [kind.__name__ for kind in _CONVERT if issubclass(kind.config_class, model.architecture.config_class)]
+    elif (convert := CONVERT.get(stock)) is None:
+        heads = [kind.__name__ for kind in CONVERT if issubclass(kind.config_class, model.architecture.config_class)]
         why = f"heads that have one are {', '.join(heads)}" if heads else share
         raise UnsupportedModelError(f"{stock.__name__} with rotary positions has no native counterpart: {why}")
     with exactly(model), evaluating(model):
