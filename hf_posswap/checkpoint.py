@@ -254,9 +254,8 @@ def _swapped_class(model_class: type, config_class: type, architecture: Architec
         if model_class is architecture.base_class and architecture.reader_class is None:
             own["forward"] = positioned_forward(model_class)
         SWAPPED_CLASSES[model_class] = _model_class(SwappedModel, model_class, own)
-        if renaming := get_checkpoint_conversion_mapping(
-            model_class.__name__
-        ):  # by name: heads call CLIP's text model otherwise
+        # transformers finds these by a class's name: CLIP's text model has other names in its head's files.
+        if renaming := get_checkpoint_conversion_mapping(model_class.__name__):
             register_checkpoint_conversion_mapping(SWAPPED_CLASSES[model_class].__name__, renaming, overwrite=True)
     return SWAPPED_CLASSES[model_class]
 
