@@ -2,6 +2,7 @@
 
 Quirks: `embeddings` reads the longest input off `position_embedding.weight`, and has a buffer `position_ids` of that length.
 The whole CLIPModel has images besides: its parts share a config, so text models are loaded, and swapped, by themselves.
+A fit's figures are of the mean over tokens, as for other headless models; CLIP's own vector is the state where the text ends.
 """
 
 import torch
