@@ -1,10 +1,12 @@
 """Embedded and user text: splits that do not overlap, formats that read alike, errors that say what is there."""
 
+import random
 from unittest.mock import patch
 
 import pytest
 import torch
 from conftest import refused
+from transformers import CLIPTokenizer
 
 from hf_posswap import text_batches
 from hf_posswap.data.text import read_documents, split_of, stdlib_documents, stdlib_prose, token_blocks
@@ -150,3 +152,16 @@ def test_what_is_no_text_or_too_little():
     assert [part[0].shape for part in (made, made.select, made.report)] == [(1, 128)] * 3
     refused("383 tokens are too few.*give 384, or shorter blocks", text_batches, numbers(383), Numbers(None), 128, causal=True)
     refused("0 tokens are left to fit on, since copies", text_batches, numbers(50) * 40, Numbers(None), 32, causal=True)
+
+
+def test_texts_of_clip():
+    """They begin and end as CLIP's tokenizer begins and ends texts, at all lengths: it reads a text's vector off the end."""
+    words = [*"abcd", *(f"{letter}</w>" for letter in "abcd"), "<|startoftext|>", "<|endoftext|>"]
+    tokenizer = CLIPTokenizer(vocab={word: number for number, word in enumerate(words)}, merges=[])
+    letters = random.Random(0).choices("abcd", k=4_000)
+    made = text_batches([" ".join(letters)], tokenizer, 128, tokens=2_000, causal=True, window=77)
+    assert [blocks.shape[1] for blocks in made] == [16, 32, 77, 128]
+    for blocks in made:
+        assert (
+            (blocks[:, 0] == 8).all() and (blocks[:, -1] == 9).all() and ((blocks[:, 1:-1] >= 4) & (blocks[:, 1:-1] < 8)).all()
+        )

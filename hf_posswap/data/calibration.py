@@ -43,7 +43,8 @@ def text_batches(
     """Split documents into parts to fit, select and report, and draw blocks of several lengths from each.
 
     An encoder gets equal numbers of tokens at `max_length`, a quarter, a sixteenth of it, and so on down to 16 tokens, since a
-    fit at one length alone fails at others. For a causal model a block of the longest contains all shorter ones.
+    fit at one length alone fails at others. For a causal model a block of the longest contains all shorter ones, unless its
+    tokenizer puts a token at either end: CLIP's last one, which stands for the text, is then fitted at all these lengths.
 
     Args:
         documents: The text. The parts do not overlap. Documents stay whole, but for those longer than a twentieth of the text:
@@ -70,7 +71,7 @@ def text_batches(
     if min(max_length, max_length if window is None else window) < shortest:
         raise DataError(f"max_length={max_length} and window={window} must be at least {shortest}, for text to fit in")
     generator = torch.Generator().manual_seed(seed)
-    lengths = {max_length} if causal else set(mixed_lengths(max_length))
+    lengths = {max_length} if causal and not wraps(tokenizer) else set(mixed_lengths(max_length))
     if window is not None and window < max_length:
         lengths |= {window} | ({max_length // 4**k for k in range(1, 9) if max_length // 4**k > window} if causal else set())
     least = max_length - 2 if wraps(tokenizer) else max_length

@@ -145,8 +145,8 @@ def _read_text(path: Path) -> str:
 def token_blocks(documents: list[str], tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Tensor:
     """Tokenize documents into one stream and cut it: (N, length) token ids, nothing padded.
 
-    Tokenizers with [CLS] and [SEP] get them around every block, as BERT was trained; others get the end-of-text token
-    between documents.
+    Tokenizers with [CLS] and [SEP], or CLIP's with its own two, get them around every block, as these models were trained;
+    others get the end-of-text token between documents.
     """
     return cut_blocks(token_lists(documents, tokenizer), tokenizer, length)
 
@@ -222,9 +222,15 @@ def spread(blocks: torch.Tensor, tokens: int) -> torch.Tensor:
 
 def wraps(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether blocks of this tokenizer get a token at either end."""
-    return tokenizer.cls_token_id is not None and tokenizer.sep_token_id is not None
+    return len(_edges(tokenizer)) == 2
+
+
+def _edges(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return [CLS] and [SEP], or what the tokenizer puts around a text: CLIP's reads its vector off the last token."""
+    named = [tokenizer.cls_token_id, tokenizer.sep_token_id]
+    return tokenizer("")["input_ids"] if None in named else named
 
 
 def _wrap(bodies: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
-    edge = torch.ones(len(bodies), 1, dtype=torch.long)
-    return torch.cat([edge * tokenizer.cls_token_id, bodies, edge * tokenizer.sep_token_id], dim=1)
+    first, last = (torch.full((len(bodies), 1), edge) for edge in _edges(tokenizer))
+    return torch.cat([first, bodies, last], dim=1)
