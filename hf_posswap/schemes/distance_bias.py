@@ -15,6 +15,8 @@ the first layer's.
 Both are linear in what they learn, b = sum_n w_n f_n(j - i), so a fit starts them in closed form: with missing scores R and
 weights p (`closed_form.missing_scores`) it minimises sum_ij p_ij (scale (R_ij + c_i) - b_ij)^2, c_i a constant for each row,
 which the softmax does not see, with a small ridge.
+
+`torch.onnx.export` takes these biases after `model.requires_grad_(False)`: with gradients torch takes attention apart wrongly.
 """
 
 import math
