@@ -44,6 +44,13 @@ def test_a_broken_scheme_changes_verdicts(computed, monkeypatch, claim):
     assert [f.holds for f in right.findings] != [f.holds for f in wrong.findings]
 
 
+def test_multiplications_are_those_of_the_formulas(computed):
+    """A BERT-base layer: 12 E^2 a token, and 2 E for each key; Shaw's vectors: 2 E for each of 129 distances."""
+    for length, finding in zip((128, 1024), computed["relative_is_slower"].findings, strict=True):
+        plain = 12 * 768 + 2 * length
+        assert finding.found.startswith(f"{(plain + 2 * 129) / plain:.2f} times")
+
+
 def test_the_command_and_its_tables(monkeypatch):
     """One row for each finding, the claim's words once; the Markdown table has the same content."""
     monkeypatch.setattr(claims, "check_claims", lambda: check_claims((claims.wavelengths, claims.translation)))
