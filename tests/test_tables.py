@@ -141,6 +141,7 @@ VALIDATION = {"train_file": "good.csv", "validation_file": "t.csv"}
         ("text,label\n,1\nx,0\n,1\n", {}, r"column 'text' of the train part of t.csv has empty \(None\) rows, 2 from row 1"),
         ("text,label\nx,1\ny,\n", {}, "no label in row 2"),
         ("text,label\nx,1.5\ny,inf\n", {}, "no label in row 2"),
+        (GOOD + "x,NaN\n", {}, "no label in row 21"),
         ("text,label\nx,1,2\n", {}, "more cells in its rows than names in its header"),
         ("text,label\nx,1\ny,1,2,3\n", {}, "cannot be read as csv"),
         ("text,label\n" + "x,1\n" * 20, {}, "is the same in all rows of the train part"),

@@ -283,7 +283,8 @@ def _choose_columns(table: "datasets.Dataset", config: TableConfig, source: str)
 def _label_column(table: "datasets.Dataset", column: str, where: str) -> list:
     values = _column(table, column, where, "label_column")
     for number, value in enumerate(values, 1):
-        if value is None or value == "" or (isinstance(value, float) and not math.isfinite(value)):
+        # A program that writes "nan" had no label; a class of that name would be one more, without a word.
+        if value is None or str(value).lower() in ("", "nan") or (isinstance(value, float) and not math.isfinite(value)):
             raise DataError(f"column {column!r} of {where} has no label in row {number}")
         if not isinstance(value, (int, float, str)):
             raise DataError(f"column {column!r} of {where} holds {table.features[column]}, not labels: pass label_column=")
