@@ -297,7 +297,9 @@ def test_schemes_of_others(compare, tmp_path):
 
 def test_a_folder_is_of_one_question(tmp_path):
     """Finished runs of other options would be taken for these: another recipe or other options need another folder."""
+    _begin(tmp_path, {"recipe": ["a.py"], "options": ["--max-step", "5"]})  # no run has finished: that may be corrected
     _begin(tmp_path, {"recipe": ["a.py"], "options": ["--max-steps", "5"]})
+    write_run(tmp_path / "runs" / "none", {})
     _begin(tmp_path, {"recipe": ["a.py"], "options": ["--max-steps", "5"]})
     for recipe, steps in (("b.py", "5"), ("a.py", "6")):
         refused("choose another --output", _begin, tmp_path, {"recipe": [recipe], "options": ["--max-steps", steps]})

@@ -159,8 +159,11 @@ def _jobs(schemes: list[str], starts: list[str], seeds: list[int]) -> list[tuple
 
 
 def _begin(output: Path, asked: dict) -> None:
-    """Note recipe and options in the folder, or raise if it has runs of others: finished runs would be mixed with new ones."""
+    """Note recipe and options in the folder, or raise if it has runs of others: finished runs would be mixed with new ones.
+
+    A folder without a finished run may begin anew, as after a typo; a recipe does not resume what others have begun.
+    """
     file = output / "comparison_of.json"
-    if file.exists() and read_json(file) != asked:
+    if any(output.glob("runs/*/result.json")) and file.exists() and read_json(file) != asked:
         raise PosswapError(f"{output} holds runs of another recipe or of other options, see {file}: choose another --output")
     write_json(file, asked)
