@@ -134,7 +134,8 @@ def input_hashes(options: dict, output: Path | None = None) -> dict[str, dict[st
     for option, value in options.items():
         several = isinstance(value, tuple)
         hashes = {}
-        for place in (Path(one) for one in (value if several else (value,)) if isinstance(one, str) and one):
+        for one in (one for one in (value if several else (value,)) if isinstance(one, str) and one):
+            place = Path(os.path.expanduser(one))  # as the text is read
             start = place.parent if several or not place.is_dir() else place
             for file in sorted(place.rglob("*")) if place.is_dir() else [place]:
                 name = file.relative_to(start)

@@ -9,8 +9,10 @@ from conftest import refused
 from transformers import CLIPTokenizer
 
 from hf_posswap import text_batches
+from hf_posswap.data.tables import read_table
 from hf_posswap.data.text import read_documents, split_of, stdlib_documents, stdlib_prose, token_blocks
 from hf_posswap.errors import DataError
+from hf_posswap.provenance import input_hashes
 
 
 def test_splits_are_disjoint_and_stable():
@@ -88,6 +90,9 @@ def test_names_of_folders(tmp_path, monkeypatch):
     refused("is empty", read_documents, "")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert [read_documents(f"~/{name}", split=None) for name in ("notes.txt", "rows.csv")] == [["private"], ["mine"]]
+    assert "notes.txt" in input_hashes({"train_file": "~/notes.txt"})["train_file"]  # what is read is noted
+    for read in (read_documents, read_table):  # the home of somebody who is not there
+        refused("no such file", read, "~nobody-here/rows.csv")
 
 
 def test_blocks_are_wrapped_for_bert_and_joined_for_gpt2(bert_tokenizer, gpt2_tokenizer):

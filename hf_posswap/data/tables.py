@@ -8,6 +8,7 @@ import glob
 import gzip
 import hashlib
 import math
+import os
 import random
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -165,7 +166,7 @@ def read_table(path: str | Path) -> "datasets.Dataset":
     with extra():
         import datasets
 
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))
     kind = table_kind(path)
     if not path.is_file():
         raise DataError(f"{path} is a folder: give one file in it" if path.is_dir() else f"no such file: {path}")

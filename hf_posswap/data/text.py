@@ -101,7 +101,7 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
     """
     if not str(source):  # Path("") is the working directory
         raise DataError("the name of the text is empty: give a file, a folder of .txt files or a Hub dataset id")
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))  # Path's own raises for the home of a user who is not there
     if table_kind(path) and path.is_file():
         texts = read_texts(read_table(path), text_column, source)
         documents = [text for text in texts if split in (None, split_of(text))]
