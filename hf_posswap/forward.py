@@ -171,7 +171,7 @@ def _share_kind(base, first, kind, tokens: Tokens, mask, cache, blocks: bool = T
             else:
                 keys, seen = (span_mask.of_the_whole_cache(one, cache, slots) for one in (keys, seen))
                 mask = own = span_mask.near_mask(base, kind.span, tokens, seen, mask)
-    elif state_of(base).span is not None and causal and mask is None and tokens.fresh and not tokens.counted:
+    elif state_of(base).span is not None and mask is None and tokens.fresh and not tokens.counted:
         # Layers with a span keep packed texts apart, so those without one do, too.
         own = span_mask.near_mask(base, span_mask.FAR_SPAN, tokens, span_mask.of_the_whole_cache(positions, cache, slots), None)
     shared = first.prepare(positions, slots, tokens.length, keys, mask if isinstance(mask, torch.Tensor) else None)

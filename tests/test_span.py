@@ -236,9 +236,9 @@ def test_masks_that_do_not_fit(make, text):
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @torch.no_grad()
 def test_packed_texts_in_a_mix(make, text, backend):
-    """Layers without a span keep packed texts apart, too, with and without a cache."""
+    """Layers without a span keep packed texts apart, too, with and without a cache, and encoders as decoders do."""
     positions = torch.tensor([[*range(9), *range(11)]])
-    for family in ("gpt2", "opt"):
+    for family in ("gpt2", "opt", "bert", "roberta"):
         model = make(family, "mixed:layers=[none:span=false,rotary]", span=32, first=0, backend=backend)
         alone = torch.cat([model(text[:1, :9])[0], model(text[:1, 9:20])[0]], dim=1)
         for use_cache in (True, False):
