@@ -40,6 +40,7 @@ class Tokens(NamedTuple):
     positions: torch.Tensor  # counted from 0, (B or 1, Q)
     slots: torch.Tensor  # places in the sequence or cache, (1, Q)
     past: int | torch.Tensor  # a static cache on a GPU counts in a tensor
+    given: bool  # whether the caller gave positions, which may be those of several texts in a row
 
     @property
     def counted(self) -> bool:

@@ -50,8 +50,9 @@ def positioned_forward(base_class: type):
         past, slots = _slots(arguments.get(CACHE), inputs)
         if span is not None:
             span_mask.check_mask(inputs, past, arguments.get(CACHE))
-        arguments["position_ids"], positions = _positions(self, inputs, arguments.get("position_ids"), past, slots)
-        tokens = Tokens(positions, slots, past)
+        ids = arguments.get("position_ids")
+        arguments["position_ids"], positions = _positions(self, inputs, ids, past, slots)
+        tokens = Tokens(positions, slots, past, ids is not None)
         _check_length(self, scheme, tokens)
         if hasattr(self.architecture.self_attentions(self)[0], "positions"):
             arguments |= _share(self, arguments, inputs, tokens)
@@ -90,7 +91,7 @@ def _check_ids(position_ids: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _check_length(base, scheme, tokens: Tokens) -> None:
-    positions, slots, past = tokens
+    positions, slots, past, _ = tokens
     check_edits(base)
     limit = base.architecture.longest_input(base.config)
     needed = past + slots.shape[-1] if isinstance(past, int) else 0
@@ -151,7 +152,7 @@ def _share(base, arguments: dict, inputs: Inputs, tokens: Tokens) -> dict:
 
 def _share_kind(base, first, kind, tokens: Tokens, mask, cache, blocks: bool = True) -> Shared:
     """Return what layers of a kind share; `first` is the scheme's module in the first of them."""
-    (positions, slots, past), given = tokens, mask
+    (positions, slots, past, _), given = tokens, mask
     causal, head_dim = base.architecture.is_causal(base.config), state_of(base).geometry.head_dim
     written = keys = span = key_mask = own = None
     if first.needs_key_positions or kind.span is not None:
@@ -171,7 +172,7 @@ def _share_kind(base, first, kind, tokens: Tokens, mask, cache, blocks: bool = T
             else:
                 keys, seen = (span_mask.of_the_whole_cache(one, cache, slots) for one in (keys, seen))
                 mask = own = span_mask.near_mask(base, kind.span, tokens, seen, mask)
-    elif state_of(base).span is not None and mask is None and tokens.fresh and not tokens.counted:
+    elif state_of(base).span is not None and mask is None and tokens.fresh and tokens.given:
         # Layers with a span keep packed texts apart, so those without one do, too.
         own = span_mask.near_mask(base, span_mask.FAR_SPAN, tokens, span_mask.of_the_whole_cache(positions, cache, slots), None)
     shared = first.prepare(positions, slots, tokens.length, keys, mask if isinstance(mask, torch.Tensor) else None)

@@ -88,7 +88,7 @@ def near_mask(base, span: Span, tokens: Tokens, keys: torch.Tensor, mask) -> tor
         allowed = allowed & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
     elif mask is not None and mask.shape[-1] == keys.shape[-1]:
         allowed = allowed & mask.bool()[:, None, None]
-    if mask is None and tokens.fresh and not tokens.counted:
+    if mask is None and tokens.fresh and tokens.given:
         text = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
         among = torch.nn.functional.pad(text, (0, keys.shape[-1] - text.shape[-1]), value=-1)  # a static cache is longer
         allowed = allowed & (text[:, :, None] == among[:, None])[:, None]

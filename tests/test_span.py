@@ -245,6 +245,14 @@ def test_packed_texts_in_a_mix(make, text, backend):
             assert_close(model(text[:1, :20], position_ids=positions, use_cache=use_cache)[0], alone, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_padding_that_no_mask_names_begins_no_text(make, text):
+    """RoBERTa counts past a padding token: what follows one, without a mask, is still the same text."""
+    model = make("roberta", "rotary", span=64)
+    text[:, 9] = model.config.pad_token_id
+    assert_close(model(text)[0], model(text, attention_mask=torch.ones_like(text))[0], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_in_linear_time(causal):
     """A text of twice the length writes about twice the numbers, forward and backward: no block has a gradient of all keys."""
