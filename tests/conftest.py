@@ -179,6 +179,12 @@ def make_swapped():
 
 
 @pytest.fixture
+def make():
+    """The factory of swapped models with random position parameters, here for 64 tokens."""
+    return lambda family, scheme, backend="sdpa", **options: _make_swapped(family, scheme, backend, max_positions=64, **options)
+
+
+@pytest.fixture
 def model(family, backend, case) -> PreTrainedModel:
     """A swapped model of the matrix, with random position parameters."""
     return _make_swapped(family, case.scheme, backend, max_positions=case.max_positions)

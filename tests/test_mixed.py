@@ -18,12 +18,6 @@ SPAN = {"span": 6, "first": 2}
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
-@pytest.fixture
-def make(make_swapped):
-    """The factory of swapped models with random positions, here for 64 tokens."""
-    return lambda family, scheme, backend="sdpa", **options: make_swapped(family, scheme, backend, max_positions=64, **options)
-
-
 MIXES = [
     ("sdpa", {}, "rotary", "none"),
     ("eager", {}, "none", "relative:clip=3"),

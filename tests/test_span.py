@@ -15,12 +15,6 @@ SCHEMES = ["learned:extend=tile", "rotary", "relative:clip=3", "relative:clip=3,
 
 
 @pytest.fixture
-def make(make_swapped):
-    """A factory of swapped models with random positions that look `span` tokens far, and of one without for the same seed."""
-    return lambda family, scheme, backend="sdpa", **options: make_swapped(family, scheme, backend, max_positions=64, **options)
-
-
-@pytest.fixture
 def text():
     """Two rows of 40 tokens."""
     return torch.randint(2, 98, (2, 40), generator=torch.Generator().manual_seed(7))
