@@ -7,7 +7,6 @@ import pytest
 import torch
 from conftest import refused
 from torch.testing import assert_close
-from transformers import AutoModel
 
 import hf_posswap as posswap
 from hf_posswap.schemes import Geometry
@@ -93,7 +92,7 @@ def test_a_warm_concatenation_is_the_best_that_a_code_can_say():
                 assert_close(fitted[1:], table[1:], rtol=0, atol=0.05)
 
 
-def test_signed_distances(make_model, tokens, tmp_path):
+def test_signed_distances(make_model, tokens):
     """Sinusoidal vectors of keys equal a learned table of the same numbers; cosines are even in the distance, sines odd."""
     for family in ("bert", "gpt2"):
         model = posswap.swap(make_model(family), "relative:clip=6,vectors=sinusoidal")
@@ -110,9 +109,6 @@ def test_signed_distances(make_model, tokens, tmp_path):
             theirs.value_table.data = ours.value_table.data.clone()
         expected = model.base_model(tokens).last_hidden_state
         assert_close(expected, twin.base_model(tokens).last_hidden_state, rtol=1e-4, atol=1e-4)
-        model.save_pretrained(tmp_path / family)
-        again = AutoModel.from_pretrained(tmp_path / family, attn_implementation="eager")
-        assert torch.equal(again(tokens).last_hidden_state, expected)
 
 
 @pytest.mark.parametrize("share_heads", [False, True])
