@@ -124,13 +124,6 @@ def test_rotary_turns_complex_numbers(theta, fraction, turning, layout):
     assert_close(query, expected, rtol=0, atol=1e-6, check_dtype=False)
 
 
-def test_rotary_orders_dimensions_by_speed():
-    """dims_slow_to_fast lists unturned dimensions first, then planes from slow to fast, each dimension once."""
-    for layout, slowest, fastest in (("interleaved", [2, 3], [0, 1]), ("half", [1, 3], [0, 2])):
-        order = posswap.Rotary(layout=layout, fraction=0.5).attention_module(geometry()).dims_slow_to_fast().tolist()
-        assert order == [4, 5, 6, 7, *slowest, *fastest]
-
-
 def test_dynamic_scaling_is_by_the_farthest_position():
     """Where the length is not known from the shapes."""
     module, positions = posswap.Rotary(scaling={"rope_type": "dynamic", "factor": 2.0}).attention_module(geometry()), places(60)
