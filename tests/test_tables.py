@@ -223,7 +223,8 @@ def test_pairs_with_scores(tmp_path):
     """Pairs need two texts and a number each."""
     (path := tmp_path / "t.csv").write_text("sentence1,sentence2,label\na,b,1\nc,d,2.5\n")
     assert read_pairs(path) == (["a", "c"], ["b", "d"], [1.0, 2.5])
-    for row, says in (("a,,1", "'sentence2' of .* has empty"), ("a,b,", "no label in row 2"), ("a,b,high", "give numbers")):
+    wrong = {"a,,1": "'sentence2' .* has empty", "a,b,": "no label in row 2", "a,b,high": "give numbers", "": "one label"}
+    for row, says in wrong.items():
         path.write_text(f"sentence1,sentence2,label\na,b,1\n{row}\n")
         refused(says, read_pairs, path)
     rows = [{"sentence1": "a", "sentence2": "b", "label": label} for label in ("1", "")]

@@ -232,7 +232,10 @@ def read_pairs(path: str | Path) -> tuple[list[str], list[str], list[float]]:
     if missing := [name for name in columns if name not in table.column_names]:
         raise DataError(f"{path} has no column {missing[0]!r}: it needs {', '.join(columns)}")
     texts = [read_texts(table, name, path) for name in columns[:2]]
-    return *texts, _numbers(_label_column(table, "label", path), "label", path)
+    labels = _numbers(_label_column(table, "label", path), "label", path)
+    if len(set(labels)) < 2:
+        raise DataError(f"all rows of {path} have one label, with which nothing correlates: give rows of two labels or more")
+    return *texts, labels
 
 
 def _column(table: "datasets.Dataset", column: str, source, option: str) -> list:
