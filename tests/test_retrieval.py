@@ -61,8 +61,10 @@ def test_beir(beir):
     assert one.relevant == {"q0": {"0"}, "q1": {"1"}} and one.queries.keys() == one.relevant.keys() and len(one.corpus) == 8
     (beir / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq0\t99\t1\n")
     refused("no query whose answer", read_beir, beir, error=DataError)
-    (beir / "queries.jsonl").write_text("no json")
-    refused("queries.jsonl cannot be read", read_beir, beir, error=DataError)
+    one, again = b'{"_id": "a", "text": "b"}', b'{"_id": "a", "text": "c"}'
+    for lines in (b"no json", b"[1]", b'{"_id": "a", "text": null}', one + b"\n" + again, one + b" " * 999 + b"\xff"):
+        (beir / "queries.jsonl").write_bytes(lines)
+        refused(r"queries.jsonl cannot be read .{20,150}own _id and text$", read_beir, beir, error=DataError)
 
 
 def test_recipe(recipe, save, bert_tokenizer, beir, tmp_path):

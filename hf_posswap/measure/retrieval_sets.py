@@ -93,9 +93,12 @@ def read_beir(folder: str | Path, split: str = "test") -> RetrievalSet:
     for name in ("corpus.jsonl", "queries.jsonl"):
         try:
             lines = [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").split("\n") if line.strip()]
-            texts.append({str(one["_id"]): f"{one.get('title') or ''} {one['text']}".strip() for one in lines})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{folder / name} cannot be read ({error!r}): each line is an object with _id and text") from None
+            texts.append({str(one["_id"]): " ".join((one.get("title") or "", one["text"])).strip() for one in lines})
+            if len(texts[-1]) < len(lines):
+                raise ValueError("an _id stands in several lines")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"{type(error).__name__}: {error}"  # the repr of a UnicodeDecodeError has the whole file
+            raise DataError(f"{folder / name} cannot be read ({why}): a line is an object with its own _id and text") from None
     corpus, queries = texts
     relevant: dict[str, set[str]] = {}
     try:
