@@ -55,7 +55,7 @@ class Config(EmbedderOptions):
         "kept": "cosine of short texts' vectors with the original's",
         "sts": "Spearman's rho on pairs of sentences",
     }
-    LEAST = {"tokens": 3, "passage": 1, "documents": 1}
+    LEAST = {"tokens": 3, "passage": 1, "documents": 2}
     LEAST |= dict.fromkeys(("max_steps", "hard", "cached", "checkpoint_every", "brake"), 0) | {"learning_rate": 1e-12}
 
     start: str = "fit"
@@ -89,13 +89,16 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     others = [text for text in cut[0] if text not in held]
     if not others:
         raise DataError("every document to train on is one to measure on, too: give --validation-file other text")
-    training, select = others[: -max(1, len(others) // 10)], others[-max(1, len(others) // 10) :]
+    aside, fewer = max(2, len(others) // 10), max(2, config.documents // 3)  # one document is always found
+    training, select = others[:-aside], others[-aside:]
+    if min(len(test), len(select)) < 2:
+        raise DataError("the text to measure on, or to train on, is one document, which is always found: give more text")
     count, wanted = min(len(training), config.max_steps * config.batch_size), config.batch_size * (1 + config.hard)
     if config.max_steps and count < wanted:
         raise DataError(f"{count} different documents do not fill a batch, which takes {wanted}: give more text, or more steps")
     asked = {
         name: (texts, draw_passages(texts, tokenizer, config.passage, EACH, seed=0))
-        for name, texts in (("recall", spread(test, config.documents)), ("select", spread(select, config.documents // 3)))
+        for name, texts in (("recall", spread(test, config.documents)), ("select", spread(select, fewer)))
     }
     begun = folder / "start"
     embedder = load_embedder(str(begun) if resume and begun.is_dir() else config.model)
@@ -201,7 +204,7 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
 
 
 def spread(items: list, count: int) -> list:
-    count = max(1, min(count, len(items)))
+    count = min(count, len(items))
     return [items[number * len(items) // count] for number in range(count)]
 
 

@@ -325,6 +325,7 @@ def test_hard_negatives(long_embedder, watch, monkeypatch):
         ({"scheme": "rotary", "start": "swap", "max_positions": 48}, "max_positions=48 is less than the 64 tokens"),
         ({"scheme": "original", "max_positions": 48}, "max_positions=48 is less than the 64 tokens"),
         ({"tokens": 4000}, "no text has 3,998 tokens"),
+        ({"tokens": 450}, "is one document, which is always found"),
         ({"model": "tests"}, "tests cannot be loaded as an embedder"),
     ],
 )
