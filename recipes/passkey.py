@@ -62,6 +62,8 @@ class PasskeyConfig(RecipeConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if not (self.lengths and self.depths and self.train_lengths):
+            raise PosswapError("one of lengths, depths and train_lengths is an empty list: give a value, or leave it out")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise PosswapError(f"depths={self.depths} must be from 0 (the start of the filler) to 1 (its end)")
 
