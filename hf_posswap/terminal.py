@@ -34,6 +34,8 @@ def begin() -> None:
     for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):  # Windows has no SIGHUP
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores it
             signal.signal(number, signal.default_int_handler)
+    if not os.environ.get("COLUMNS", "").strip("0"):  # a terminal that does not know its width; rich would print nothing
+        os.environ.pop("COLUMNS", None)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     transformers_logging.set_verbosity_error()

@@ -10,6 +10,7 @@ import sys
 from contextlib import nullcontext
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
+from runpy import run_module
 from statistics import fmean
 from unittest.mock import Mock, patch
 
@@ -17,6 +18,7 @@ import hf_posswap_cli
 import pytest
 import torch
 from conftest import WORDS, fails, refused, rewrite, works, write_run
+from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, BertForTokenClassification, PreTrainedModel
@@ -123,6 +125,12 @@ def test_a_card_has_results_of_its_own_span(make_model, tmp_path, program):
     write_comparison(load_runs([tmp_path / "runs"]), tmp_path / "runs", vary=["span"])
     works(program, *command)
     assert "positions: *rotary, swap, span 8*." in (tmp_path / "near" / "README.md").read_text()
+    whole = (file := tmp_path / "near" / RESULTS_FILE).read_text()
+    for other, says in ((whole.replace('"format": 1', '"format": 2'), "install a newer"), (whole[:9], "remove it, and")):
+        file.write_text(other)
+        fails(says, program, *command)
+        assert file.read_text() == other
+    file.write_text(whole)
     rewrite(tmp_path / "near" / RESULTS_FILE, lambda content: content["comparisons"][0]["runs"].pop(0))
     for again in (command[:-2], ("leaderboard", tmp_path / "near")):  # as an older version wrote it
         fails(f"{what}; it has rotary:", program, *again)
@@ -250,9 +258,11 @@ def test_an_empty_argument(arguments, program, tmp_path, monkeypatch):
 
 
 def test_a_terminal_without_unicode(monkeypatch):
-    """A character that a terminal lacks is a question mark there."""
+    """A character that a terminal lacks is a question mark there; one that knows no width gets tables all the same."""
     monkeypatch.setattr("sys.stdout", TextIOWrapper(BytesIO(), encoding="ascii"))
+    monkeypatch.setenv("COLUMNS", "0")
     begin()
+    assert Console().width > 0
     print("3.0 \u00b1 0.1", flush=True)
     assert sys.stdout.buffer.getvalue().decode().strip() == "3.0 ? 0.1"
 
@@ -312,7 +322,8 @@ def test_the_environment(program, monkeypatch):
                 patch.delenv(name, raising=False)
             for name, value in given.items():
                 patch.setenv(name, value)
-            assert works(program, "--version").startswith("hf_posswap ")
+            for main in (hf_posswap_cli.main, lambda: run_module("hf_posswap", run_name="__main__")):
+                assert works(program, "--version", main=main).startswith("hf_posswap ")
             assert os.environ.get("GOMP_SPINCOUNT") == expected
             assert os.environ["MPLBACKEND"] == "agg"
             os.environ.pop("GOMP_SPINCOUNT", None)
