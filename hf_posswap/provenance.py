@@ -202,12 +202,12 @@ def write_json(path: Path, content: dict) -> None:
         aside.unlink(missing_ok=True)
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path, remedy: str = "write it again, or give another") -> dict:
     """Return the object in a JSON file; raise CheckpointError if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is no JSON ({error}): write it again, or give another") from None
+        raise CheckpointError(f"{path} is no JSON ({error}): {remedy}") from None
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} must hold an object, not {type(found).__name__}: write it again, or give another")
+        raise CheckpointError(f"{path} must hold an object, not {type(found).__name__}: {remedy}")
     return found

@@ -48,7 +48,8 @@ def gather(folder: Path, results: str | Path | Sequence[str | Path] | None = Non
         raise CheckpointError(f"{folder} has no weights (.safetensors): save the model there first")
     kind, entry, about = _read_model(folder)
     scheme = scheme_of(entry, folder)
-    before = read_json(folder / RESULTS_FILE) if (folder / RESULTS_FILE).is_file() else {}
+    known = folder / RESULTS_FILE
+    before = _of_this_format(known, known, remedy="remove it, and the card writes it anew") if known.is_file() else {}
     old = before.get("model", {})
     if old.get("family") != about["family"]:  # the folder held another model
         old = {}
@@ -258,8 +259,13 @@ def read_results(folder_or_id: str | Path) -> dict:
     else:
         name, _, revision = str(folder_or_id).partition("@")
         path = download(name, RESULTS_FILE, revision or None)
-    content = read_json(path)
-    if (version := content.get("format")) != FORMAT:
-        raise CheckpointError(f"{folder_or_id} has format {version!r}, not {FORMAT}: install a newer hf_posswap")
+    content = _of_this_format(path, folder_or_id)
     check(content, str(folder_or_id))
+    return content
+
+
+def _of_this_format(path: Path, where: str | Path, **options) -> dict:
+    content = read_json(path, **options)
+    if (version := content.get("format")) != FORMAT:
+        raise CheckpointError(f"{where} has format {version!r}, not {FORMAT}: install a newer hf_posswap")
     return content
