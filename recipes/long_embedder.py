@@ -31,7 +31,7 @@ from hf_posswap.experiments.text_tasks import documents
 from hf_posswap.extras import extra
 from hf_posswap.measure.retrieval import Way, cut_documents, draw_passages, piece_vectors, read_as, recall
 from hf_posswap.pipelines import unwrap
-from hf_posswap.provenance import new_folder
+from hf_posswap.provenance import new_folder, read_json
 
 with extra():
     from datasets import Dataset
@@ -196,6 +196,8 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
     trainer = SentenceTransformerTrainer(model=embedder, args=arguments, train_dataset=dataset, loss=loss)
     whole = [state.parent for state in output.glob("checkpoint-*/trainer_state.json")] if resume else []  # written last
     newest = max(whole, key=lambda place: int(place.name.removeprefix("checkpoint-")), default=None)
+    if newest:
+        read_json(newest / "trainer_state.json", "remove this checkpoint: tuning goes on from what was before it")
     trainer.train(resume_from_checkpoint=newest and str(newest))
     if (done := trainer.state.global_step) < config.max_steps:  # the sampler leaves out batches that it cannot fill
         what = f"{done} steps of {config.max_steps}: too few documents differ, of pairs and hard negatives, to fill batches"

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import time
 import traceback
@@ -141,6 +142,19 @@ def test_a_full_disk(make_model, tmp_path):
     with patch.object(Path, "replace", side_effect=OSError(28, "No space")), pytest.raises(OSError, match="json/config.json"):
         write_json(tmp_path / "json" / "config.json", {})
     assert not list((tmp_path / "json").iterdir())
+
+
+def test_a_checkpoint_that_is_cut_off(make_model, tmp_path):
+    """A file that was cut off when the power went is one line; without its checkpoint the run goes on from the one before."""
+    config = TrainingConfig(max_steps=3, batch_size=8, checkpoint_every=1)
+    whole, last = trained(make_model("gpt2"), config, output=tmp_path)[1], tmp_path / "checkpoints" / "step-00000003"
+    for name in ("progress.json", "model.safetensors", "optimizer.bin", "scheduler.bin"):
+        kept = (last / name).read_bytes()
+        (last / name).write_bytes(kept[:9])
+        refused(f"{last}.*: remove this checkpoint", trained, make_model("gpt2"), config, output=tmp_path, resume=True)
+        (last / name).write_bytes(kept)
+    shutil.rmtree(last)
+    assert trained(make_model("gpt2"), config, output=tmp_path, resume=True)[1].losses == whole.losses
 
 
 def test_checkpoints_are_read_without_executing_anything(make_model, tmp_path, watch):

@@ -218,7 +218,10 @@ def test_a_stopped_embedder_goes_on(long_embedder, monkeypatch, save, family, tm
     monkeypatch.setattr(module.PairsWithBrake, "forward", stops)
     with pytest.raises(KeyboardInterrupt):
         run("stopped", **options)
-    (tmp_path / "stopped/trainer/checkpoint-3").mkdir()  # as of a process that was killed while it wrote
+    (state := tmp_path / "stopped/trainer/checkpoint-3/trainer_state.json").parent.mkdir()
+    state.write_text('{"epoch')
+    refused(f"{state} is no JSON .*: remove this checkpoint", run, "stopped", resume=True, **options)
+    state.unlink()  # as of a process that was killed before it wrote it
     resumed = run("stopped", resume=True, **options)
     assert resumed["figures"] == whole["figures"] and len(steps) == 5
     for one, other in zip(resumed["model"].parameters(), whole["model"].parameters(), strict=True):

@@ -17,9 +17,11 @@ import torch
 from accelerate import Accelerator
 
 from hf_posswap.errors import CheckpointError
+from hf_posswap.provenance import read_json
 from hf_posswap.training.budget import TrainingRun
 
 _ONE_PRESS = 1.0  # seconds in which signals count as one: the terminal sends Ctrl-C, and a launcher forwards it
+_REMEDY = "remove this checkpoint, and the run goes on from the one before it, or begins again"
 
 
 def checkpoint_folders(output: Path) -> list[Path]:
@@ -39,7 +41,7 @@ def remove_checkpoints(output: Path, *, keep: int = 0) -> None:
 def accumulation_steps_of(output: Path) -> int | None:
     """Return the accumulation steps of the newest checkpoint; None if there is none."""
     folders = checkpoint_folders(output)
-    return json.loads((folders[-1] / "progress.json").read_text("utf-8"))["gradient_accumulation_steps"] if folders else None
+    return read_json(folders[-1] / "progress.json", _REMEDY)["gradient_accumulation_steps"] if folders else None
 
 
 class Checkpoints:
@@ -83,7 +85,7 @@ class Checkpoints:
         if not checkpoint_folders(self.output):
             return
         newest = checkpoint_folders(self.output)[-1]
-        progress = json.loads((newest / "progress.json").read_text("utf-8"))
+        progress = read_json(newest / "progress.json", _REMEDY)
         theirs, ours = progress["config"], json.loads(json.dumps(asdict(run.config)))
         exact = {*run.config.budget(), "seed", "gradient_accumulation_steps"}
         pairs = {name: (theirs.get(name), ours[name]) for name in sorted(exact)}
@@ -91,7 +93,12 @@ class Checkpoints:
         differences = [f"{name} {before} and {now}" for name, (before, now) in pairs.items() if before != now]
         if differences:
             raise CheckpointError(f"{newest} is of a run that differs ({'; '.join(differences)}): resume with the same options")
-        self.accelerator.load_state(str(newest))
+        try:
+            self.accelerator.load_state(str(newest))
+        except (torch.OutOfMemoryError, MemoryError, OSError):
+            raise
+        except Exception as error:  # each of its files has another for being cut off
+            raise CheckpointError(f"{newest} cannot be read ({error}): {_REMEDY}") from error
         run.tokens, run.seconds, run.losses = progress["tokens"], progress["seconds"], progress["losses"]
         run.points = progress.get("points", [])  # older checkpoints have none
 
