@@ -88,14 +88,16 @@ def test_after_step_looks_and_changes_nothing(make_model, monkeypatch):
         ({"lr_scheduler_type": "cosin"}, "cosine, linear"),
         ({"train_sampling_strategy": "sorted"}, "group_by_length"),
         ({"mixed_precision": "bfloat16"}, "'bfloat16' is not known; known are no, bf16"),
+        ({"mixed_precision": "fp16"}, "'fp16' needs a GPU"),
         ({"torch_compile": "nonsense"}, "inductor"),
         ({"gradient_checkpointing": True, "dropout": False}, "training mode"),
         ({"report_to": "tensorboard"}, "tuple"),
         ({"report_to": ("tensorboard",)}, "needs output"),
     ],
 )
-def test_bad_budget(make_model, options, says):
+def test_bad_budget(make_model, monkeypatch, options, says):
     """A budget that cannot be spent is refused before training."""
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     refused(says, lambda: trained(make_model("gpt2"), TrainingConfig(**options)))
 
 

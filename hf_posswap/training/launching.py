@@ -23,9 +23,11 @@ ON_CPUS = "on CPUs start with: ACCELERATE_USE_CPU=true torchrun --nproc-per-node
 def start_accelerator(config: TrainingConfig, accumulation_steps: int, output: Path | None) -> Accelerator:
     """Return the Accelerator of one training run.
 
-    PosswapError: fewer processes than asked for, a batch that does not divide among them, or a missing tracker.
+    PosswapError: fewer processes than asked for, a batch that does not divide among them, no such tracker, float16 on a CPU.
     """
     check_trackers(config.report_to)
+    if config.mixed_precision in ("fp16", "fp8") and not torch.accelerator.is_available():  # fp16 would be left out
+        raise PosswapError(f"mixed_precision={config.mixed_precision!r} needs a GPU: on a CPU give bf16, or leave it out")
     _forget_precision(config.mixed_precision)
     ours = not is_initialized()
     accelerator = Accelerator(
