@@ -46,7 +46,7 @@ def positioned_forward(base_class: type):
                 raise PosswapError(f"a 4D attention mask must be boolean or floating point, this one is {mask.dtype}")
             if implementation != "sdpa" and mask.dtype == torch.bool:
                 # Eager and flex attention add masks: True would count as 1.0, where sdpa takes it for "attend".
-                arguments["attention_mask"] = span_mask.additive(mask, self.dtype)
+                arguments["attention_mask"] = span_mask.additive(mask, self)
         past, slots = _slots(arguments.get(CACHE), inputs)
         if span is not None:
             span_mask.check_mask(inputs, past, arguments.get(CACHE))

@@ -18,8 +18,9 @@ from hf_posswap.span_cache import CHANGED_MASK, PADDING
 FAR_SPAN = Span(PADDING, 0)  # as far as positions go
 
 
-def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def additive(mask: torch.Tensor, base) -> torch.Tensor:
     """Return a bool mask, True = attend, as numbers to add to scores."""
+    dtype = base.get_input_embeddings().weight.dtype  # `base.dtype` asks parameters, and replicas of DataParallel have none
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
 
 
@@ -92,4 +93,4 @@ def near_mask(base, span: Span, tokens: Tokens, keys: torch.Tensor, mask) -> tor
         text = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
         among = torch.nn.functional.pad(text, (0, keys.shape[-1] - text.shape[-1]), value=-1)  # a static cache is longer
         allowed = allowed & (text[:, :, None] == among[:, None])[:, None]
-    return additive(allowed, base.dtype) if base.config._attn_implementation == "eager" else allowed
+    return additive(allowed, base) if base.config._attn_implementation == "eager" else allowed

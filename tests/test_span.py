@@ -247,6 +247,19 @@ def test_padding_that_no_mask_names_begins_no_text(make, text):
     assert_close(model(text)[0], model(text, attention_mask=torch.ones_like(text))[0], rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_replicas_of_data_parallel(make, family, text):
+    """A replica has its weights as plain attributes, and no parameters to ask for a dtype."""
+    model = make(family, "rotary", "eager", span=5)
+    copies = {one: one._replicate_for_data_parallel() for one in model.modules()}
+    for one, replica in copies.items():
+        replica._modules = {name: copies[part] for name, part in one.named_children()}
+        for name, weight in one._parameters.items():
+            setattr(replica, name, None if weight is None else weight.detach())
+    for mask in (None, dense(9, 0, 40, causal=False)):
+        assert_close(copies[model](text, attention_mask=mask)[0], model(text, attention_mask=mask)[0])
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_in_linear_time(causal):
     """A text of twice the length writes about twice the numbers, forward and backward: no block has a gradient of all keys."""
