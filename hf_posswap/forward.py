@@ -120,7 +120,8 @@ def _share(base, arguments: dict, inputs: Inputs, tokens: Tokens) -> dict:
     """Return the arguments to replace: what layers share of positions, by kind, the mask and the cache."""
     state, causal = state_of(base), base.architecture.is_causal(base.config)
     mask, cache, past = arguments.get("attention_mask"), arguments.get(CACHE), tokens.past
-    modules = [attention.positions for attention in base.architecture.self_attentions(base)]
+    attentions = base.architecture.self_attentions(base)
+    modules = [attention.positions for attention in attentions]
     kinds = [state.kinds[module.kind] for module in modules]
     firsts = [modules[kind.first] for kind in state.kinds]
     # With a span every layer needs the positions of its keys; without, those of a kind's first layer serve all of them.
@@ -137,6 +138,9 @@ def _share(base, arguments: dict, inputs: Inputs, tokens: Tokens) -> dict:
             crossing = arguments.get("encoder_hidden_states") is not None
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()
     if causal and cache is not None:
+        if (numbers := [attentions[layer].layer_idx for layer in carriers]) != carriers:
+            what = f"layers were deleted or moved, and a cache would know layers {carriers} as {numbers}"
+            raise PosswapError(f"{what}: set layer_idx of each self-attention to its place, or pass use_cache=False")
         # Values are read here, once for all layers, and only where a cache asks for them.
         look = state.span is not None and not is_traced()
         whole = look and (mask is None or bool(mask.all()))

@@ -153,3 +153,17 @@ def test_layers_that_were_moved(make_model, tokens, tmp_path):
         encoder.layer, model.config.num_hidden_layers = torch.nn.ModuleList(kept[i] for i in order), len(order)
         for use, given in ((model, tokens), (model.save_pretrained, tmp_path / "moved")):
             refused(r"layers were deleted or moved.*order of mixed:.*put them back", use, given)
+
+
+@pytest.mark.parametrize(("scheme", "options"), [("mixed:layers=[none,alibi]", {}), ("rotary", SPAN)])
+@torch.no_grad()
+def test_layers_that_a_cache_knows_by_other_numbers(make_model, tokens, scheme, options):
+    """Layers deleted before a swap keep their numbers, and positions of cached keys would be sought in others."""
+    model = make_model("gpt2", n_layer=4)
+    model.transformer.h = torch.nn.ModuleList(model.transformer.h[i] for i in (0, 2, 3))
+    expected = posswap.swap(model, scheme, **options)(tokens, use_cache=False).logits
+    refused(r"would know layers .* as .*set layer_idx of each", model, tokens, past_key_values=DynamicCache())
+    for place, block in enumerate(model.transformer.h):
+        block.attn.layer_idx = place
+    cache = model(tokens[:, :12]).past_key_values
+    assert_close(model(tokens[:, 12:], past_key_values=cache).logits, expected[:, 12:], **CLOSE)
