@@ -291,3 +291,10 @@ def test_its_card(make_model, family, tmp_path):
         kinds = [report.reading.original] if family == "gpt2" else []
         values = [f"{kind[name]:.4f}" for kind in (*kinds, report.reading.before, report.reading.after)]
         assert f"{name}{' tokens' * (family == 'bert')} | {' | '.join(values)} |\n" in text
+
+
+@pytest.mark.parametrize(("head", "window"), [(None, None), (BertModel, 16)])
+def test_models_that_return_tuples(make_model, head, window):
+    """A model with `return_dict=False` in its config is measured like any other, at a length and through a window."""
+    model = posswap.swap(make_model("bert", head=head, return_dict=False), "rotary")
+    assert quick(model, steps=1, window=window).before.total > 0

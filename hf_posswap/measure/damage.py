@@ -57,7 +57,7 @@ def damage(model: PreTrainedModel, original: PreTrainedModel, batches: torch.Ten
             base, family = one.base_model, family_of(one.config)
             # `output_hidden_states` does the same, but its hooks would stay on the model and cannot be pickled.
             with evaluating(one), outputs_of((*dict.fromkeys(family.layers(base)), family.reader(base))) as seen:
-                outputs = (one if head else base)(**given, use_cache=False)
+                outputs = (one if head else base)(**given, use_cache=False, return_dict=True)
             del seen[-2]  # the last layer's, which the reader may norm: its own are the last
             states.append([layer.float().cpu() for layer in seen])
             if head:

@@ -75,7 +75,7 @@ class LongText:
         windows, sums = lay_windows(mask, window, self.stride, causal=self.causal), []
         for part in windows.split(max(1, _TOKENS_A_BATCH // window)):
             given = {key: value.to(model.device) for key, value in part.cut(batch).items()}
-            states = model.base_model(**given, use_cache=False).last_hidden_state.float().cpu()
+            states = model.base_model(**given, use_cache=False, return_dict=True).last_hidden_state.float().cpu()
             sums.append(torch.where(part.chosen[..., None], states, 0.0).sum(1))
         sums = torch.cat(sums)
         return sums.new_zeros(len(mask), sums.shape[1]).index_add_(0, windows.rows, sums) / mask.sum(1, keepdim=True)
