@@ -94,15 +94,17 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
         raise UnsupportedModelError("this model's weights are on the meta device: load them first, then swap")
     if any(p.is_inference() for p in base.parameters()):
         raise UnsupportedModelError("this model was made inside torch.inference_mode() and cannot be changed: load it outside")
-    weights = [getattr(layer, "weight", None) for one in architecture.self_attentions(base) for layer in one.modules()]
+    attentions = architecture.self_attentions(base)
+    weights = [getattr(layer, "weight", None) for one in attentions for layer in one.modules()]
     if any(callable(one) and not isinstance(one, nn.Module) for one in weights):  # a module is torch's parametrization
         raise UnsupportedModelError("this model's projections are quantized: swap, describe or restore it before that")
+    for module in (base, owner, *architecture.layers(base), *attentions):  # compiled, they pass by the hooks of a fit
+        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl:
+            kind = type(getattr(module, "_orig_mod", module)).__name__
+            raise UnsupportedModelError(f"{kind} is compiled already: swap, describe or restore it before that")
     # accelerate's dispatch (device_map over several devices, offload) and other patchers set `forward` on the instance, which
     # would keep calling the old attention: the swap would silently do nothing.
-    for module in () if dispatched else (base, owner, *architecture.self_attentions(base)):
-        if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
-            kind = type(module._orig_mod).__name__
-            raise UnsupportedModelError(f"{kind} is compiled already: swap, describe or restore it before that")
+    for module in () if dispatched else (base, owner, *attentions):
         if "forward" in vars(module):
             what = f"the forward of {type(module).__name__} is replaced on the instance"
             why = "device_map with several devices, offload or another patcher"

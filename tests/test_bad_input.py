@@ -150,6 +150,7 @@ CHANGES = {  # what is done to a BERT, and what the error then says
         lambda m: setattr(m.bert, "embeddings", torch.compile(m.bert.embeddings, backend="eager")),
         "BertEmbeddings is compiled already: swap, describe",
     ),
+    "block": (lambda m: m.bert.encoder.layer[1].compile(backend="eager"), "BertLayer is compiled already: swap, describe"),
     "forward": (
         lambda m: setattr(m.bert.encoder.layer[1].attention.self, "forward", m.forward),
         "forward of BertSelfAttention",
