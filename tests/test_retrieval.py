@@ -289,17 +289,6 @@ def test_a_prompt_by_default(long_embedder, watch):
     assert not {document for _, document in tuned[0].args[2]} & set(measured[0].args[-1]["recall"][0])
 
 
-def test_no_document_twice_in_a_batch(long_embedder, watch, monkeypatch):
-    """Each would be a false negative of the other, however few documents there are."""
-    run, _ = long_embedder
-    module = sys.modules["long_embedder"]
-    steps = watch(module.PairsWithBrake, "forward")
-    monkeypatch.setattr(module, "pairs", lambda *given: 2 * [(text(6, seed), text(60, seed)) for seed in range(4)])
-    run(scheme="original", max_steps=2)
-    batches = [step.args[1][1]["input_ids"].tolist() for step in steps]
-    assert len(batches) == 2 and all(len(set(map(tuple, batch))) == len(batch) == 4 for batch in batches)
-
-
 def test_hard_negatives(long_embedder, watch, monkeypatch):
     """Each pair also has the documents nearest to its passage as negatives; a loader that drops every batch is an error."""
     run, module = long_embedder[0], sys.modules["long_embedder"]
