@@ -17,7 +17,6 @@ import torch
 from accelerate import Accelerator
 
 from hf_posswap.errors import CheckpointError
-from hf_posswap.provenance import read_json
 from hf_posswap.training.budget import TrainingRun
 
 _ONE_PRESS = 1.0  # seconds in which signals count as one: the terminal sends Ctrl-C, and a launcher forwards it
@@ -41,7 +40,14 @@ def remove_checkpoints(output: Path, *, keep: int = 0) -> None:
 def accumulation_steps_of(output: Path) -> int | None:
     """Return the accumulation steps of the newest checkpoint; None if there is none."""
     folders = checkpoint_folders(output)
-    return read_json(folders[-1] / "progress.json", _REMEDY)["gradient_accumulation_steps"] if folders else None
+    return _progress(folders[-1])["gradient_accumulation_steps"] if folders else None
+
+
+def _progress(checkpoint: Path) -> dict:
+    try:
+        return json.loads((checkpoint / "progress.json").read_text("utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint} cannot be read ({error}): {_REMEDY}") from None
 
 
 class Checkpoints:
@@ -85,7 +91,7 @@ class Checkpoints:
         if not checkpoint_folders(self.output):
             return
         newest = checkpoint_folders(self.output)[-1]
-        progress = read_json(newest / "progress.json", _REMEDY)
+        progress = _progress(newest)
         theirs, ours = progress["config"], json.loads(json.dumps(asdict(run.config)))
         exact = {*run.config.budget(), "seed", "gradient_accumulation_steps"}
         pairs = {name: (theirs.get(name), ours[name]) for name in sorted(exact)}
