@@ -20,7 +20,7 @@ from hf_posswap.errors import CheckpointError
 from hf_posswap.training.budget import TrainingRun
 
 _ONE_PRESS = 1.0  # seconds in which signals count as one: the terminal sends Ctrl-C, and a launcher forwards it
-_REMEDY = "remove this checkpoint, and the run goes on from the one before it, or begins again"
+_REMEDY = "if it was cut off, remove it, and the run goes on from the one before it, or begins again"
 
 
 def checkpoint_folders(output: Path) -> list[Path]:
