@@ -397,4 +397,4 @@ def test_leaderboard(swapped, fitted, results, program):
     assert "max_steps 101" in posswap.leaderboard([swapped, folder], vary=["max_steps"])
     for change, says in (({"more": 1}, "'more' was unexpected"), ({"format": 2}, "not 1: install a newer")):
         rewrite(folder / RESULTS_FILE, lambda found, change=change: found.update(change))
-        refused(says, posswap.leaderboard, [folder])
+        [refused(says, ask, folder) for ask in (posswap.leaderboard, posswap.write_card)]

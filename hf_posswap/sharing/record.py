@@ -49,7 +49,7 @@ def gather(folder: Path, results: str | Path | Sequence[str | Path] | None = Non
     kind, entry, about = _read_model(folder)
     scheme = scheme_of(entry, folder)
     known = folder / RESULTS_FILE
-    before = _of_this_format(known, known, remedy="remove it, and the card writes it anew") if known.is_file() else {}
+    before = _checked(known, known, remedy="remove it, and the card writes it anew") if known.is_file() else {}
     old = before.get("model", {})
     if old.get("family") != about["family"]:  # the folder held another model
         old = {}
@@ -259,13 +259,12 @@ def read_results(folder_or_id: str | Path) -> dict:
     else:
         name, _, revision = str(folder_or_id).partition("@")
         path = download(name, RESULTS_FILE, revision or None)
-    content = _of_this_format(path, folder_or_id)
-    check(content, str(folder_or_id))
-    return content
+    return _checked(path, folder_or_id)
 
 
-def _of_this_format(path: Path, where: str | Path, **options) -> dict:
+def _checked(path: Path, where: str | Path, **options) -> dict:
     content = read_json(path, **options)
     if (version := content.get("format")) != FORMAT:
         raise CheckpointError(f"{where} has format {version!r}, not {FORMAT}: install a newer hf_posswap")
+    check(content, str(where))
     return content
