@@ -243,6 +243,14 @@ def test_figures_that_are_no_numbers(start, tmp_path):
         assert not (tmp_path / str(number) / "result.json").exists()
 
 
+def test_no_room_for_the_model(start, tmp_path, monkeypatch):
+    """The figures are shown all the same."""
+    monkeypatch.setattr("hf_posswap.experiments.recipe.save_trained", Mock(side_effect=OSError(28, "No space left")))
+    answer = {"figures": {"depth": 12.5}, "cost": {}, "model": torch.nn.Linear(2, 2)}
+    code, out = start("--output", tmp_path / "out", "--save-model", answer=answer)
+    assert code == 2 and "No space left" in out and "depth  12.5" in out
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_stopped_from_outside(start, tmp_path, number):
     """A scheduler or a closed terminal stops a run as Ctrl-C does, in one line; no temporary file is left; nohup goes on."""

@@ -90,6 +90,10 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
             wrong += [f"{name} that is not finite"] * (not shard.detach().isfinite().all())
         if wrong:
             raise PosswapError(f"the run ended in {wrong[0]}, and has no result: lower --learning-rate, or check the data")
+        if PartialState().is_main_process:  # before the model, which may not fit on the disk
+            width = max(map(len, answer["figures"]), default=0)
+            for name, value in answer["figures"].items():
+                print(f"{name:<{width}}  {value:.4g}")
         keep = isinstance(config, SwapOptions) and config.save_model
         if keep:
             if model is None:
@@ -104,9 +108,6 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
             if PartialState().device.type == "cpu":  # also where there is a GPU that was not to be used
                 about["hardware"]["accelerator"] = None
             write_json(output / "result.json", {**about, "inputs": inputs, **answer, **kept})
-            width = max(map(len, answer["figures"]), default=0)
-            for name, value in answer["figures"].items():
-                print(f"{name:<{width}}  {value:.4g}")
             print(f"wrote {output / 'result.json'}")
 
     # \b makes the help keep the line breaks of a paragraph.
