@@ -60,7 +60,10 @@ def in_blocks(base, tokens: Tokens, mask: torch.Tensor | None) -> bool:
     """Whether attention can go block by block: sdpa, an empty cache, positions 0, 1, 2, ..., padding on the right only."""
     if base.config._attn_implementation != "sdpa" or is_traced() or not tokens.fresh:
         return False
-    return tokens.as_counted and (mask is None or (mask.dim() == 2 and bool((mask.bool().int().diff(dim=-1) <= 0).all())))
+    if mask is None or mask.dim() != 2:
+        return mask is None and tokens.as_counted
+    real = mask[:, : tokens.slots.shape[-1]].bool()  # RoBERTa and OPT give padding other positions
+    return bool((real.int().diff(dim=-1) <= 0).all() and ((tokens.positions == tokens.slots) | ~real).all())
 
 
 def of_the_whole_cache(keys: torch.Tensor, cache, slots: torch.Tensor) -> torch.Tensor:

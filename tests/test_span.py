@@ -1,5 +1,7 @@
 """Attention with a span: block by block as with a dense mask, caches that forget, saving, and what is refused."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from conftest import Operations, refused
@@ -46,6 +48,21 @@ def test_blocks_are_what_the_mask_says(make, family, scheme, first, text):
             given = make(family, scheme, backend, span=span, first=first)(text, use_cache=False, **inputs).logits
             assert_close(given[real], expected[real], rtol=1e-4, atol=1e-4)
     assert (plain(text).logits - expected).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", ["roberta", "opt"])
+@torch.no_grad()
+def test_padding_without_positions_of_its_own(make, family, scheme, text):
+    """Families that count no padding go block by block, too, if it is on the right."""
+    padding = torch.ones_like(text)
+    padding[1, 29:] = 0
+    models = [make(family, scheme, backend, span=6) for backend in ("sdpa", "eager")]
+    text[1, 29:] = models[0].config.pad_token_id
+    with patch("hf_posswap.attention.banded_attention", wraps=banded_attention) as blocks:
+        one, two = (model(text, attention_mask=padding) for model in models)
+    assert blocks.called
+    assert_close(one.logits[padding.bool()], two.logits[padding.bool()], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
