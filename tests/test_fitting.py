@@ -178,6 +178,9 @@ def test_restore_under_adapters(make_model, family):
     partly = posswap.swap(make_model(family), "relative:clip=4")
     options["target_modules"] = ["value" if family == "bert" else "attn.c_proj"]
     refused("adapters", quick, get_peft_model(partly, LoraConfig(**options)))
+    partly = posswap.swap(make_model(family), "relative:clip=4")
+    options["target_modules"] = ["intermediate.dense" if family == "bert" else "mlp.c_fc"]  # it would be in the teacher, too
+    refused("is new since the swap", quick, get_peft_model(partly, LoraConfig(**options)))
 
 
 def test_inputs_seed_and_random_state(make_model):
@@ -377,6 +380,7 @@ def test_loaded_from_a_swapped_checkpoint(make_model, tmp_path):
     before = snapshot(loaded), snapshot(teacher)
     remedy = "Load the original checkpoint and pass it as original_model="
     refused(remedy, quick, loaded)
+    refused(f"is this swapped model itself.*{remedy}", quick, loaded, original_model=loaded)
     refused(f"this swapped model again.*{remedy}", quick, loaded, original_model=type(model).from_pretrained(tmp_path))
     assert changed(loaded, before[0]) == set()
     quick(loaded, original_model=teacher), quick(model)

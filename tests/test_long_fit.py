@@ -15,7 +15,9 @@ import hf_posswap as posswap
 from hf_posswap.contract.subject import tiny_model
 from hf_posswap.data.calibration import TextBatches
 from hf_posswap.fitting import layerwise, teacher
+from hf_posswap.fitting.distillation import distillation_loss
 from hf_posswap.fitting.teacher import Teacher
+from hf_posswap.measure.damage import kl_divergence, pooled_states
 from hf_posswap.measure.reading import LongText
 from hf_posswap.measure.windows import lay_windows
 from hf_posswap.target import find_target
@@ -291,10 +293,21 @@ def test_its_card(make_model, family, tmp_path):
         kinds = [report.reading.original] if family == "gpt2" else []
         values = [f"{kind[name]:.4f}" for kind in (*kinds, report.reading.before, report.reading.after)]
         assert f"{name}{' tokens' * (family == 'bert')} | {' | '.join(values)} |\n" in text
+    for spoil in (lambda file: file.write_text('{"model_type": "roformer"}'), Path.unlink):
+        spoil(tmp_path / "config.json")
+        refused("holds no swapped model", report.save, tmp_path, error=posswap.CheckpointError)
 
 
-@pytest.mark.parametrize(("head", "window"), [(None, None), (BertModel, 16)])
-def test_models_that_return_tuples(make_model, head, window):
+ASKED = [("bert", None, None), ("bert", BertModel, 16), ("bert-decoder", None, 16)]
+
+
+@pytest.mark.parametrize(("family", "head", "window"), ASKED)
+def test_models_that_return_tuples(make_model, tokens, family, head, window):
     """A model with `return_dict=False` in its config is measured like any other, at a length and through a window."""
-    model = posswap.swap(make_model("bert", head=head, return_dict=False), "rotary")
+    model = posswap.swap(make_model(family, head=head, return_dict=False), "rotary:mark_first=false")
     assert quick(model, steps=1, window=window).before.total > 0
+    original = posswap.original(model)
+    assert distillation_loss(original)(model, {"input_ids": tokens}) > 0
+    assert head or kl_divergence(model, original, tokens) > 0
+    assert (pooled_states(model, tokens) - pooled_states(original, tokens)).abs().max() > 1e-3
+    assert posswap.export_native(model).certificate

@@ -37,12 +37,14 @@ def distillation_loss(
     if text_weight and not (head and architecture.is_causal(target.config)):
         raise PosswapError(f"text_weight={text_weight} needs a causal model with its head, which predicts the next token")
 
+    asked = {"output_hidden_states": not head, "use_cache": False, "return_dict": True}
+
     def loss(model: torch.nn.Module, batch: dict) -> torch.Tensor:
         if original.device != batch["input_ids"].device:
             original.to(batch["input_ids"].device)
         with torch.no_grad(), evaluating(original):
-            wanted = original(**batch, output_hidden_states=not head, use_cache=False)
-        given = model(**batch, output_hidden_states=not head, use_cache=False)
+            wanted = original(**batch, **asked)
+        given = model(**batch, **asked)
         if head:
             wanted, given = (token_logits(outputs).log_softmax(-1) for outputs in (wanted, given))
             divergence = functional.kl_div(given.flatten(0, 1), wanted.flatten(0, 1), reduction="batchmean", log_target=True)

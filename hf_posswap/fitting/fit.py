@@ -5,6 +5,7 @@ error.
 """
 
 import copy
+import math
 import os
 import tempfile
 import time
@@ -29,7 +30,7 @@ from hf_posswap.measure.reading import LongText, Reading
 from hf_posswap.pipelines import reads as reads_whole
 from hf_posswap.pipelines import tokenizer_of
 from hf_posswap.sharing.delta import head_hashes, weights_hash
-from hf_posswap.surgery import is_part, position_modules, undo_of
+from hf_posswap.surgery import is_part, position_modules, undo_of, weights_beside_positions
 from hf_posswap.swapping import is_unchanged, original, rewriting_attention
 from hf_posswap.target import find_target
 from hf_posswap.warm_start import plain_projections
@@ -122,7 +123,9 @@ def fit(
             return found, decides.total, long and long.read(target)
 
         before, start, read = after, end, read_after = measure()
-        if start <= 1e-7 and isinstance(teacher, SwappedModel):
+        if math.isnan(start):
+            raise PosswapError("states of the model are NaN or infinite on this text: fit it in float32")
+        if start <= 1e-7 and not window and isinstance(teacher, SwappedModel):
             raise PosswapError(f"original_model is this swapped model again, and not its original. {_LOAD_IT}")
         layers = ()
         if window or start > 1e-7:  # otherwise it is the original's own table, with nothing to fit
@@ -233,10 +236,15 @@ def _check(
             raise PosswapError(f"{what}: fit right after the swap. {_LOAD_IT}")
         if any("forward" in vars(module) for module in target.modules()):
             raise UnsupportedModelError(f"accelerate or another patcher has changed this model: fit before. {_LOAD_IT}")
+        known = undo_of(target).weights
+        if new := [name for name in weights_beside_positions(target, architecture) if name not in known]:
+            raise UnsupportedModelError(f"{new[0]} is new since the swap (adapters, parametrizations): fit before. {_LOAD_IT}")
         # A half-precision layer becomes float32 while it is fitted; the original must not change with it.
         wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in target.parameters())
         return original(target, share_weights=wide)
     other, family = find_target(given, dispatched=True)
+    if other is target:
+        raise PosswapError(f"original_model is this swapped model itself. {_LOAD_IT}")
     sizes = [(c.vocab_size, c.hidden_size, c.num_hidden_layers, c.num_attention_heads) for c in (target.config, other.config)]
     if type(family) is not type(architecture) or sizes[0] != sizes[1]:
         kinds = f"{family.model_type} {sizes[1]}, the swapped one {architecture.model_type} {sizes[0]}"

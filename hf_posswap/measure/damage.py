@@ -100,7 +100,7 @@ def pooled_states(model: PreTrainedModel, blocks: torch.Tensor) -> torch.Tensor:
     """Return the mean over tokens of the last hidden states of unpadded blocks (N, L): (N, E), of norm 1, float32."""
     parts = blocks.to(model.device).split(max(1, _TOKENS_A_BATCH // blocks.shape[1]))
     with evaluating(model):
-        pooled = [model.base_model(input_ids=rows).last_hidden_state.float().mean(1) for rows in parts]
+        pooled = [model.base_model(input_ids=rows, return_dict=True).last_hidden_state.float().mean(1) for rows in parts]
     return functional.normalize(torch.cat(pooled), dim=-1)
 
 
@@ -123,7 +123,8 @@ def block_kl(model: PreTrainedModel, original: PreTrainedModel, blocks: torch.Te
     found = []
     with evaluating(model, original):
         for rows in blocks.split(max(1, _TOKENS_A_BATCH // blocks.shape[1])):
-            target, given = (token_logits(one(input_ids=rows.to(one.device), use_cache=False)) for one in (original, model))
+            both = (one(input_ids=rows.to(one.device), use_cache=False, return_dict=True) for one in (original, model))
+            target, given = map(token_logits, both)
             found.append(_token_kl(target.to(given.device), given).mean(1).cpu())
     return torch.cat(found)
 

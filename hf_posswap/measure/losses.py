@@ -74,7 +74,7 @@ def token_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.
         for rows in torch.arange(len(input_ids)).split(max(1, _TOKENS_A_BATCH // input_ids.shape[1])):
             wanted = labels[rows, first:]
             chosen = wanted != -100
-            states = base(input_ids=input_ids[rows].to(model.device), use_cache=False).last_hidden_state
+            states = base(input_ids=input_ids[rows].to(model.device), use_cache=False, return_dict=True).last_hidden_state
             states = states[:, : wanted.shape[1]][chosen.to(model.device)]
             found = [
                 functional.cross_entropy(head(some).to(dtype), tokens.to(model.device), reduction="none").cpu()

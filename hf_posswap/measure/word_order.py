@@ -86,7 +86,7 @@ def sentence_vectors(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
         chosen = [texts[i] for i in by_length[start : start + 64]]
         batch = tokenizer(chosen, padding=True, padding_side="right", truncation=True, return_tensors="pt").to(model.device)
         with evaluating(model):
-            states = model.base_model(**batch, output_hidden_states=True).hidden_states
+            states = model.base_model(**batch, output_hidden_states=True, return_dict=True).hidden_states
         mask = batch["attention_mask"][..., None]
         vectors.append(torch.cat([(layer.float() * mask).sum(1) / mask.sum(1) for layer in states], dim=-1).cpu().numpy())
     vectors = numpy.concatenate(vectors)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from hf_posswap.architectures import Architecture, find_family, longest_input
 from hf_posswap.checkpoint import SwappedModel
 from hf_posswap.errors import CheckpointError, PosswapError
-from hf_posswap.provenance import check_new, write_json
+from hf_posswap.provenance import check_new, read_json, write_json
 from hf_posswap.scheme_entry import DIGEST, config_entry, on_hub, scheme_in, span_in
 from hf_posswap.surgery import check_edits, position_modules, state_of
 from hf_posswap.swapping import original, restore, swap
@@ -61,7 +61,7 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
     target, architecture = find_target(model)
     if not isinstance(target, SwappedModel):
         raise PosswapError(f"this {type(target).__name__} is not swapped: pass a swapped model")
-    check_no_adapters(target)
+    check_no_adapters(model)
     folder = Path(folder)
     check_new(folder)
     if base_model is None:
@@ -194,7 +194,10 @@ def head_hashes(model: PreTrainedModel) -> dict[str, str]:
 
 def saved_hashes(folder: Path) -> tuple[str, dict[str, str]]:
     """Return `weights_hash` and `head_hashes` of the swapped model in a folder; files leave out weights that are tied."""
-    family = find_family(json.loads((folder / "config.json").read_text("utf-8"))["model_type"])
+    file = folder / "config.json"
+    family = find_family(str(read_json(file).get("model_type"))) if file.is_file() else None
+    if family is None:
+        raise CheckpointError(f"{folder} holds no swapped model: save the fitted model there first")
     prefix = f"{family.file_prefix or family.base_class.base_model_prefix}."
     found = {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}  # mapped only
     inside = {name for name in found if name.startswith(prefix)} or {*found}  # a headless model's names have no prefix

@@ -104,7 +104,7 @@ def _outputs(model: PreTrainedModel, tokens: torch.Tensor) -> dict[str, torch.Te
     mask[1:, -max(1, tokens.shape[1] // 4) :] = 0
     choices = "MultipleChoice" in type(model).__name__
     batch = {"input_ids": tokens, "attention_mask": mask}
-    outputs = model(**{name: value[:, None] for name, value in batch.items()} if choices else batch)
+    outputs = model(**{name: value[:, None] for name, value in batch.items()} if choices else batch, return_dict=True)
     compared = {}
     for name, value in outputs.items():  # skips a cache, which is no tensor
         if isinstance(value, torch.Tensor):
