@@ -94,7 +94,7 @@ def check_edits(model: PreTrainedModel) -> None:
     state = state_of(model)
     own, mixed = state.geometry.max_positions, len(state.kinds) > 1
     kinds = [module.kind for module in position_modules(model, model.architecture)[1:]] if mixed else []
-    if kinds != [state.scheme.kind_of(layer) for layer in range(len(kinds))]:
+    if mixed and kinds != [state.scheme.kind_of(layer) for layer in range(max(len(kinds), len(state.scheme.layers)))]:
         what = f"layers were deleted or moved, and do not stand in the order of {state.scheme} any more"
         raise PosswapError(f"{what}: put them back, or change the layers of the original model and swap that")
     for config in (model.config, model.base_model.config):

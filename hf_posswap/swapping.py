@@ -140,7 +140,7 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
     attentions = architecture.self_attentions(target.base_model)
     moments = [] if orders is None else query_key_moments(target, architecture)
     state = state_of(target)
-    same = state is not None and state.scheme == scheme
+    same = warm_start and state is not None and state.scheme == scheme
     if same and not scheme.resizable and geometry.max_positions != state.geometry.max_positions:
         what = f"{scheme} was made for {state.geometry.max_positions} positions"
         raise PosswapError(f"{what}, and its weights do not fit {geometry.max_positions}: swap the original model instead")
@@ -251,8 +251,8 @@ def original(model: PreTrainedModel, *, share_weights: bool = False, keep_traini
     """Return the original of a swapped model as a second model: a teacher without a download.
 
     It is a copy in evaluation mode, without gradients: of a pipeline the whole, of a PEFT model without its adapters. With
-    `share_weights` it shares all weights but those of self-attention with the swapped model: this saves memory, and is right as
-    long as only attention changes. `keep_training`: see `restore`.
+    `share_weights`, for use under `torch.no_grad()`, it shares all weights but those of self-attention with the swapped model:
+    this saves memory, and is right as long as only attention changes. `keep_training`: see `restore`.
 
     Raises:
         PosswapError: The original is not kept: the model is not swapped, or was loaded from a swapped checkpoint.

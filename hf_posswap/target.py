@@ -1,6 +1,7 @@
 """Find the transformers model to swap in what was given, or say why it cannot be swapped."""
 
 import gc
+import re
 import sys
 
 import torch
@@ -113,9 +114,10 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
 
 
 def check_no_adapters(model: PreTrainedModel) -> None:
-    """Raise if PEFT's adapters are still beside the weights."""
-    if any(".base_layer." in name or "lora_" in name for name, _ in model.named_parameters()):
-        raise UnsupportedModelError("there are adapters around the model's layers: merge them first (merge_and_unload)")
+    """Raise if PEFT's adapters are still beside the weights; `model` may be PEFT's, or a pipeline."""
+    if any(re.search(r"\.base_layer\.|lora_|prompt_encoder\.", name) for name, _ in model.named_parameters()):
+        what = "there are adapters or learned prompts beside the model's weights"
+        raise UnsupportedModelError(f"{what}: merge them first (merge_and_unload), or take them off")
 
 
 def _for_swapped(adapter) -> bool:

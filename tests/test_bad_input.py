@@ -30,6 +30,7 @@ SCHEME_ERRORS = [
     ("rotary:fraction=0.01", r"is 0 dimensions.*fraction=0.125"),
     ("rotary:layout=halves", r"layout='halves' is not one of 'interleaved', 'half'"),
     ("rotary:scaling={rope_type=magic}", r"'rope_type' out of linear, dynamic, yarn, longrope, llama3"),
+    ("rotary:scaling={rope_type=[linear],factor=2}", r"'rope_type' out of linear"),
     ("rotary:scaling={rope_type=linear}", r"linear scaling needs \['factor'\].*given were \[\]"),
     ("rotary:scaling={rope_type=linear,factor=2,beta=3}", r"given were \['beta', 'factor'\]"),
     ("rotary:scaling=linear", r"scaling='linear' must be a dict"),

@@ -170,4 +170,6 @@ def test_after_saving_and_loading(make_model, tmp_path, tokens):
     refused("original", posswap.save_delta, loaded, tmp_path / "delta")
     posswap.save_delta(loaded, tmp_path / "delta", base_model=base)
     posswap.load_delta(base, tmp_path / "delta")
+    rewrite(tmp_path / "delta" / ABOUT, lambda about: about["position_scheme"].pop("trained_positions"))
+    refused("lacks 'trained_positions'", posswap.write_card, tmp_path / "delta")
     torch.testing.assert_close(base(tokens).logits, loaded(tokens).logits)  # one attends eagerly, the other by sdpa

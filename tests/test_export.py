@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from conftest import CASES, WORDS, refused
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, BertModel, BertTokenizer, GPT2LMHeadModel
 
 import hf_posswap as posswap
@@ -275,6 +275,10 @@ def test_adapters_and_tokenizers(make_swapped, bert_tokenizer, tmp_path):
     refused("weights are torch.bfloat16 and torch.float32: give it one dtype", posswap.export_native, merged)
     small = make_swapped("bert", posswap.Rotary(), vocab_size=20)
     refused("tokens and the model 20", posswap.export_native, small, bert_tokenizer)
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    prompted = get_peft_model(make_swapped("gpt2", posswap.Rotary(mark_first=False)), prompt)
+    for verb, more in ((posswap.export_native, ()), (posswap.save_delta, (tmp_path / "delta",))):
+        refused("learned prompts", verb, prompted, *more, error=posswap.UnsupportedModelError)
 
 
 def test_a_wrong_export_is_not_returned(make_swapped, monkeypatch):

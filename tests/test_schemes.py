@@ -3,7 +3,7 @@
 import cmath
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from unittest.mock import patch
 
 import pytest
@@ -184,6 +184,17 @@ def test_a_class_that_is_defined_again_takes_its_own_place():
         for _ in range(2):
             kind = dataclass(frozen=True, kw_only=True)(type("Mine", (posswap.Scheme,), {"name": "mine", "summary": "mine"}))
             assert posswap.register_scheme(kind) is kind and type(parse_scheme("mine")) is kind
+
+
+def test_an_option_without_a_default():
+    """A scheme of one's own may have one: it has to be given."""
+    with patch.dict(posswap.SCHEMES):
+        names, options = {"name": "needy", "summary": "needs a size"}, {"frozen": True, "kw_only": True}
+        kind = posswap.register_scheme(
+            make_dataclass("Needy", [("size", int)], bases=(posswap.Scheme,), namespace=names, **options)
+        )
+        refused("needy needs size: write needy:size=value", parse_scheme, "needy")
+        assert parse_scheme("needy:size=3") == kind(size=3)
 
 
 GEOMETRY = Geometry(hidden_size=48, num_heads=6, head_dim=8, max_positions=300, trained_positions=64)

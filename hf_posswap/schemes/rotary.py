@@ -212,7 +212,7 @@ class Rotary(Scheme):
     def _check_scaling(self) -> None:
         given = dict(self.scaling) if isinstance(self.scaling, dict) else {}
         kind = given.pop("rope_type", None)
-        if kind not in _SCALINGS:
+        if not isinstance(kind, str) or kind not in _SCALINGS:
             known = ", ".join(_SCALINGS)
             raise UnknownSchemeError(f"rotary: scaling={self.scaling!r} must be a dict with a 'rope_type' out of {known}")
         needed, optional = (set(fields.split()) for fields in _SCALINGS[kind])

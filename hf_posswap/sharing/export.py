@@ -98,7 +98,8 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
     ('RoFormerForMaskedLM', 1024, True)
     """
     pipeline, tokenizer = model if is_pipeline(model) else None, tokenizer or tokenizer_of(model)
-    model, _ = find_target(model, dispatched=True)
+    given, (model, _) = model, find_target(model, dispatched=True)
+    check_no_adapters(given)
     if not isinstance(model, SwappedModel):
         raise UnsupportedModelError(f"this {type(model).__name__} has not been swapped: there is nothing to export")
     if tokenizer is not None and len(tokenizer) > model.config.vocab_size:
@@ -133,7 +134,6 @@ def export_native(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
 
 
 def _check_weights(model: SwappedModel) -> None:
-    check_no_adapters(model)
     if len(dtypes := {str(parameter.dtype) for parameter in model.parameters()}) > 1:
         raise UnsupportedModelError(f"the model's weights are {' and '.join(sorted(dtypes))}: give it one dtype, model.to(...)")
     devices = {parameter.device for parameter in model.parameters()}

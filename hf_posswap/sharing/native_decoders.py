@@ -44,7 +44,8 @@ def gpt_neox(model: SwappedModel, stock: type, _) -> Converted:
     positions = attentions[0].positions
     if getattr(config, "add_cross_attention", False):
         raise UnsupportedModelError("GPT-NeoX has no cross-attention")
-    if family == "opt" and (not config.do_layer_norm_before or config.word_embed_proj_dim != config.hidden_size):
+    norms = family != "opt" or (config.do_layer_norm_before and not config._remove_final_layer_norm)
+    if not norms or (family == "opt" and config.word_embed_proj_dim != config.hidden_size):
         raise UnsupportedModelError("this OPT is post-norm or projects its words (as the 350m does), which GPT-NeoX does not")
     mean, _, marked = native.constant(model)
     if marked:

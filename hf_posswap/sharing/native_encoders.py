@@ -123,7 +123,7 @@ def _as_bert(model: SwappedModel, weights: dict[str, torch.Tensor]) -> dict[str,
     if "cls.predictions.decoder.bias" in named:
         named["cls.predictions.bias"] = named["cls.predictions.decoder.bias"]
     for layer in range(config.num_hidden_layers if family == "albert" else 0):
-        group, inner = layer * config.num_hidden_groups // config.num_hidden_layers, config.inner_group_num
+        group, inner = int(layer / (config.num_hidden_layers / config.num_hidden_groups)), config.inner_group_num
         for part in range(inner):
             shared, own = f"albert_layer_groups.{group}.albert_layers.{part}.", f"layer.{layer * inner + part}."
             named |= {name.replace(shared, own): value for name, value in named.items() if shared in name}

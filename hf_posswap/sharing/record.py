@@ -90,6 +90,7 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
         found = read_json(folder / ABOUT)
         try:
             entry = found["position_scheme"] | {"base_model": found["base_model"]}
+            entry["trained_positions"]
             return "delta", entry, {"family": found["model_type"], "class": None, "max_positions": found["max_positions"]}
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{folder / ABOUT} lacks {error}: save the delta again") from None
