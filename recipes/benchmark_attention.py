@@ -66,7 +66,7 @@ class Config(RunOptions):
     hidden: Annotated[int, "Its hidden size."] = 768
     heads: Annotated[int, "Its attention heads."] = 12
     vocab: Annotated[int, "Its vocabulary, small, so that the head counts little."] = 1000
-    calls: Annotated[int, "The least number of pairs of calls."] = 5
+    calls: Annotated[int, "The least number of pairs of calls, up to 200."] = 5
     seconds: Annotated[float, "Add further pairs until this time is over."] = 1.0
 
     def __post_init__(self):

@@ -41,8 +41,10 @@ def main(pairs: Annotated[int, typer.Option(min=1, help="Fits alone, and as many
     for _ in range(pairs):
         alone.append(seconds())
         with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as neighbour:
-            beside.append(seconds())
-            neighbour.kill()
+            try:
+                beside.append(seconds())
+            finally:
+                neighbour.kill()
     print(f"alone {median(alone):.1f} s, beside it {median(beside):.1f} s: {median(beside) / median(alone):.1f} times as long")
 
 

@@ -22,6 +22,7 @@ from scipy.stats import spearmanr
 import hf_posswap as posswap
 from hf_posswap.data.calibration import random_tokens, written_text
 from hf_posswap.data.tables import read_pairs
+from hf_posswap.data.text import wraps
 from hf_posswap.errors import PosswapError
 from hf_posswap.experiments.recipe import ORIGINAL, SwapOptions, announce, averaged, cost, load_original, main
 from hf_posswap.experiments.text_tasks import RunText, TextOptions
@@ -95,7 +96,7 @@ def _batches(text: RunText, original) -> list[torch.Tensor]:
         text = RunText(replace(config, dataset=None, dataset_config=None, train_file=None, validation_file=None))
     batches = text.fit_batches()
     generator = torch.Generator().manual_seed(config.seed)
-    edge = 0 if text.causal else 1  # [CLS] and [SEP] stay where they are
+    edge = int(wraps(text.tokenizer))  # [CLS] and [SEP] stay where they are
     for blocks in batches if config.text == "shuffled" else ():
         inner = blocks[:, edge : blocks.shape[1] - edge]
         inner.copy_(inner.flatten()[torch.randperm(inner.numel(), generator=generator)].view_as(inner))

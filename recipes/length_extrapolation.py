@@ -54,7 +54,7 @@ class Config(TextConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if sorted(set(self.factors)) != list(self.factors):
+        if not self.factors or sorted(set(self.factors)) != list(self.factors):
             raise PosswapError(f"factors={self.factors} must be whole numbers from 1 on, in rising order")
 
 

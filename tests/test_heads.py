@@ -10,6 +10,7 @@ from transformers import AutoModel, BertLMHeadModel, BertModel, EncoderDecoderMo
 
 import hf_posswap as posswap
 from hf_posswap.checkpoint import SWAPPED_CLASSES
+from hf_posswap.experiments.models import load_original
 
 LABELS = {  # by how the class is called at its end
     "AlbertForPreTraining": {"labels": (2, 12), "sentence_order_label": (2,)},
@@ -92,6 +93,8 @@ def test_clips_text_model_is_found_in_its_projection(make_model, tmp_path):
         report.save(tmp_path)  # which compares the weights
         loaded = AutoModel.from_pretrained(tmp_path, attn_implementation="eager")
         assert_close(loaded(**inputs)[0], model.text_model(**inputs)[0])
+        posswap.restore(model).save_pretrained(tmp_path / "original")
+        refused("cannot be loaded as a causal LM", load_original, str(tmp_path / "original"))
 
 
 def test_choices_with_a_span(make_model):

@@ -15,7 +15,13 @@ from hf_posswap.experiments.items import averaged, half_width, holm, items_of, p
 from hf_posswap.experiments.page import write_comparison
 from hf_posswap.measure.losses import mean_loss, row_losses, row_perplexities
 
-DRAWN = np.random.default_rng(0)
+DRAWN = np.random.default_rng(1)
+
+
+@pytest.fixture(autouse=True)
+def drawn_anew(monkeypatch):
+    """Each test draws the same numbers, whichever run before it."""
+    monkeypatch.setitem(globals(), "DRAWN", np.random.default_rng(1))
 
 
 def test_values_of_rows():
@@ -151,8 +157,11 @@ def test_what_tuning_harmed(tmp_path):
     assert "different from the original tuned alike, which was better before (3) (" in said and "rotary, swap (-0.0989)" in said
     for name, before in (("a", 3.9), ("b", 2.9)):
         rows = {"original": [{"tuned_loss": 3.2, "loss": before}] * 3, "rotary": [{"tuned_loss": 3.1, "loss": 3.3}] * 3}
-        said = verdict(_runs(tmp_path / f"tuned-{name}", rows), figures=["tuned_loss"])
-        assert ("which was better before (2.9)" in said) == (before == 2.9)
+        runs = _runs(tmp_path / f"tuned-{name}", rows)
+        for vary in ([], ["max_steps"]):
+            assert ("which was better before (2.9)" in verdict(runs, vary=vary, figures=["tuned_loss"])) == (before == 2.9)
+    runs[-1]["config"]["max_steps"] = 7
+    assert verdict(runs, vary=["max_steps"], figures=["tuned_loss"]).endswith("to compare with: 1 of the rows.")
 
 
 def test_one_name_and_other_content(tmp_path):

@@ -8,7 +8,7 @@ import pandas
 import pytest
 from conftest import refused
 
-from hf_posswap.data.tables import TableConfig, hold_out, read_pairs, read_table, read_task
+from hf_posswap.data.tables import TableConfig, hold_out, hub_name, read_pairs, read_table, read_task
 
 ROWS = [{"text": f"text number {n}", "label": n % 3} for n in range(30)]
 
@@ -235,4 +235,5 @@ def test_no_hub():
     """No network is an error, and so is no data set at all; hub_job.py reads some."""
     says = "cannot read the Hub data set nyu-mll/glue, cola: .*a local file needs no network"
     refused(says, read_task, TableConfig(dataset="glue/cola"))
+    refused("glue/cola names a configuration, and mrpc is another", hub_name, "glue/cola:mrpc")
     refused("dataset.*train_file.*one of them", read_task, TableConfig())

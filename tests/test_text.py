@@ -1,7 +1,7 @@
 """Embedded and user text: splits that do not overlap, formats that read alike, errors that say what is there."""
 
 import random
-from unittest.mock import patch
+from unittest.mock import call, patch
 
 import pytest
 import torch
@@ -59,11 +59,18 @@ def test_what_else_a_folder_holds(tmp_path):
     assert read_documents(tmp_path, split=None) == ["A.TXT", "folder.txt/b.txt"]
     (tmp_path / "link.txt").symlink_to("nowhere.txt")
     refused("link.txt", read_documents, tmp_path, split=None, error=FileNotFoundError)
-    for name in ("books/", "data/my/books/", "data/my/old/books"):  # which no data set on the Hub can be called
+    for name in (
+        "books/",
+        "data/my/books/",
+        "data/my/old/books",
+        "my.txt",
+        "C:/my/rows.csv",
+    ):  # which no data set on the Hub can be called
         refused(f"no such file or folder: {name}", read_documents, name)
     with patch("hf_posswap.data.text.read_hub", side_effect=DataError("asked the Hub")) as hub:
         refused("asked the Hub", read_documents, "nyu-mll/glue/cola")  # owner, name and configuration
-    hub.assert_called_once_with("nyu-mll/glue", "cola", "train")
+        refused("asked the Hub", read_documents, "owner/data-1.5:2023.simple")
+    hub.assert_has_calls([call("nyu-mll/glue", "cola", "train"), call("owner/data-1.5", "2023.simple", "train")])
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,8 @@ def hub_name(name: str) -> tuple[str, str | None]:
     name, _, config = name.partition(":")
     first, *rest = name.split("/")
     parts = [*_SHORT_NAMES.get(first, first).split("/"), *rest]
+    if config and parts[2:]:
+        raise DataError(f"{name} names a configuration, and {config} is another: give one")
     return "/".join(parts[:2]), config or "/".join(parts[2:]) or None
 
 
@@ -323,7 +325,7 @@ def _number_labels(
             place = f"row {train.index(-1) + 1} of {where['train']}"
             raise DataError(f"{place} has the label -1, which often hides a label: drop such rows, or give the class a name")
         kinds = {isinstance(value, str) for value in train}
-        different = sorted({str(value) for value in train}) if len(kinds) > 1 else sorted(set(train))
+        different = sorted({_plain(value) for value in train}) if len(kinds) > 1 else sorted(set(train))
         if len(different) > max(10, len(train) // 2):
             found = f"{len(different)} different labels in {len(train)} rows"
             raise DataError(f"column {column!r} of {where['train']} holds {found}: give another, or task=regression")

@@ -116,7 +116,7 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
             (text,) = texts
             cut = len(text) * 9 // 10
             documents = [{"train": text[:cut], "validation": text[cut:], None: text}[split]]
-    elif path.suffix or re.search(r"^[./~]|/$|\\", str(source)) or len(path.parts) > 3:
+    elif re.search(r"^[./~]|^\w:|/$|\\|^[^:]*\.[a-zA-Z]\w*$", str(source)) or len(path.parts) > 3:
         raise DataError(f"no such file or folder: {source}")
     else:
         documents = read_texts(read_hub(*hub_name(str(source)), split or "all"), text_column, source)

@@ -54,8 +54,9 @@ def _original_of(row: tuple, rows: dict[tuple, list[dict]]) -> tuple | None:
 
     for start in (row[1], ""):
         there = [one for one in rows if one[:2] == (ORIGINAL, start) and beside_rates(one) == beside_rates(row)]
-        if (one := (ORIGINAL, start, *row[2:])) in there or len(there) == 1:
-            return one if one in there else there[0]
+        if there:
+            one = (ORIGINAL, start, *row[2:])
+            return one if one in there else there[0] if len(there) == 1 else None
     return None
 
 
@@ -158,8 +159,10 @@ def _judged(rows: dict[tuple, list[dict]], found: dict[str, dict[str, Difference
 
     of, whom = means(name), "the original"
     # A rate that harms the original makes it a poor one to compare with.
-    before = means(name.removeprefix("tuned_") if name.startswith("tuned_") else f"start_{name}").get(ORIGINAL)
-    if before is not None and ORIGINAL in of and better(before, of[ORIGINAL]) != of[ORIGINAL]:
+    start = means(name.removeprefix("tuned_") if name.startswith("tuned_") else f"start_{name}")
+    plain = [label_of(row) for row in rows if row[:2] == (ORIGINAL, "")]
+    before, after = (better((some[row] for row in plain if row in some), default=None) for some in (start, of))
+    if None not in (before, after) and better(before, after) != after:
         of["the original before its tuning"] = before
         whom += f" tuned alike, which was better before ({before:.4g})"
     best = better(of, key=of.get)
@@ -178,4 +181,6 @@ def _judged(rows: dict[tuple, list[dict]], found: dict[str, dict[str, Difference
     if max(len(one.seeds) for one in cells.values()) < 2:
         return f"{said} One seed: no difference from the original is sure."
     tests = "paired t-test" + " over seeds, and test over items" * any(one.items is not None for one in cells.values())
-    return f"{said} Surely different from {whom} ({tests}, p < 0.05): {', '.join(sure) or 'none'}."
+    said += f" Surely different from {whom} ({tests}, p < 0.05): {', '.join(sure) or 'none'}."
+    alone = sum(row[0] != ORIGINAL for row in rows) - len(cells)
+    return said + f" Without an original to compare with: {alone} of the rows." * (alone > 0)

@@ -13,7 +13,7 @@ from hf_posswap.architectures import ARCHITECTURES, longest_input
 from hf_posswap.assets import model_source
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.experiments.comparison import ORIGINAL
-from hf_posswap.experiments.opening import open_config
+from hf_posswap.experiments.opening import one_line, open_config
 from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.fitting.fit import fit
 from hf_posswap.schemes import parse_scheme
@@ -52,7 +52,8 @@ def usual_class(causal: bool) -> type:
 def load_original(name: str) -> PreTrainedModel:
     """Load an unswapped checkpoint to compare with."""
     _, causal = load_family(name)
-    return usual_class(causal).from_pretrained(model_source(name)).eval()
+    with one_line(f"{name} cannot be loaded as a {'causal LM' if causal else 'model'}", "give another"):
+        return usual_class(causal).from_pretrained(model_source(name)).eval()
 
 
 def load_model(
@@ -78,11 +79,13 @@ def load_model(
         parse_scheme(config.scheme).check(geometry_of(family, longest, trained))
     elif longest > trained:
         raise PosswapError(f"the original reads {trained} tokens, not {longest}: take learned:extend=tile, or ask for fewer")
-    if config.start == "scratch":
-        model = auto_class.from_config(family)
-    else:
-        report = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, loading = auto_class.from_pretrained(source, config=family, **report)
+    with one_line(f"{config.model} cannot be loaded with {auto_class.__name__}", "give another model"):
+        if config.start == "scratch":
+            model, loading = auto_class.from_config(family), None
+        else:
+            report = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+            model, loading = auto_class.from_pretrained(source, config=family, **report)
+    if loading:
         if other := sorted(name for name, *_ in loading["mismatched_keys"]):
             raise PosswapError(f"{config.model} has a head of other labels ({other[0]}): save its model.base_model, take that")
         if prepare is not None:

@@ -71,7 +71,7 @@ def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
     probe = [word_order_examples(part, n) for part, n in zip(prose, (sentences, sentences // 2), strict=True)]
 
     if config.scheme == ORIGINAL and causal:  # its table repeated past the end; up to there it is unchanged, bit for bit
-        text.config = replace(config, scheme="learned:extend=tile")
+        text.config = replace(config, scheme="learned:extend=tile", start="swap", span=None, first=None)
     model = text.load(max_positions=lengths[-1])
     original = load_original(config.model).to(model.device)
     states = None if causal else {n: pooled_states(original, cut) for n, cut in cuts.items()}

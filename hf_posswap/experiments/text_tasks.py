@@ -38,7 +38,7 @@ class TextOptions:
     train_file: Annotated[str | None, "A text, csv, json or parquet file, or a folder of .txt files."] = None
     validation_file: Annotated[str | None, "Held-out text. Default: a tenth of the training file, not trained on."] = None
     text_column: Annotated[str, "The column of a table that holds the text."] = "text"
-    evaluation_tokens: Annotated[int, "Held-out tokens to measure each figure on."] = 32_768
+    evaluation_tokens: Annotated[int, "Held-out tokens to measure each figure on (not of embedders)."] = 32_768
 
     REPLACES: ClassVar[dict[str, tuple[str, ...]]] = {
         "train_file": ("dataset", "dataset_config"),
@@ -105,6 +105,7 @@ class RunText:
         """Return the training text in blocks (N, length), less the select text, and select text in blocks (N, longest).
 
         Select text is a tenth of the training text, on which no run trains: rates are chosen by it. It has --evaluation-tokens.
+        Nor is another tenth trained on, which a fit would report on.
         """
         longest = longest or length
         to_train, to_select, _ = text.split_tokens(text.token_lists(self.training, self.tokenizer), longest)

@@ -189,7 +189,7 @@ class _Loop:
         if hasattr(norm, "full_tensor"):  # FSDP2
             norm = norm.full_tensor()
         norm = torch.as_tensor(-1.0 if norm is None else norm, device=step_loss.device).float()  # -1: DeepSpeed may hide it
-        rate = min(scheduler.get_last_lr())  # position tables have a multiple of it
+        rate = scheduler.get_last_lr()[-1]  # position tables, which come first, have a multiple of it
         return step_loss / averaged_over, norm, all_tokens, rate
 
 
