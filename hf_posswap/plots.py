@@ -25,8 +25,8 @@ style = drawing.style  # for plots of your own
 def plot_table(table: torch.Tensor, *, title: str = "", dark: bool = False) -> Figure:
     """Draw a position table (P, E) as a heat map: a row for each position, a column for each dimension.
 
-    Zero is the colour of the paper. Trained tables have outlier rows: where an entry is more than twice as large as all but
-    0.5 % are, colours end there, and the label says so.
+    Where numbers have both signs, zero is the colour of the paper. Trained tables have outlier rows: where an entry is more
+    than twice as large as all but 0.5 % are, colours end there, and the label says so.
 
     >>> from hf_posswap.schemes.sinusoidal import sinusoids
     >>> figure = plot_table(sinusoids(torch.arange(16), 64), title="sinusoidal")

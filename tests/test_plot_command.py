@@ -164,6 +164,8 @@ def test_folders_of_runs_are_read(tmp_path):
         (["attention", "rotary", "{bert}"], "takes a model, and then .*: plot attention minilm rotary"),
         (["attention", "{bert}", "--positions", "99"], "99 positions were asked for, and the model holds 32"),
         (["attention", "{relative}"], "relative has no tokenizer to read text with"),
+        (["table", "{relative}", "--positions", "9"], "has vectors by distance: leave it out"),
+        (["dot-products", "sinusoidal", "sinusoidal"], "sinusoidal is given twice"),
         (["loss", RESULTS / "cola"], "takes runs with a figure at several lengths; there are none"),
         (["loss", RESULTS / "passkey", "--figure", "speed"], "no figure 'speed' to draw; there are accuracy, candidates"),
         (["recovery", RESULTS / "passkey"], "takes curves over tokens, as recipes/heal.py writes them; there are none"),

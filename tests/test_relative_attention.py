@@ -217,6 +217,9 @@ def test_large_scores_in_half_precision(dtype):
     [
         ({"clip": 4}, r"with clip=4 tables must be \(heads, 9, head_dim\) or .* are \(2, 2, 5, 4\), .* \(2, 7, 4\)"),
         ({"value_table": torch.zeros(9, 4)}, r"tables must be .* \(9, 4\)"),
+        ({"key_table": torch.zeros(3, 7, 4)}, r"tables must be \(heads, .* \(3, 7, 4\)"),
+        ({"value": torch.zeros(2, 2, 6, 4)}, "values as many as keys"),
+        ({"key_mask": torch.ones(1, 5).bool()}, r"a mask \(batch, keys\)"),
         ({"query": torch.zeros(2, 2, 7, 4)}, "no more than keys"),
         ({"dropout": 1.0}, r"dropout=1.0 must lie in \[0, 1\)"),
         ({"dropout": 0.1, "implementation": "fused"}, "has no dropout"),

@@ -68,6 +68,8 @@ def _table(one: _Drawable, look: dict, *, positions: int | None = None, size: in
     layers = [attention.positions for attention in attentions if hasattr(attention, "positions")]
     # Relative positions have vectors in each layer, by distance.
     if len({layer.kind for layer in layers}) == 1 and hasattr(layers[0], "key_vectors"):
+        if positions:
+            raise PosswapError(f"--positions is for tables, and {look['title']} has vectors by distance: leave it out")
         norms = torch.stack([torch.atleast_2d(layer.key_vectors().detach().norm(dim=-1)) for layer in layers])
         if not norms.any():
             raise PosswapError(f"the relative vectors of {look['title']} are all zeros: fit or train the model first")
@@ -201,6 +203,8 @@ def draw(kind: str, sources: Sequence[str], *, dark: bool = False, **options) ->
     function, kinds, several = KINDS[kind]
     if len(sources) > 1 and not several:
         raise PosswapError(f"plot {kind} draws one source at a time; given were {', '.join(sources)}")
+    if twice := [source for source in sources if sources.count(source) > 1]:
+        raise PosswapError(f"{twice[0]} is given twice: give each source once")
     found = {source: open_source(source) for source in sources}
     for source, one in found.items():
         if not isinstance(one, kinds):

@@ -101,7 +101,7 @@ def check_scheme(scheme: Scheme | type[Scheme] | str, *, models: Sequence[tuple[
         for family, backend in models:
             if backend in backends_of(scheme):
                 families[family].append(Subject(scheme, family, backend))
-        if not all(families.values()):
+        if not (families and all(families.values())):
             raise PosswapError(f"{scheme.name} runs with {' or '.join(backends_of(scheme))}: name models with these backends")
         broken = set()
         for family, check in tqdm([*product(families, CHECKS)], desc="check", unit="check", disable=None):

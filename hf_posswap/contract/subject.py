@@ -229,10 +229,12 @@ def different(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 @contextmanager
 def registered(scheme: Scheme) -> Iterator[None]:
     """Inside, the scheme is registered; afterwards only if it was before."""
-    known = scheme.name in SCHEMES
+    known = SCHEMES.get(scheme.name)
     register_scheme(type(scheme))
     try:
         yield
     finally:
-        if not known:
+        if known is None:
             del SCHEMES[scheme.name]
+        else:
+            SCHEMES[scheme.name] = known

@@ -57,7 +57,7 @@ def relative_attention(
     >>> relative_attention(query, key, value, torch.zeros(2, 7, 8), clip=3).shape
     torch.Size([1, 2, 5, 8])
     """
-    _check(query, key, key_table, value_table, clip, dropout, implementation)
+    _check(query, key, value, key_table, value_table, clip, key_mask, dropout, implementation)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if query.shape[2] == 1 and implementation == "auto":
         return _single_query(query, key, value, key_table, value_table, clip, key_mask, dropout, scale)
@@ -79,7 +79,7 @@ def relative_attention(
         first_value = value_table[..., :1, :] if value_table.dim() == 3 else value_table[None, :1]
         if dropout:  # what is kept of a row does not sum to one
             value, first_value = value + first_value, None
-    seed = int(torch.randint(2**62, ())) if dropout else None  # one draw from the caller's generator
+    seed = int(torch.randint(2**62, (), device="cpu")) if dropout else None  # one draw from the caller's generator
     return WindowedAttention.apply(query, key, value, relative_keys, relative_values, first_value, key_mask, plan, seed)[0]
 
 
@@ -89,13 +89,16 @@ def _relative_to_far_left(table: torch.Tensor, clip: int, causal: bool, dtype: t
     return (precise[:, 1 : clip + 1 if causal else None] - precise[:, :1]).to(dtype)
 
 
-def _check(query, key, key_table, value_table, clip: int, dropout: float, implementation: str) -> None:
+def _check(query, key, value, key_table, value_table, clip: int, key_mask, dropout: float, implementation: str) -> None:
     tables = [table for table in (key_table, value_table) if table is not None]
-    if any(table.shape[-2] != 2 * clip + 1 for table in tables) or query.shape[2] > key.shape[2]:
+    sizes = {(2 * clip + 1, heads) for heads in (1, query.shape[1])}
+    fits = clip > 0 and all((table.shape[-2], len(table) if table.dim() == 3 else 1) in sizes for table in tables)
+    fits &= key.shape[:2] == query.shape[:2] and key.shape[:3] == value.shape[:3] and query.shape[2] <= key.shape[2]
+    if not fits or (key_mask is not None and key_mask.shape != key.shape[::2]):
         rows, shapes = 2 * clip + 1, ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, *tables))
         raise PosswapError(
-            f"with clip={clip} tables must be (heads, {rows}, head_dim) or ({rows}, head_dim), and queries, the last places of "
-            f"the sequence, no more than keys: query, key and tables are {shapes}"
+            f"with clip={clip} tables must be (heads, {rows}, head_dim) or ({rows}, head_dim), clip at least 1, values as many "
+            f"as keys, a mask (batch, keys), and queries, the last places, no more than keys: these are {shapes}"
         )
     if not 0 <= dropout < 1:
         raise PosswapError(f"dropout={dropout!r} must lie in [0, 1)")
