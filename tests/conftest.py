@@ -118,7 +118,7 @@ def pytest_generate_tests(metafunc):
     if not wanted:
         return
     only = {"families": FAMILIES, "backends": BACKENDS}
-    for mark in metafunc.definition.iter_markers("only"):
+    for mark in [*metafunc.definition.iter_markers("only")][::-1]:  # the nearest comes first
         only |= mark.kwargs
     cases = only.pop("cases", tuple(CASES))
     start = zlib.crc32(metafunc.function.__name__.encode())

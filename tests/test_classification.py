@@ -45,7 +45,7 @@ def _files(folder, model="bert", **options):
 
 @pytest.mark.parametrize(("model", "scheme"), [("bert", "relative:clip=4"), ("gpt2", "rotary"), ("bert", "none")])
 def test_what_can_be_learnt_is_learnt(recipe, folder, model, scheme):
-    """Which of two animals comes first: every scheme learns it, and no positions at all do not, in an encoder."""
+    """Which of two animals comes first: schemes learn it, and no positions at all do not, in an encoder."""
     module = recipe("downstream_classification")
     steps = {"max_steps": 100, "batch_size": 16, "learning_rate": 5e-3, "eval_steps": 50}
     options = _files(folder, model, scheme=scheme, dropout=False, **steps)

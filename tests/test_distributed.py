@@ -182,4 +182,4 @@ def test_accelerate_configurations(path):
         assert written["deepspeed_config"]["zero_stage"] == int(path.stem[-1])
     if path.stem == "fsdp2":
         assert written["fsdp_config"]["fsdp_version"] == 2
-        assert "fsdp_transformer_layer_cls_to_wrap" not in written["fsdp_config"]  # see the test below
+        assert "fsdp_transformer_layer_cls_to_wrap" not in written["fsdp_config"]

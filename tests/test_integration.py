@@ -33,10 +33,18 @@ def fresh_compiler():
 SCALED = [("gpt2", f"rotary:layout=half,scaling={{rope_type={kind},factor=2.0}}") for kind in ("yarn", "dynamic")]
 
 
-@pytest.mark.parametrize(("family", "scheme"), PAIRS[:5] + SCALED)
+OTHERS = [
+    ("bert", "alibi"),
+    ("gpt2", "buckets"),
+    ("gpt2", "self-extend:near=4,group=2"),
+    ("gpt2", "mixed:layers=[rotary,alibi]"),
+]
+
+
+@pytest.mark.parametrize(("family", "scheme"), PAIRS[:5] + OTHERS + SCALED)
 def test_compile_without_graph_breaks(make_swapped, family, scheme, tokens, fresh_compiler):
     """Every scheme traces as one graph, with padding, and gives the same logits; beyond the trained length, if scaled."""
-    model = make_swapped(family, scheme, max_positions=64 if "scaling" in scheme else None)
+    model = make_swapped(family, scheme, "sdpa", max_positions=64 if "scaling" in scheme else None)
     mask = padded(after=7)["attention_mask"]
     if "scaling" in scheme:
         tokens, mask = tokens.repeat(1, 2), mask.repeat_interleave(2, dim=1)
@@ -91,7 +99,7 @@ def test_gradients_of_each_text(make_swapped, family, tokens):
 
 
 @pytest.mark.parametrize(
-    ("family", "scheme", "backend"), [(*pair, ("eager", "sdpa")[i // 3]) for i, pair in enumerate(PAIRS[5:])]
+    ("family", "scheme", "backend"), [(*pair, ("eager", "sdpa")[i // 3 % 2]) for i, pair in enumerate(PAIRS[5:] + OTHERS)]
 )
 def test_autocast(make_swapped, family, scheme, backend, tokens):
     """Under autocast to bfloat16 every scheme runs and trains, close to float32; what is added to the embeddings is the same:

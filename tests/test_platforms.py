@@ -44,7 +44,9 @@ def test_text_files_name_their_encoding():
             name, named = getattr(call.func, "attr", getattr(call.func, "id", "")), {word.arg for word in call.keywords}
             values = [*call.args, *(word.value for word in call.keywords)]
             given = "encoding" in named or len(call.args) > {"read_text": 0, "write_text": 1}.get(name, 3)
-            binary = name == "open" and any("b" in str(one.value) for one in values if isinstance(one, ast.Constant))
+            binary = name == "open" and any(
+                {"b"} <= {*str(one.value)} <= {*"rwxab+"} for one in values if isinstance(one, ast.Constant)
+            )
             if name in ("read_text", "write_text", "open") and not (given or binary):
                 wrong.append(f"{path.relative_to(ROOT)}: {ast.unparse(call)}: name the encoding")
             elif name == "write_text" and "newline" not in named:

@@ -227,6 +227,7 @@ def test_the_data_of_the_results_has_a_source(tmp_path, capsys):
 def test_results_older_than_their_code(tmp_path):
     """A result is behind by the commits to what it measures: to its recipe and to what computes, not to what prints."""
     git = ["git", "-C", str(tmp_path), "-c", "user.name=t", "-c", "user.email=t@t"]
+    git += ["-c", "commit.gpgsign=false", "-c", "core.hooksPath=/dev/null"]
 
     def commit(name: str, text: str) -> str:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
