@@ -3,7 +3,7 @@
 import cmath
 import math
 import re
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from unittest.mock import patch
 
 import pytest
@@ -190,9 +190,8 @@ def test_an_option_without_a_default():
     """A scheme of one's own may have one: it has to be given."""
     with patch.dict(posswap.SCHEMES):
         names, options = {"name": "needy", "summary": "needs a size"}, {"frozen": True, "kw_only": True}
-        kind = posswap.register_scheme(
-            make_dataclass("Needy", [("size", int)], bases=(posswap.Scheme,), namespace=names, **options)
-        )
+        given = [("size", int), ("half", int, field(init=False, compare=False))]  # the second is none that is asked for
+        kind = posswap.register_scheme(make_dataclass("Needy", given, bases=(posswap.Scheme,), namespace=names, **options))
         refused("needy needs size: write needy:size=value", parse_scheme, "needy")
         assert parse_scheme("needy:size=3") == kind(size=3)
 

@@ -182,5 +182,6 @@ def _judged(rows: dict[tuple, list[dict]], found: dict[str, dict[str, Difference
         return f"{said} One seed: no difference from the original is sure."
     tests = "paired t-test" + " over seeds, and test over items" * any(one.items is not None for one in cells.values())
     said += f" Surely different from {whom} ({tests}, p < 0.05): {', '.join(sure) or 'none'}."
-    alone = sum(row[0] != ORIGINAL for row in rows) - len(cells)
+    there = {label_of(row) for row, some in rows.items() if row[0] != ORIGINAL and any(name in run["figures"] for run in some)}
+    alone = len(there - cells.keys())
     return said + f" Without an original to compare with: {alone} of the rows." * (alone > 0)

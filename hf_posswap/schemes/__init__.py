@@ -108,8 +108,8 @@ def scheme_from_dict(entry: dict[str, Any]) -> Scheme:
                 options[option] = int(number) if number == number // 1 else number  # 5e2 is 500, in a saved config too
             except ValueError:
                 raise UnknownSchemeError(f"{name}: {option}={value!r} must be a number") from None
-    needed = [option for option, field in known.items() if field.default is field.default_factory is MISSING]
-    if lost := [option for option in needed if option not in options]:
+    needed = {option for option, field in known.items() if field.init and field.default is field.default_factory is MISSING}
+    if lost := sorted(needed - options.keys()):
         raise UnknownSchemeError(f"{name} needs {', '.join(lost)}: write {name}:{lost[0]}=value")
     return SCHEMES[name](**options)
 
