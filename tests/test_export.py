@@ -238,6 +238,7 @@ ROTARY, YARN = posswap.Rotary(mark_first=False), {"rope_type": "yarn", "factor":
         ("esm", ROTARY, {"token_dropout": True, "mask_token_id": 4}, "has no place in ESM, which rescales its words"),
         ("esm", posswap.Rotary(scaling=YARN, mark_first=False), {}, "yarn scaling does not fit"),
         ("opt", ROTARY, {}, "this OPT is post-norm or projects its words"),
+        ("opt", ROTARY, _SIZES["opt"] | {"_remove_final_layer_norm": True}, "or has no last norm"),
     ],
 )
 def test_what_cannot_be_exported(make_model, make_swapped, family, scheme, options, says):

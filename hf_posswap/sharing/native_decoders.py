@@ -46,7 +46,7 @@ def gpt_neox(model: SwappedModel, stock: type, _) -> Converted:
         raise UnsupportedModelError("GPT-NeoX has no cross-attention")
     norms = family != "opt" or (config.do_layer_norm_before and not config._remove_final_layer_norm)
     if not norms or (family == "opt" and config.word_embed_proj_dim != config.hidden_size):
-        raise UnsupportedModelError("this OPT is post-norm or projects its words (as the 350m does), which GPT-NeoX does not")
+        raise UnsupportedModelError("this OPT is post-norm or projects its words (350m), or has no last norm, unlike GPT-NeoX")
     mean, _, marked = native.constant(model)
     if marked:
         raise UnsupportedModelError(native.NO_PLACE.format("GPT-NeoX"))
