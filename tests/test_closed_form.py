@@ -103,6 +103,19 @@ def test_balance(random, scheme):
     assert bool((diagonal[:, order].diff() < 0).all())
 
 
+def test_balance_of_a_dead_head(random):
+    """A head whose queries are zero, as pruning by masks leaves them, scores nothing as before, and its keys keep their size."""
+    query_key, states = projections(random), random(20, 10, HEADS * DIM)
+    for tensor in query_key.tensors()[:2]:  # weight and bias of queries
+        tensor[:DIM] = 0
+    query, key = project(query_key, states)
+    moments = [second_moment(s.transpose(0, 1).flatten(1, 2)) for s in (query, key)]
+    balance(query_key, *moments, torch.arange(DIM))
+    after = project(query_key, states)
+    torch.testing.assert_close(after[0] @ after[1].mT, query @ key.mT, rtol=0, atol=1e-9)
+    assert not after[0][:, 0].any() and after[1][:, 0].std() > 0.1
+
+
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_write_kernel(random, layout, fraction):

@@ -63,7 +63,7 @@ def balance(query_key, query_moment: torch.Tensor, key_moment: torch.Tensor, dim
     num_heads, head_dim, _ = query_moment.shape
     factors = [_factor(moment) for moment in (query_moment, key_moment)]
     if not all(torch.isfinite(factor).all() for factor in factors):
-        raise PosswapError("query or key weights are not finite, or a head of them is zero: pass warm_start=False")
+        raise PosswapError("query or key weights are not finite: pass warm_start=False")
     left, strengths, _ = torch.linalg.svd(factors[1].transpose(1, 2) @ factors[0])
     change = strengths.rsqrt()[..., None] * (left.transpose(1, 2) @ factors[1].transpose(1, 2))  # A: (H, D, D)
     inverse = torch.linalg.inv(change).transpose(1, 2)  # A^-T
@@ -231,7 +231,8 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _factor(moment: torch.Tensor) -> torch.Tensor:
-    # A little on the diagonal, relative to its size: heads of real checkpoints have nearly dead directions.
-    floor = 1e-6 * moment.diagonal(dim1=1, dim2=2).mean(-1).clamp_min(torch.finfo(moment.dtype).tiny)
+    # A little on the diagonal, relative to its size: heads of real checkpoints have nearly dead directions. Or are zero: as 1.
+    size = moment.diagonal(dim1=1, dim2=2).mean(-1)
+    floor = torch.where(size > 0, 1e-6 * size, 1)
     factor, failed = torch.linalg.cholesky_ex(moment + floor[:, None, None] * torch.eye(moment.shape[-1]).to(moment))
     return factor.masked_fill((failed != 0)[:, None, None], torch.nan)
