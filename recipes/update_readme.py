@@ -82,7 +82,7 @@ def tree() -> str:
 
     package = ROOT / "hf_posswap"
     spine = sorted(path.name for path in package.glob("*.py") if path.name not in (*BESIDE, "__init__.py"))
-    said = f"The swap itself: {' '.join(spine)}. What the others print, raise, draw and write with: {' '.join(BESIDE)}."
+    said = f"The swap itself: {' '.join(spine)}."
     files = fill(said, 128, initial_indent=" " * 6, subsequent_indent=" " * 6)
     folders = sorted(path.parent for path in package.glob("*/__init__.py"))
     return "\n".join(["    hf_posswap/", *map(line, folders), files])
@@ -132,8 +132,8 @@ def environment() -> Environment:
 
     def worst(folder: str, *labels: str, kind: str = "loss_") -> str:
         """Return the largest that these rows' losses are above the original's at any range, with its interval."""
-        named = [(label, name) for label in labels for name in ranges(folder, kind)]
-        return gap(folder, *max(named, key=lambda one: of(folder)(*one) - of(folder)("original", one[1])))
+        found = [gap(folder, label, name) for label in labels for name in ranges(folder, kind)]
+        return max(found, key=lambda text: [float(part) for part in text.split(" ± ")])  # of equal ones the least sure
 
     def apart(folder: str, row: str, kind: str = "loss_") -> str:
         """Return how much a row's losses are above the original's at each range of reading on, rounded as in tables."""

@@ -231,6 +231,32 @@ def write_run(
     return folder / "result.json"
 
 
+def write_card_run(folder, *, weights=None, **changes):
+    """Write the result file of a run, with losses that no card is to hold, and perhaps the weights that it kept."""
+    figures = {"accuracy": 0.5 + 0.1 * (changes.get("start") == "fit") + 0.01 * changes.get("seed", 0), "accuracy_512": 0.25}
+    also = {"meaning": {"accuracy": "share of keys said in full"}, "inputs": {"train_file": {"rows.csv": "a hash"}}}
+    also |= {"details": {"losses": [1.0] * 99}} | ({"weights": weights} if weights else {})
+    write_run(folder, figures, also=also, **{"model": "tiny", **changes})
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Three rows of two seeds: the original, and rotary as it is and fitted."""
+    for seed in (0, 1):
+        write_card_run(tmp_path / f"runs/original-{seed}", seed=seed)
+        for start in ("swap", "fit"):
+            write_card_run(tmp_path / f"runs/rotary-{start}-{seed}", seed=seed, scheme="rotary:theta=500", start=start)
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def swapped(make_model, tmp_path):
+    """A folder with a swapped model; where it came from, it does not say."""
+    model = posswap.swap(make_model("bert"), posswap.Rotary(theta=500), max_positions=128)
+    model.save_pretrained(tmp_path / "swapped")
+    return tmp_path / "swapped"
+
+
 def refused(says: str, call, *arguments, error: type[Exception] = posswap.PosswapError, **options) -> None:
     """A call with these arguments is an error of ours, or of this class, that says this, a regular expression."""
     with pytest.raises(error, match=says):

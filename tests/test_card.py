@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import refused, rewrite, works, write_run
+from conftest import refused, rewrite, works, write_card_run
 from huggingface_hub import ModelCard
-from transformers import GPT2DoubleHeadsModel
+from transformers import DistilBertForSequenceClassification, GPT2DoubleHeadsModel
 
 import hf_posswap as posswap
 from hf_posswap.experiments.comparison import load_runs
@@ -21,32 +21,6 @@ from hf_posswap.sharing.record import RESULTS_FILE, _comparison, read_results
 
 ROOT = Path(__file__).parent.parent
 BASE = "local:tiny"
-
-
-def _run(folder, *, weights=None, **changes):
-    """Write the result file of a run, with losses that no card is to hold, and perhaps the weights that it kept."""
-    figures = {"accuracy": 0.5 + 0.1 * (changes.get("start") == "fit") + 0.01 * changes.get("seed", 0), "accuracy_512": 0.25}
-    also = {"meaning": {"accuracy": "share of keys said in full"}, "inputs": {"train_file": {"rows.csv": "a hash"}}}
-    also |= {"details": {"losses": [1.0] * 99}} | ({"weights": weights} if weights else {})
-    write_run(folder, figures, also=also, **{"model": "tiny", **changes})
-
-
-@pytest.fixture
-def results(tmp_path):
-    """Three rows of two seeds: the original, and rotary as it is and fitted."""
-    for seed in (0, 1):
-        _run(tmp_path / f"runs/original-{seed}", seed=seed)
-        for start in ("swap", "fit"):
-            _run(tmp_path / f"runs/rotary-{start}-{seed}", seed=seed, scheme="rotary:theta=500", start=start)
-    return tmp_path / "runs"
-
-
-@pytest.fixture
-def swapped(make_model, tmp_path):
-    """A folder with a swapped model; where it came from, it does not say."""
-    model = posswap.swap(make_model("bert"), posswap.Rotary(theta=500), max_positions=128)
-    model.save_pretrained(tmp_path / "swapped")
-    return tmp_path / "swapped"
 
 
 @pytest.fixture
@@ -110,13 +84,13 @@ def test_the_example():
 def test_whose_weights(swapped, tmp_path):
     """A run that has kept these weights is named, and its row alone is the model's own, with what they did at its end."""
     for seed, kept in enumerate(({"model.safetensors": "another"}, weight_hashes(swapped))):
-        _run(tmp_path / f"runs/original-{seed}", seed=seed)
-        _run(tmp_path / f"runs/rotary-{seed}", seed=seed, scheme="rotary:theta=500.0", weights=kept, save_model=True)
+        write_card_run(tmp_path / f"runs/original-{seed}", seed=seed)
+        write_card_run(tmp_path / f"runs/rotary-{seed}", seed=seed, scheme="rotary:theta=500.0", weights=kept, save_model=True)
     rewrite(tmp_path / "runs/rotary-1/result.json", lambda run: run["figures"].update(start_loss=1, loss_64=1, tuned_loss_64=2))
     asked = {"results": [tmp_path / "runs"], "base_model": BASE, "eval_results": ["org/bench:task:accuracy"]}
     card = posswap.write_card(swapped, **asked)
     assert "those of *rotary:theta=500.0, swap*, seed 1." in card.read_text()
-    found = {one.metric_name: one.metric_value for one in ModelCard.load(card).data.eval_results}
+    found = {one.metric_name.removeprefix("hf_posswap: "): one.metric_value for one in ModelCard.load(card).data.eval_results}
     assert found == {"accuracy, seed 1": 0.51, "accuracy_512, seed 1": 0.25, "tuned_loss_64, seed 1": 2}
     text = (kept := swapped / ".eval_results" / "hf_posswap.yaml").read_text()
     assert "id: org/bench" in text and "value: 0.51" in text and "seed 1" in text
@@ -128,8 +102,8 @@ def test_whose_weights(swapped, tmp_path):
     dense.unlink()
     rewrite(tmp_path / "runs/rotary-0/result.json", lambda run: run.update(weights=weight_hashes(swapped)))
     refused("the results have 2 runs that measured", posswap.write_card, swapped, **asked)  # whose figure would it be?
-    _run(tmp_path / "other/original", seed=0)
-    _run(tmp_path / "other/rotary", seed=0, scheme="rotary:theta=500")
+    write_card_run(tmp_path / "other/original", seed=0)
+    write_card_run(tmp_path / "other/rotary", seed=0, scheme="rotary:theta=500")
     card = posswap.write_card(swapped, results=str(tmp_path / "other"), base_model=BASE)
     text = card.read_text()
     assert not kept.exists()
@@ -162,14 +136,24 @@ def test_the_data_of_the_kept_run(swapped, tmp_path):
     """Metadata name the data of the run whose weights these are; a run that was measured on its training text has no figure."""
     for data, kept in (("a", None), ("b", weight_hashes(swapped))):
         for scheme in ("original", "rotary:theta=500"):
-            _run(place := tmp_path / "runs" / data / scheme[:3], scheme=scheme, weights=kept)
+            write_card_run(place := tmp_path / "runs" / data / scheme[:3], scheme=scheme, weights=kept)
             rewrite(place / "result.json", lambda run, data=data: run["config"].update(dataset=f"org/{data}"))
     file = tmp_path / "comparison.json"
     file.write_text(json.dumps({"vary": ["dataset"], "runs": load_runs([tmp_path / "runs"])}))
-    for options, found in (({}, {"org/b"}), ({"train_file": "text.csv", "test_file": "text.csv"}, set())):
+    for options, found in (
+        ({}, [("org/b", None)] * 3),
+        ({"dataset_config": "small"}, [("org/b", "small")] * 2 + [("org/b", None)]),
+        ({"train_file": "text.csv", "test_file": "text.csv"}, [("org/b", None)]),
+    ):
         rewrite(file, lambda content, options=options: [run["config"].update(options) for run in content["runs"]])
-        card = ModelCard.load(posswap.write_card(swapped, results=[file], base_model=BASE))
-        assert {one.dataset_type for one in card.data.eval_results or ()} == found and ", on org/a or org/b." in card.text
+        # The user's own entry of the same data set gives ours its task; they are known again all the same.
+        entry = "- name: x\n  results:\n  - task:\n      type: text-generation\n      name: mine\n    dataset:\n      name: b\n"
+        entry += "      type: org/b\n    metrics:\n    - type: accuracy\n      value: 0.9\n"
+        (swapped / "README.md").write_text(f"---\nmodel-index:\n{entry}---\n")
+        for _ in range(2):
+            card = ModelCard.load(posswap.write_card(swapped, results=[file], base_model=BASE))
+        index = [(one.dataset_type, one.dataset_config) for one in card.data.eval_results or ()]
+        assert sorted(index, key=str) == sorted(found, key=str) and ", on org/a" in card.text and " or org/b" in card.text
 
 
 def test_the_base_is_remembered(make_model, tmp_path):
@@ -184,7 +168,7 @@ def test_the_base_is_remembered(make_model, tmp_path):
 def test_what_the_user_wrote_stays(swapped, results):
     """Text around the comments, metadata and results of other sources survive a second writing, and ours is not doubled."""
     (swapped / "README.md").write_text(
-        "---\nlanguage: de\npipeline_tag: sentence-similarity\ntags:\n- mine\n"
+        "---\nlanguage: no\nbase_model: org/twin\npipeline_tag: sentence-similarity\ntags:\n- mine\n"
         "model-index:\n- name: x\n  results:\n  - task:\n      type: text-classification\n"
         "    dataset:\n      name: IMDB\n      type: imdb\n    metrics:\n    - type: accuracy\n      value: 0.9\n"
         "---\n\nWords before.\n"
@@ -197,7 +181,8 @@ def test_what_the_user_wrote_stays(swapped, results):
     assert text.count(BEGIN) == text.count(END) == 1
     assert text.index("Words before.") < text.index(BEGIN) < text.index(END) < text.index("Words after.")
     assert card.data.pipeline_tag == "sentence-similarity"
-    assert card.data.language == "de" and card.data.tags[0] == "mine" and card.data.license == "mit"
+    assert card.data.language == "no" and card.data.base_model == "org/twin"
+    assert card.data.tags[0] == "mine" and card.data.license == "mit"
     assert [one.dataset_type for one in card.data.eval_results].count("imdb") == 1
     path.write_text(text.replace(END, ""))
     refused(
@@ -212,6 +197,7 @@ def test_what_the_user_wrote_stays(swapped, results):
         ("delta", "bert", "relative:clip=4", 'posswap.load_delta(base,|the positions alone|from_pretrained("path/to/tiny")'),
         ("swapped", "bert", "relative:clip=4", "There is no third way|eager or sdpa|were not compared with the base model's"),
         ("swapped", "gpt2", "rotary", "from hf_posswap.checkpoint import PosswapGPT2DoubleHeadsModel|no Auto class for it"),
+        ("native", "gpt2", "sinusoidal", "from transformers import GPT2DoubleHeadsModel|= GPT2DoubleHeadsModel.from_pretrained"),
     ],
 )
 def test_other_kinds(make_model, tmp_path, kind, family, scheme, says):
@@ -233,11 +219,13 @@ def test_other_kinds(make_model, tmp_path, kind, family, scheme, says):
         ("roberta", "rotary", None, True), ("gpt2", "rotary", None, None), ("gpt2", "rotary:mark_first=false", None, True),
         ("bert", "rotary", 8, False), ("bert", "learned", 8, False), ("bert", "self-extend", None, False),
         ("clip_text_model", "rotary", None, False), ("clip_text_model", "sinusoidal", None, True),
+        ("distilbert", "rotary", None, False),
     ],
 )  # fmt: skip
 def test_span_and_export(make_model, tmp_path, family, scheme, span, exportable):
     """The card names a span, and offers the export where there is one."""
-    model = posswap.swap(make_model(family), scheme, span=span)
+    head = {"head": DistilBertForSequenceClassification} if family == "distilbert" else {}  # RoFormer's is another one
+    model = posswap.swap(make_model(family, **head), scheme, span=span)
     model.save_pretrained(tmp_path)
     text = posswap.write_card(tmp_path, base_model=BASE).read_text()
     assert ("As a stock class" in text, "There is no third way" in text) == (exportable is True, exportable is False)

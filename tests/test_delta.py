@@ -129,6 +129,16 @@ def test_broken_files(delta):
     assert not posswap.describe(base).swapped
 
 
+def test_a_causal_mask_is_not_in_the_weights(make_model, tmp_path):
+    """A GPT-2 that reads both ways (`is_causal` in its config) has the same weights: its delta does not load onto another."""
+    both = make_model("gpt2")
+    both.config.is_causal = False
+    posswap.save_delta(posswap.swap(both, "relative:clip=4"), tmp_path / "both")
+    refused("with is_causal=False", posswap.load_delta, make_model("gpt2"), tmp_path / "both", error=posswap.CheckpointError)
+    posswap.save_delta(posswap.swap(make_model("gpt2"), "relative:clip=4"), tmp_path / "left")
+    refused("with is_causal=True", posswap.load_delta, posswap.restore(both), tmp_path / "left", error=posswap.CheckpointError)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # PEFT asks by the old name
 def test_changed_weights_cannot_be_a_delta(make_model, tmp_path, tokens):
     """A balanced basis, a fit, training: the weights that changed are named, and nothing is written."""

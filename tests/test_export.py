@@ -1,6 +1,8 @@
 """Native export: every head, layout, scaling and dtype against the swapped model; what cannot be exported says why."""
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -145,6 +147,19 @@ def test_tables(make_swapped, kind, case):
     _equal(model, native.model, _tokens(longest_input(model.config)), 1e-9)
 
 
+@pytest.mark.parametrize("scheme", ["sinusoidal", "rotary:mark_first=false"])
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "Albert", "Ernie", "Esm"])
+def test_without_a_pooler(make_model, kind, scheme):
+    """A model that was made with `add_pooling_layer=False` becomes one without a pooler."""
+    head = getattr(transformers, f"{kind}Model")
+    model = head(make_model(head.config_class.model_type, head=head).config, add_pooling_layer=False).eval()
+    swapped = posswap.swap(model, scheme)
+    if (kind, scheme[:6]) == ("Ernie", "rotary"):
+        return refused("no native counterpart", posswap.export_native, swapped, error=posswap.UnsupportedModelError)
+    native = posswap.export_native(swapped)
+    assert native.certificate.largest < 1e-4 and not any("pooler" in name for name in native.model.state_dict())
+
+
 @pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling and f"{scaling['rope_type']}-{len(scaling)}")
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_scalings(make_swapped, bert_tokenizer, family, scaling):
@@ -157,6 +172,7 @@ def test_scalings(make_swapped, bert_tokenizer, family, scaling):
     export = posswap.export_native(model)
     dynamic, native = scaling is not None and scaling["rope_type"] == "dynamic", export.model
     assert any("in order of length" in condition for condition in export.certificate.holds_for) == dynamic
+    assert export.certificate.longest == 128
     for length in (20, 32, 33, 120):
         _equal(model, native, _tokens(length), 1e-4)
     after = (_outputs(model, _tokens(40))[0] - _outputs(native, _tokens(40))[0]).abs().max()
@@ -287,3 +303,6 @@ def test_a_wrong_export_is_not_returned(make_swapped, monkeypatch):
     model = make_swapped("gpt2", posswap.Rotary(mark_first=False, layout="half"))
     monkeypatch.setattr("hf_posswap.sharing.native.pairs_first", lambda positions: torch.arange(positions.geometry.head_dim))
     refused("does not compute what the swapped one does", posswap.export_native, model)
+    monkeypatch.undo()
+    certificate = posswap.export_native(model).certificate
+    assert math.isnan(replace(certificate, text={16: 0.1, 128: math.nan}).largest)  # a model that overflows at one length

@@ -18,9 +18,9 @@ def export_command(
 ):
     """Save a swapped model as a stock class of transformers that computes the same, and show the largest difference.
 
-    With rotary positions, BERT and its kin become RoFormer, but BERT as a classifier of texts and all of RoBERTa's kin
-    JinaEmbeddingsV3, and GPT-2, OPT and BioGPT GPT-NeoX. Positions that are added to the embeddings become a learned table. A
-    pipeline of sentence-transformers stays one. The result loads without hf_posswap.
+    With rotary positions, BERT, ALBERT, DistilBERT and ELECTRA become RoFormer; RoBERTa, XLM-RoBERTa, CamemBERT and BERT as a
+    classifier of texts JinaEmbeddingsV3; ESM an ESM; GPT-2, OPT and BioGPT GPT-NeoX. Positions that are added to the embeddings
+    become a learned table. A pipeline of sentence-transformers stays one. The result loads without hf_posswap.
     """
     with new_folder(output) as folder:
         loaded = open_whole(model, trust_remote_code=trust_remote_code)

@@ -16,6 +16,7 @@ from huggingface_hub import EvalResult, EvalResultEntry, ModelCard, ModelCardDat
 
 from hf_posswap.architectures import find_family
 from hf_posswap.assets import EMBEDDED_MODELS
+from hf_posswap.data.tables import hub_name
 from hf_posswap.errors import CheckpointError, PosswapError
 from hf_posswap.experiments.comparison import background, markdown, row_label
 from hf_posswap.experiments.page import plots
@@ -33,7 +34,7 @@ EVAL_RESULTS = ".eval_results"
 BEGIN, END = "<!-- written by hf_posswap: begin; text outside is yours -->", "<!-- written by hf_posswap: end -->"
 
 _TEMPLATE = Path(__file__).parents[1] / "assets" / "card.md.jinja"
-_OURS = "hf_posswap: "  # how our entries of a model index begin
+_OURS = "hf_posswap: "  # how our entries of a model index begin: the Hub gives all of one data set the first one's task
 
 # The Hub's names of what recipes measure.
 _TASKS = dict.fromkeys(("downstream_classification", "long_documents"), "text-classification")
@@ -157,7 +158,7 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
         scheme=scheme,
         options={key: value for key, value in model["position_scheme"].items() if key != "name"},
         name=name,
-        auto_class=pipeline or _auto_class(model["class"]),
+        auto_class=pipeline or _auto_class(model["class"]) or (model["class"] if model["kind"] == "native" else None),
         load="" if pipeline else ".from_pretrained",
         library="sentence_transformers" if pipeline else "transformers",
         tokenizer=model["tokenizer"] and not pipeline,
@@ -190,7 +191,7 @@ def _exportable(model: dict, scheme) -> bool | None:
     """Whether `export_native` will probably find a class; if it does not, its error says why. None: only trying tells."""
     if model.get("span") or scheme.name not in ("learned", "sinusoidal", "none", "ladder", "rotary"):
         return False
-    if scheme.name == "rotary" and model["family"] not in {kind.config_class.model_type for kind in CONVERT}:
+    if scheme.name == "rotary" and (model["class"] or "").removeprefix("Posswap") not in {kind.__name__ for kind in CONVERT}:
         return False
     # A causal model has no place for the vector that marks the first token, which it has unless it was swapped cold.
     marked = getattr(scheme, "mark_first", False) and model["family"] in {kind.config_class.model_type for kind in GPT_NEOX}
@@ -216,7 +217,7 @@ def _fit_entry(fit: dict) -> EvalResult:
         dataset_type="fit",
         dataset_name=f"{_measured(fit)} tokens ({_part(fit)}), {fit['text']}",
         metric_type="kl" if kl else "cosine_distance",
-        metric_name=f"{fit['after']['measure']}, to the original, mean over {'tokens' if kl else 'sequences'}",
+        metric_name=f"{_OURS}{fit['after']['measure']}, to the original, mean over {'tokens' if kl else 'sequences'}",
         metric_value=fit["after"]["total"],
     )
 
@@ -252,14 +253,17 @@ def _comparison(number: int, comparison: dict, model: dict, scheme, pictures: di
         "background": background(runs),
         "commands": [run["command"] for run in runs],
     }
+    given = kept[0]["config"].get("dataset") if kept else None
+    dataset, part = hub_name(given) if given else (recipe, None)
     entries = [
         EvalResult(
             task_type=_TASKS.get(recipe, "other"),
             task_name=f"{_OURS}{recipe}",
-            dataset_type=kept[0]["config"].get("dataset") or recipe,
+            dataset_type=dataset,
+            dataset_config=part or kept[0]["config"].get("dataset_config"),
             dataset_name=data_of(kept[0]["config"]),
             metric_type=re.sub(r"_\d+$", "", name),
-            metric_name=f"{name}, seed {kept[0]['config']['seed']}",
+            metric_name=f"{_OURS}{name}, seed {kept[0]['config']['seed']}",
             metric_value=value,
         )
         for name, value in (_of_the_end(kept[0]) if kept and _on_unseen_text(kept[0]) else {}).items()
@@ -332,14 +336,18 @@ def _merge(path: Path, text: str, ours: dict, index: list[EvalResult], name: str
     if path.exists():
         old = _load(path)
         before, after, again = _split(path, old.text)
-        theirs = {key: value for key, value in old.data.to_dict().items() if key not in ("model-index", "model_name")}
-        index = [*(one for one in old.data.eval_results or [] if not (one.task_name or "").startswith(_OURS)), *index]
+        theirs = {key: value for key, value in old.data.to_dict().items() if key != "model-index"}
+        if "language" in theirs:  # YAML 1.1 reads Norwegian as False
+            said = theirs["language"]
+            theirs["language"] = [one or "no" for one in said] if isinstance(said, list) else said or "no"
+        found = old.data.eval_results or []
+        index = [*(one for one in found if not f"{one.task_name} {one.metric_name}".count(_OURS)), *index]
         if again:  # we wrote these, perhaps for another model in this folder; other values are the user's, who may know better
             written = {}
             with suppress(PosswapError):  # results beside the card that cannot be read do not say what we wrote
                 written = _metadata(read_results(path.parent), None)
-            ours_alone = {key for key in ("library_name", "pipeline_tag") if theirs.get(key) == written.get(key)}
-            ours_alone |= {"base_model", "base_model_relation"}
+            keys = ("library_name", "pipeline_tag", "base_model", "base_model_relation")
+            ours_alone = {key for key in keys if theirs.get(key) == written.get(key)}
             theirs = {key: value for key, value in theirs.items() if key not in ours_alone}
             theirs["tags"] = [tag for tag in theirs.get("tags", []) if not tag.startswith("position-")]
     users = {"pipeline_tag", "library_name"} & theirs.keys()

@@ -97,6 +97,7 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
         "max_positions": longest,
         "num_heads": target.config.num_attention_heads,
         "config": {name: value for name in read if (value := getattr(target.config, name, None)) is not None},
+        "causal": architecture.is_causal(target.config),  # where the field is not given, the family decides
         "base_model": {**known, "sha256": weights_hash(base)},
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,6 +133,7 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
         entry, digest = dict(about["position_scheme"]), about["base_model"]["sha256"]
         known = f"{about['base_model'].get('id')}, revision {about['base_model'].get('revision')}"
         fields = {"num_attention_heads": about.get("num_heads"), **about.get("config", {})}  # before, deltas had neither
+        causal = about.get("causal", architecture.is_causal(target.config))
     except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise CheckpointError(f"{folder_or_id} cannot be read ({error!r}): the delta is broken, download it again") from None
     if version != FORMAT:
@@ -143,6 +145,8 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
     for name, value in fields.items():
         if value is not None and value != getattr(target.config, name, None):
             raise CheckpointError(f"{folder_or_id} was made from a model ({known}) with {name}={value!r}: load it with that")
+    if causal != architecture.is_causal(target.config):
+        raise CheckpointError(f"{folder_or_id} was made from a model ({known}) with is_causal={causal}: load it with that")
     try:
         near, asked = span_in(entry), None if longest == longest_input(target.config) else longest
         swap(base_model, scheme_in(entry), max_positions=asked, warm_start=False, **near._asdict() if near else {})

@@ -163,7 +163,7 @@ def _take_over(api: HfApi, repo_id: str, revision: str, folder: Path, new: list[
 
     `new` are the files that were just created: results come with the card, since they tell what in it is ours.
 
-    PosswapError: both cards have text of their users.
+    PosswapError: the repository's card has text that the folder's has not.
     """
     try:
         there = Path(api.hf_hub_download(repo_id, CARD_FILE, revision=revision))
@@ -177,7 +177,7 @@ def _take_over(api: HfApi, repo_id: str, revision: str, folder: Path, new: list[
         return True
     if theirs.strip() and theirs.split() != ours.split():
         more = f"the card of {repo_id} has text that {folder / CARD_FILE} has not"
-        raise PosswapError(f"{more}: hf download {repo_id} {CARD_FILE}, or push with overwrite=True (--overwrite)")
+        raise PosswapError(f"{more}: hf download {repo_id} {CARD_FILE} --local-dir {folder}, or push with overwrite=True (--overwrite)")
     return False
 
 

@@ -50,8 +50,10 @@ def pairs_of_heads(families: Sequence[str], native: str, heads: Sequence[str]) -
 def build(kind: type, config: PreTrainedConfig, weights: dict[str, torch.Tensor], model: SwappedModel) -> PreTrainedModel:
     """Return a native model of this class with these weights, in the swapped model's dtype."""
     # RoFormer has only eager attention; with the others, the same implementation as before makes outputs equal bit for bit.
-    attention = {} if issubclass(kind, RoFormerPreTrainedModel) else {"attn_implementation": model.config._attn_implementation}
-    exported = kind._from_config(config, dtype=model.dtype, **attention)
+    options = {} if issubclass(kind, RoFormerPreTrainedModel) else {"attn_implementation": model.config._attn_implementation}
+    if options and getattr(model, "pooler", True) is None:  # as it was made; RoFormer never has one
+        options["add_pooling_layer"] = False
+    exported = kind._from_config(config, dtype=model.dtype, **options)
     # A bias or a norm's weight that the swapped model lacks is 0 or 1, as the class begins. Other names must fit: it is strict.
     simple = {name: value for name, value in exported.state_dict().items() if value.dim() == 1}
     exported.load_state_dict(simple | weights)

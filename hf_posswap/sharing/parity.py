@@ -37,10 +37,11 @@ class Certificate:
     deviation: float  # standard deviation of the swapped model's outputs
     left_out: tuple[str, ...]  # weights that the native class has no place for
     holds_for: tuple[str, ...]  # conditions on inputs; empty if any input will do
+    longest: int  # the swapped model's longest input; with dynamic scaling, the native config names the trained length
 
     @property
     def largest(self) -> float:
-        return max([*self.random.values(), *self.text.values()])
+        return float(torch.tensor([*self.random.values(), *self.text.values()]).max())  # NaN if one is
 
     def __str__(self) -> str:
         lines = [f"{self.source} -> {self.target}, {self.dtype}: largest difference of {self.output} {self.largest:.2g}"]
@@ -75,7 +76,7 @@ def certify(
         for kind, tokens in inputs.items():
             ours, theirs = (_outputs(one, tokens) for one in (model, exported))
             shared = [name for name in ours if name in theirs]  # RoFormer has no pooler
-            found[kind][length] = max(float((theirs[name] - ours[name]).abs().max()) for name in shared)
+            found[kind][length] = float(torch.stack([(theirs[name] - ours[name]).abs().max().cpu() for name in shared]).max())
             deviation = max(deviation, max(float(ours[name].std()) for name in shared if ours[name].numel() > 1))
     certificate = Certificate(
         source=f"{type(model).__name__}, {model.base_model.position_scheme}",
@@ -87,6 +88,7 @@ def certify(
         deviation=deviation,
         left_out=left_out,
         holds_for=holds_for,
+        longest=longest_input(model.config),
     )
     if not certificate.largest <= TOLERANCE[model.dtype] * max(deviation, 1e-6):  # NaN, too
         raise PosswapError(f"the exported model does not compute what the swapped one does:\n{certificate}")

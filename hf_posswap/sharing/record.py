@@ -107,7 +107,8 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
         read_config_entry(config)  # raises if it is invalid
         return "swapped", config.position_scheme, {"family": family_of(config).model_type, **about}
     if (folder / PARITY_FILE).is_file():
-        entry = _report(folder / PARITY_FILE, "certificate").get("position_scheme")
+        report = _report(folder / PARITY_FILE, "certificate")
+        entry, about["max_positions"] = report.get("position_scheme"), report.get("longest", longest)
         if not isinstance(entry, dict) or "trained_positions" not in entry:
             raise CheckpointError(f"{folder / PARITY_FILE} does not say which scheme was exported: export the model again")
         return "native", entry, {"family": config.model_type, **about}
