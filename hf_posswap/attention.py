@@ -215,6 +215,12 @@ def let_carry(cache: Cache | None, layers: list[int], head_dim: int) -> None:
             layer.keys = write_positions(layer.keys, to_digits(counted))
 
 
+def await_offloaded(cache: Cache) -> None:
+    """Wait for layers of an offloaded cache: they travel on a stream of their own, which only its next update waits for."""
+    if getattr(cache, "offloading", False) and torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def key_positions(
     cache: Cache | None, positions: torch.Tensor, slots: torch.Tensor, past, head_dim: int, carrier: int
 ) -> torch.Tensor:
@@ -229,6 +235,7 @@ def key_positions(
     if layer.keys.shape[-1] != head_dim + CARRIED:
         what = f"this {type(cache).__name__} holds keys of size {layer.keys.shape[-1]}, this model makes {head_dim}"
         raise PosswapError(f"{what} (and their positions): start with a new cache, and not with a quantized one")
+    await_offloaded(cache)
     stored = read_positions(layer.keys).to(positions.device)
     positions = positions.expand(stored.shape[0], -1)
     if isinstance(past, int):

@@ -50,6 +50,9 @@ def positioned_forward(base_class: type):
         past, slots = _slots(arguments.get(CACHE), inputs)
         if span is not None:
             span_mask.check_mask(inputs, past, arguments.get(CACHE))
+            asked, causal = arguments.get("is_causal"), self.architecture.is_causal(self.config)
+            if asked is not None and asked != causal:  # the family's forward writes it into the config, later than spans need it
+                raise PosswapError(f"with a span, is_causal={asked} belongs in the config: set model.config.is_causal")
         ids = arguments.get("position_ids")
         arguments["position_ids"], positions = _positions(self, inputs, ids, past, slots)
         tokens = Tokens(positions, slots, past, ids is not None)
@@ -94,7 +97,9 @@ def _check_length(base, scheme, tokens: Tokens) -> None:
     positions, slots, past, _ = tokens
     check_edits(base)
     limit = base.architecture.longest_input(base.config)
-    needed = past + slots.shape[-1] if isinstance(past, int) else 0
+    # While a CUDA graph is captured, as generate_batch does, no value may be read, and a row may hold many short texts.
+    captured = positions.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+    needed = past + slots.shape[-1] if isinstance(past, int) and not captured else 0
     # Values are read only where that costs nothing: not while tracing, and not where it would wait for a GPU, unless there are
     # more tokens than positions, as in a row of several texts. Under vmap there are none to read.
     look = tokens.length is None and positions.numel() and (positions.device.type == "cpu" or needed > limit)
@@ -134,6 +139,7 @@ def _share(base, arguments: dict, inputs: Inputs, tokens: Tokens) -> dict:
     if state.span is not None:
         use_cache = arguments.get("use_cache")
         use_cache = getattr(base.config, "use_cache", False) if causal and use_cache is None else use_cache
+        use_cache = use_cache and getattr(attentions[0], "layer_idx", None) is not None  # an ESM has no cache
         if cache is None and causal and use_cache and not base.training:  # the model itself would make one that keeps all keys
             crossing = arguments.get("encoder_hidden_states") is not None
             cache = EncoderDecoderCache(DynamicCache(), DynamicCache()) if crossing else DynamicCache()

@@ -7,7 +7,7 @@ keys to keep, rows may be padded on the left, and reordering or copying keys mov
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from hf_posswap.attention import MOST_POSITIONS, read_positions, self_cache
+from hf_posswap.attention import MOST_POSITIONS, await_offloaded, read_positions, self_cache
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.banded import Span
 
@@ -91,6 +91,7 @@ def keep_span(cache: Cache | None, spans: list[Span | None], *, counted: bool, i
     if plain and own.get_seq_length() == 0:
         own.layers = [DynamicLayer() if span is None else SpanLayer(span) for span in spans]
     elif plain and counted:  # built from tensors: its length leaves out forgotten keys
+        await_offloaded(own)
         positions = read_positions(own.layers[next(layer for layer, span in enumerate(spans) if span)].keys)
         if positions.masked_fill(positions == PADDING, 0).max() >= own.get_seq_length():
             what = "this cache was built from one that had forgotten keys, and does not know how many tokens were read"

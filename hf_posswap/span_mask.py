@@ -36,7 +36,10 @@ def check_mask(inputs: Inputs, past: int | torch.Tensor, cache) -> None:
 
 
 def with_padding(tokens: Tokens, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return positions (B or 1, Q) with `PADDING` where a 2D mask is 0, as keys take them into a span cache."""
+    """Return positions (B or 1, Q) with `PADDING` where a mask hides tokens, as keys take them into a span cache."""
+    if mask is not None and mask.dim() == 4:  # a token that no query sees
+        mask = (mask if mask.dtype == torch.bool else mask > -1e3).any(1).any(1)
+        mask = None if isinstance(tokens.past, int) and mask.shape[-1] < tokens.past + tokens.slots.shape[-1] else mask
     if mask is None or mask.dim() != 2:
         return tokens.positions
     return tokens.positions.masked_fill(~mask[:, tokens.slots[0]].bool(), PADDING)
@@ -89,7 +92,9 @@ def near_mask(base, span: Span, tokens: Tokens, keys: torch.Tensor, mask) -> tor
         if mask.shape[-1] != keys.shape[-1]:
             what = f"attention_mask has {mask.shape[-1]} columns for {keys.shape[-1]} keys"
             raise PosswapError(f"{what}: with a span a cache forgets keys, so give it a mask of 2 dimensions")
-        allowed = allowed & (mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2)
+        if mask.dtype != torch.bool:  # added as it is, as without a span
+            return torch.where(allowed, mask, torch.finfo(mask.dtype).min)
+        allowed = allowed & mask
     elif mask is not None and mask.shape[-1] == keys.shape[-1]:
         allowed = allowed & mask.bool()[:, None, None]
     if mask is None and tokens.fresh and tokens.given:

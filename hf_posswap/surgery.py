@@ -188,7 +188,7 @@ def install(
             _set_positions(attention, architecture.attention_class, None)
         else:
             positions.kind, positions.shown = kind, str(kinds[kind][0])
-            _set_positions(attention, POSITIONED_CLASSES[architecture.model_type], positions.train(model.training))
+            _set_positions(attention, POSITIONED_CLASSES[architecture.model_type], positions)
     architecture.resize(base, geometry.max_positions)
     if config is not None:
         _set_config(model, config, config)
@@ -315,6 +315,6 @@ def _set_positions(attention: nn.Module, attention_class: type, positions: nn.Mo
     attention.__class__ = attention_class
     if positions is not None:
         like = next(attention.parameters())  # layers of one model may live on several devices
-        attention.positions = positions.to(device=like.device, dtype=like.dtype)
+        attention.positions = positions.to(device=like.device, dtype=like.dtype).train(attention.training)
     elif hasattr(attention, "positions"):
         del attention.positions

@@ -74,6 +74,8 @@ def swap(
     check_not_in_composite(target)
     check_implementation(scheme, span, target.config._attn_implementation)
     undo = undo_of(target)
+    if undo is not None:
+        _check_layers(target, architecture, undo)
     if undo is not None and undo.fingerprint != surgery.fingerprint(target, architecture):
         what = f"this model's weights have changed since it was swapped to {target.position_scheme} (trained, cast or loaded)"
         way = "call posswap.restore(model) to swap the original, or save and load the model to swap it as it is"
@@ -197,11 +199,8 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
             way = "Load the original checkpoint, or restore the whole model"
             raise PosswapError(f"the original positions are not here: {why}. {way}")
         raise PosswapError(f"this {type(target).__name__} is not swapped: there is nothing to restore")
-    attentions = architecture.self_attentions(target.base_model)
-    kept = undo.snapshot
-    if [one for one, *_ in kept.attentions] != attentions:
-        what = "layers were deleted, added or moved since the swap, and the original's attention fits none of these"
-        raise PosswapError(f"{what}: put them back first, or save the model and load it: what is saved is as it is now")
+    _check_layers(target, architecture, undo)
+    attentions, kept = architecture.self_attentions(target.base_model), undo.snapshot
     own = kept.query_keys is None or surgery.can_write_query_keys(attentions, architecture)
     if not (own and surgery.can_write_attention_weights(attentions, kept.attention_weights)):
         what = "the projections of attention have been pruned, parametrized or replaced since the swap or fit"
@@ -213,6 +212,12 @@ def restore(model: PreTrainedModel, *, keep_training: bool = False) -> PreTraine
     if undo.pipeline:
         change(model, **undo.pipeline)
     return model
+
+
+def _check_layers(target: PreTrainedModel, architecture: Architecture, undo: Undo) -> None:
+    if [one for one, *_ in undo.snapshot.attentions] != architecture.self_attentions(target.base_model):
+        what = "layers were deleted, added or moved since the swap, and the original's attention fits none of these"
+        raise PosswapError(f"{what}: put them back first, or save the model and load it: what is saved is as it is now")
 
 
 def _revert(target: PreTrainedModel, architecture: Architecture, undo: Undo) -> None:

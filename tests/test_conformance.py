@@ -289,7 +289,7 @@ BROKEN = {  # scheme, or its module; the checks that fail; what one of the reaso
     "used up": (scheme(Sinking, module=UsesUpWhatIsShared, shift_invariant=False), "gradient checkpointing", "pop from empty"),
     "not saved": (LearnsWhatIsNotSaved, "save and reload", "outputs of the loaded model"),
     "shared copies": (SharedByCopies, "deepcopy", "after its copy was changed"),
-    "short": (TrainedLengthOnly, "longer than trained, phase precision", "IndexError: index 32 is out of bounds"),
+    "short": (TrainedLengthOnly, "longer than trained, phase precision, shift invariance", "IndexError: index 32 is out of bounds"),
     "rows": (RowsOfItsOwn, "longer than trained", "rows has another shape .*: say `resizable"),
     "half precision": (HalfPrecisionPhase, "phase precision", "off by .* at position 4000"),
 }
@@ -363,6 +363,16 @@ def test_what_is_not_asked(unasked, says):
     """A span that no layer takes, and a shift invariance that is not claimed: pointed out, and no failure."""
     found = check_scheme(unasked, models=ONE)
     assert found.passed and says in str(found)
+
+
+@pytest.mark.parametrize(
+    ("other", "claimed"),
+    [("self-extend", False), ("rotary", True), *((f"rotary:scaling={{rope_type={k},factor=2}}", k == "linear") for k in ("linear", "dynamic"))],
+)
+def test_shifts_beyond_the_trained_length(other, claimed):
+    """What groups or scales by length does not claim to see distances alone, and a check sees that it does not."""
+    found = check_scheme(other, models=ONE)
+    assert found.passed and ("it is not claimed, and does not hold" in str(found)) != claimed
 
 
 def test_the_table():

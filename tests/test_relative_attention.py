@@ -234,6 +234,12 @@ def test_bad_input(change, says):
     refused(says, relative_attention, **arguments)
 
 
+def test_no_query():
+    """Of no queries there is no result."""
+    query, *others = inputs((2, 2, 5, 5, 3))
+    assert relative_attention(query[:, :, :0], *others, clip=3).shape == (2, 2, 0, HEAD_DIM)
+
+
 def test_implementation_of_a_model(make_model, make_swapped, tokens):
     """The implementation is set for all layers, changes no number and is not saved; a wrong name is refused."""
     refused("no relative positions", posswap.set_relative_implementation, make_model("bert"), "window")

@@ -139,6 +139,10 @@ def test_a_mask_with_one_row(make_model):
     mask[1, 280:] = False
     model = posswap.swap(make_model("bert", "sdpa"), "self-extend:near=4,group=3", max_positions=300).eval()
     assert_close(model(tokens, attention_mask=mask[:, None, None]).logits, model(tokens, attention_mask=mask).logits)
+    causal = posswap.swap(make_model("gpt2", "sdpa"), "self-extend:near=4,group=3", max_positions=300).eval()
+    whole = mask[:, None, None].expand(-1, -1, 300, -1)  # every query sees every key
+    expected = causal(tokens, attention_mask=whole, use_cache=False).logits
+    assert_close(causal(tokens, attention_mask=mask[:, None, None], use_cache=False).logits, expected)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])

@@ -214,6 +214,44 @@ def test_gradients(make, family, text):
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @torch.no_grad()
+def test_a_mask_that_is_added(make, family, text, backend):
+    """A floating mask of four dimensions is added to scores, as without a span: -10,000 hides, -2 makes less likely."""
+    causal, seen = family != "bert", dense(9, 0, 40, family != "bert").expand(2, -1, -1, -1)
+    model, plain = make(family, "rotary", backend, span=20), make(family, "rotary", backend)
+    for low in (-1e4, -2.0):
+        near = torch.zeros(2, 1, 40, 40).masked_fill(~dense(20, model.config.position_scheme["span"]["first"], 40, causal), -1e9)
+        added = torch.zeros(2, 1, 40, 40).masked_fill(~seen, low)
+        expected = plain(text, attention_mask=near + added).logits
+        assert_close(model(text, attention_mask=added).logits, expected, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_whole_mask_and_then_a_row(make, text):
+    """Padding that a mask of four dimensions hides is padding in the cache, too, for what is read with one of two."""
+    model, real = make("gpt2", "rotary", "eager", span=6, first=3), torch.ones_like(text)
+    real[1, :4] = 0
+    ids = (real.cumsum(-1) - 1).clamp(min=0)
+    whole = torch.ones(20, 20).tril().bool() & real[:, None, None, :20].bool()
+    expected = model(text[:, :20], attention_mask=real[:, :20], position_ids=ids[:, :20]).past_key_values
+    given = model(text[:, :20], attention_mask=whole, position_ids=ids[:, :20]).past_key_values
+    for place in range(20, 24):
+        asked = {"attention_mask": real[:, : place + 1], "position_ids": ids[:, place : place + 1]}
+        one, other = (model(text[:, place : place + 1], past_key_values=cache, **asked).logits for cache in (expected, given))
+        assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_span_asks_the_config(make, text):
+    """Whether a model looks ahead is said in its config, not in a call; a decoder without a cache, ESM, needs none."""
+    for backend in ("eager", "sdpa"):
+        model = make("gpt2", "rotary", backend, span=6)
+        refused("is_causal=False belongs in the config", model, text, is_causal=False)
+        model(text, is_causal=True)
+    model = make("esm", "rotary", "sdpa", span=6, is_decoder=True)
+    assert_close(model(text).logits, model(text, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@torch.no_grad()
 def test_masks_longer_than_the_text(make, text, backend):
     """Of a static cache's fixed mask, columns are those of the tokens read."""
     model = make("gpt2", "rotary", span=5, backend=backend)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import changes, refused, snapshot
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, BertForMaskedLM
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, BertForMaskedLM
 
 import hf_posswap as posswap
 from hf_posswap.contract.subject import FAMILIES
@@ -193,3 +193,18 @@ def test_a_plain_class_of_a_swapped_config(make_model):
     plain = BertForMaskedLM(swapped.config)
     for use in (posswap.describe, lambda one: posswap.swap(one, "alibi"), posswap.restore):
         refused("made from the config of a swapped model.*make a PosswapBertForMaskedLM", use, plain)
+
+
+def test_restored_positions_have_the_mode_of_the_model(make_swapped, tmp_path):
+    """Self-Extend reads otherwise in training: positions that come back know that the model is evaluated by now."""
+    make_swapped("bert", "self-extend").save_pretrained(tmp_path)
+    loaded = AutoModelForMaskedLM.from_pretrained(tmp_path).train()
+    posswap.restore(posswap.swap(loaded, "rotary").eval())
+    assert not any(module.training for module in loaded.modules())
+
+
+def test_layers_that_were_put_back(make_swapped):
+    """A copy of a layer holds the same weights, but is not what was swapped: another swap could not undo it."""
+    model = make_swapped("bert", "relative:clip=4")
+    model.bert.encoder.layer[0] = copy.deepcopy(model.bert.encoder.layer[0])
+    refused("layers were deleted, added or moved", posswap.swap, model, "alibi")

@@ -22,7 +22,7 @@ class Roberta(Bert):
     attention_class = RobertaSelfAttention
 
     def first_row(self, config):
-        return config.pad_token_id + 1
+        return 0 if config.pad_token_id is None else config.pad_token_id + 1  # None: was set later, see `check_edits`
 
     def position_ids(self, base, inputs, past):
         embeddings = base.embeddings

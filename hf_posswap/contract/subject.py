@@ -20,7 +20,7 @@ from hf_posswap.surgery import geometry_of, position_modules
 from hf_posswap.swapping import swap
 
 TRAINED, LENGTH = 32, 20  # positions of the models before a swap; tokens of an input
-TOLERANCE, VISIBLE = 1e-4, 1e-2  # largest change by rounding, smallest change that counts; relative to the largest output
+TOLERANCE, VISIBLE = 1e-4, 1e-2  # largest change by rounding, smallest change that counts; relative to an output above 1
 BACKENDS = ("eager", "sdpa")
 FAMILIES = ("bert", "bert-decoder", "gpt2")  # families in a report; the checks work with all others, too
 # Config fields of tiny models that differ from BERT's.

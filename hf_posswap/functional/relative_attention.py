@@ -58,6 +58,8 @@ def relative_attention(
     torch.Size([1, 2, 5, 8])
     """
     _check(query, key, value, key_table, value_table, clip, key_mask, dropout, implementation)
+    if not query.numel():
+        return torch.zeros_like(query)  # no queries
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if query.shape[2] == 1 and implementation == "auto":
         return _single_query(query, key, value, key_table, value_table, clip, key_mask, dropout, scale)

@@ -32,9 +32,9 @@ def load_scheme(source: str) -> Scheme | type[Scheme]:
     finally:
         SCHEMES.clear()
         SCHEMES.update(known)
-        for key in set(sys.modules) - modules:  # its helper modules: another folder's may have the same names
-            if "." not in key and _lies_in(sys.modules[key], folders):
-                del sys.modules[key]
+        new = set(sys.modules) - modules  # its helper modules: another folder's may have the same names
+        for key in [one for one in new if _lies_in(sys.modules.get(one.partition(".")[0]), folders)]:
+            del sys.modules[key]
     schemes = {key: value for key, value in found.items() if _is_scheme(value)}
     if name not in schemes:
         what = f"is {found[name]!r}, no scheme" if name in found else "is not there" if name else "does not say which scheme"

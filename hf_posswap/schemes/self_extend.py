@@ -6,7 +6,7 @@ Near keys keep their distance d = j - i, far ones get that of their groups of G 
     d'(i, j) = j - i                                       where |j - i| < near
     d'(i, j) = j // G - i // G + sign(j - i) s             elsewhere,  s = near - near // G
 
-So a text of L tokens shows the model no distance above near + (L - near) / G: for near = 192 and G = 64, 4,096 tokens look like
+So a text of L tokens shows the model distances up to about near + (L - near) / G: for near = 192 and G = 64, 4,096 tokens look like
 253. The order of near words is exact, that of far ones is known by groups. The paper has it for causal models; here far keys on
 the right of a query, in encoders, are the mirror image of those on the left.
 
@@ -79,7 +79,7 @@ class SelfExtendPositions(RotaryPositions):
         shift, to_group = self.near - self.near // self.group, position_ids // self.group - position_ids
         turns = position_ids, keys // self.group - keys, to_group + shift, to_group - shift
         places = AttentionPositions.prepare(self, position_ids, slots, None, keys)
-        looks_ahead = attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[-2] > 1
+        looks_ahead = attention_mask is not None and attention_mask.dim() == 4 and position_ids.shape[-1] > 1
         return Turns(places, *(RotaryPositions.prepare(self, turn, slots, None, None) for turn in turns), looks_ahead)
 
     def rotate(self, states, shared):

@@ -5,7 +5,7 @@
 
 Layouts: `interleaved` as printed; `cosine_first` has each pair the other way round, and `halves` all sines before all
 cosines, the same numbers; `tensor2tensor` is what the authors' code computes (get_timing_signal_1d): halves, with E/2 - 1
-steps from wavelength 2 pi to base * 2 pi, so the frequencies differ by up to 15 % from the printed ones.
+steps from wavelength 2 pi to base * 2 pi, so the frequencies differ from the printed ones, by up to 15 % at E = 128.
 
 Such rows have the norm sqrt(E / 2), 19.6 at E = 768, far above a trained network's table: dropped in as printed they
 destroy a pretrained model. `project=True` puts a linear map behind them, fitted to the table (see `fit_table`).
