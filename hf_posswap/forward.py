@@ -51,14 +51,14 @@ def positioned_forward(base_class: type):
         if span is not None:
             span_mask.check_mask(inputs, past, arguments.get(CACHE))
             asked, causal = arguments.get("is_causal"), self.architecture.is_causal(self.config)
-            if asked is not None and asked != causal:  # the family's forward writes it into the config, later than spans need it
+            if asked is not None and asked != causal:  # the family's forward writes it into the config, too late for a span
                 raise PosswapError(f"with a span, is_causal={asked} belongs in the config: set model.config.is_causal")
         ids = arguments.get("position_ids")
         arguments["position_ids"], positions = _positions(self, inputs, ids, past, slots)
         tokens = Tokens(positions, slots, past, ids is not None)
         _check_length(self, scheme, tokens)
         if hasattr(self.architecture.self_attentions(self)[0], "positions"):
-            arguments |= _share(self, arguments, inputs, tokens)
+            arguments |= _share(self, arguments, tokens)
         return base_class.forward(self, **arguments)
 
     return forward
@@ -121,7 +121,7 @@ def _check_length(base, scheme, tokens: Tokens) -> None:
         warnings.warn(f"{what}: {way}", stacklevel=3)
 
 
-def _share(base, arguments: dict, inputs: Inputs, tokens: Tokens) -> dict:
+def _share(base, arguments: dict, tokens: Tokens) -> dict:
     """Return the arguments to replace: what layers share of positions, by kind, the mask and the cache."""
     state, causal = state_of(base), base.architecture.is_causal(base.config)
     mask, cache, past = arguments.get("attention_mask"), arguments.get(CACHE), tokens.past

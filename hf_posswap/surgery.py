@@ -279,11 +279,8 @@ def write_attention_weights(attentions: list[nn.Module], weights: list[dict[str,
 
 def can_write_attention_weights(attentions: list[nn.Module], weights: list[dict[str, torch.Tensor]] | None) -> bool:
     """Whether there is a parameter of the same shape for each of these copies."""
-    for attention, values in zip(attentions, weights or (), strict=weights is not None):
-        parameters = _weights(attention)
-        if any(name not in parameters or parameters[name].shape != value.shape for name, value in values.items()):
-            return False
-    return True
+    pairs = [(_weights(one), values) for one, values in zip(attentions, weights or (), strict=weights is not None)]
+    return all(name in own and own[name].shape == value.shape for own, values in pairs for name, value in values.items())
 
 
 def can_write_query_keys(attentions: list[nn.Module], architecture: Architecture) -> bool:

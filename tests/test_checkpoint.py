@@ -12,27 +12,19 @@ import pytest
 import torch
 from conftest import KINDS, refused, rewrite, run_python
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    BertForMaskedLM,
-    GPT2LMHeadModel,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, BertForMaskedLM, GPT2LMHeadModel
 
 import hf_posswap as posswap
 from hf_posswap.checkpoint import STUB
+from hf_posswap.contract.subject import auto_class
 from hf_posswap.scheme_entry import on_hub
 
-AUTO = {"bert": AutoModelForMaskedLM, "bert-decoder": AutoModelForCausalLM, "gpt2": AutoModelForCausalLM}
 STOCK = {"bert": BertForMaskedLM, "gpt2": GPT2LMHeadModel}
 
 
 def load(family: str, folder, **options):
     """Load without missing, unexpected or mismatched weights."""
-    loaded, info = AUTO[family].from_pretrained(folder, output_loading_info=True, **options)
+    loaded, info = auto_class(family).from_pretrained(folder, output_loading_info=True, **options)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
     return loaded.eval()
 
@@ -204,7 +196,7 @@ def test_config_and_from_config(make_swapped, family, tmp_path, tokens):
         make_swapped(family, scheme).save_pretrained(tmp_path)
         config = AutoConfig.from_pretrained(tmp_path)
         assert config.model_type == f"posswap-{family.removesuffix('-decoder')}"
-        model = AUTO[family].from_config(config)
+        model = auto_class(family).from_config(config)
         model(tokens, labels=tokens).loss.backward()
         assert all(p.isfinite().all() and p.grad is not None for p in model.parameters())
         assert model.get_input_embeddings().weight.std().item() == pytest.approx(config.initializer_range, rel=0.1)
@@ -230,7 +222,7 @@ def test_broken_config(make_swapped, entry, message, tmp_path):
     family = "gpt2" if entry and "clip" in entry else "bert"
     make_swapped(family, "relative:clip=4").save_pretrained(tmp_path)
     edit_config(tmp_path, entry)
-    refused(message, AUTO[family].from_pretrained, tmp_path)
+    refused(message, auto_class(family).from_pretrained, tmp_path)
 
 
 @pytest.mark.parametrize(("family", "size"), [("bert", 0), ("bert-decoder", 4), ("gpt2", 100), ("bert", 20_000)])
@@ -239,10 +231,10 @@ def test_truncated_weights(make_swapped, family, size, tmp_path):
     make_swapped(family, "rotary").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
-    refused("truncated or corrupted", AUTO[family].from_pretrained, tmp_path)
+    refused("truncated or corrupted", auto_class(family).from_pretrained, tmp_path)
     path.unlink()
     torch.save(make_swapped(family, "rotary").state_dict(), tmp_path / "pytorch_model.bin")
-    refused("no file named model.safetensors", AUTO[family].from_pretrained, tmp_path, error=OSError)
+    refused("no file named model.safetensors", auto_class(family).from_pretrained, tmp_path, error=OSError)
 
 
 LOST = [
@@ -262,7 +254,7 @@ def test_missing_position_weights(make_swapped, family, scheme, lost, tmp_path):
     assert len(dropped) in (1, 2)
     rewrite(tmp_path / "model.safetensors", lambda weights: [weights.pop(name) for name in dropped])
     with pytest.raises(posswap.PosswapError, match="lacks position weights") as raised:
-        AUTO[family].from_pretrained(tmp_path)
+        auto_class(family).from_pretrained(tmp_path)
     assert all(name in str(raised.value) for name in dropped)
 
 
@@ -291,8 +283,8 @@ def test_position_weights_of_another_shape(make_swapped, family, tmp_path):
     """Tables that do not fit the scheme in the config are refused, even where transformers is told to ignore that."""
     make_swapped(family, "relative:clip=4").save_pretrained(tmp_path)
     edit_config(tmp_path, {"clip": 5, "edited": True})
-    refused("mismatch", AUTO[family].from_pretrained, tmp_path, error=(RuntimeError, posswap.PosswapError))
-    refused("key_table", AUTO[family].from_pretrained, tmp_path, ignore_mismatched_sizes=True)
+    refused("mismatch", auto_class(family).from_pretrained, tmp_path, error=(RuntimeError, posswap.PosswapError))
+    refused("key_table", auto_class(family).from_pretrained, tmp_path, ignore_mismatched_sizes=True)
 
 
 @pytest.mark.parametrize("scheme", ["learned", "learned:extend=tile"])
@@ -302,7 +294,7 @@ def test_a_table_with_a_span(make_model, family, tokens, scheme, tmp_path):
     plain = type(model)
     posswap.swap(model, scheme, max_positions=None if scheme == "learned" else 48, span=4).save_pretrained(tmp_path)
     refused("ignore_mismatched_sizes", plain.from_pretrained, tmp_path, error=RuntimeError)
-    again = AUTO[family].from_pretrained(tmp_path).eval()
+    again = auto_class(family).from_pretrained(tmp_path).eval()
     expected = model(tokens).logits
     torch.testing.assert_close(again(tokens).logits, expected, rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(posswap.restore(model)(tokens).logits, make_model(family)(tokens).logits, rtol=0, atol=0)
@@ -312,7 +304,7 @@ def test_a_table_with_a_span(make_model, family, tokens, scheme, tmp_path):
     table = next(name for name in names if re.search(r"(wpe|position_embeddings)\.weight", name))
     rewrite(tmp_path / "model.safetensors", lambda weights: weights.update({table: weights[table][:-1].clone()}))
     for _ in range(2):
-        again = AUTO[family].from_pretrained(tmp_path).eval()
+        again = auto_class(family).from_pretrained(tmp_path).eval()
         torch.testing.assert_close(again(tokens).logits, expected, rtol=1e-3, atol=1e-4)
         again.save_pretrained(tmp_path)
 
@@ -337,17 +329,17 @@ def test_an_edited_config_that_is_meant(make_swapped, tmp_path):
     """It says so itself; and only positions are guarded: other shapes are between the user and transformers."""
     make_swapped("gpt2", "relative:clip=4").save_pretrained(tmp_path)
     edit_config(tmp_path, {"trained_positions": 31, "edited": True})
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, vocab_size=50, ignore_mismatched_sizes=True)
+    model = auto_class("gpt2").from_pretrained(tmp_path, vocab_size=50, ignore_mismatched_sizes=True)
     assert posswap.describe(model).trained_positions == 31 and model.get_input_embeddings().num_embeddings == 50
 
 
-@pytest.mark.parametrize("auto_class", [AutoModel, AutoModelForCausalLM])
-def test_broken_position_weights(make_swapped, auto_class, tmp_path):
+@pytest.mark.parametrize("auto", [AutoModel, auto_class("gpt2")])
+def test_broken_position_weights(make_swapped, auto, tmp_path):
     """NaN in a table is refused."""
     make_swapped("gpt2", "relative:clip=4").save_pretrained(tmp_path)
     table = "transformer.h.0.attn.positions.key_table"
     rewrite(tmp_path / "model.safetensors", lambda weights: weights[table].fill_(float("nan")))
-    refused("key_table holds NaN or infinite numbers", auto_class.from_pretrained, tmp_path, error=posswap.CheckpointError)
+    refused("key_table holds NaN or infinite numbers", auto.from_pretrained, tmp_path, error=posswap.CheckpointError)
 
 
 def test_a_base_on_the_hub_is_known(make_model, tmp_path, monkeypatch):

@@ -107,12 +107,8 @@ def test_a_card_has_results_of_its_own_span(make_model, tmp_path, program):
     """Runs without the model's span, or with another, are not the model's; with one that is, the card names that row."""
     posswap.swap(make_model("gpt2"), "rotary", span=8).save_pretrained(tmp_path / "near")
     command = ("card", tmp_path / "near", "--base-model", "local:tiny", "--results", tmp_path / "runs")
-    for name, options in (
-        ("whole", {}),
-        ("wider", {"span": 9, "first": 4}),
-        ("first", {"span": 8, "first": 2}),
-        ("bare", {"span": 8}),
-    ):
+    runs = {"whole": {}, "wider": {"span": 9, "first": 4}, "first": {"span": 8, "first": 2}, "bare": {"span": 8}}
+    for name, options in runs.items():
         write_run(tmp_path / "runs" / name, {"accuracy": 0.5}, scheme="rotary", **options)
     rewrite(tmp_path / "runs/bare/result.json", lambda run: run["config"].pop("first"))  # another program's
     what = "no run with rotary (span 8, first 4), the model's positions"

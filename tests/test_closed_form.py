@@ -8,16 +8,7 @@ import torch
 import hf_posswap as posswap
 from hf_posswap.architectures import QueryKey
 from hf_posswap.fitting.fit import fit
-from hf_posswap.functional.closed_form import (
-    Evidence,
-    balance,
-    fit_kernel,
-    fit_relative_keys,
-    missing_scores,
-    second_moment,
-    solve_with_ridge,
-    write_kernel,
-)
+from hf_posswap.functional.closed_form import Evidence, balance, fit_kernel, missing_scores, second_moment, write_kernel
 from hf_posswap.schemes import Geometry, Relative, Rotary, relative
 
 HEADS, DIM, LENGTH = 2, 8, 12
@@ -104,7 +95,7 @@ def test_balance(random, scheme):
 
 
 def test_balance_of_a_dead_head(random):
-    """A head whose queries are zero, as pruning by masks leaves them, scores nothing as before, and its keys keep their size."""
+    """A head whose queries are zero, as masks leave them, scores nothing as before, and its keys keep their size."""
     query_key, states = projections(random), random(20, 10, HEADS * DIM)
     for tensor in query_key.tensors()[:2]:  # weight and bias of queries
         tensor[:DIM] = 0
@@ -220,7 +211,7 @@ def test_fit_relative_keys_is_least_squares(random, shared, unseen):
     masses[..., rows - unseen :] = 0
     targets = targets * masses
     targets = targets - masses * targets.sum(-1, keepdim=True) / masses.sum(-1, keepdim=True)  # as `missing_scores` gives them
-    found = fit_relative_keys(queries, masses, targets, shared=shared, ridge=1e-12, tolerance=1e-12)
+    found = relative.fit_relative_keys(queries, masses, targets, shared=shared, ridge=1e-12, tolerance=1e-12)
     assert found.shape == (1 if shared else heads, rows, dim)
     if shared:
         expected = dense_keys(queries.flatten(0, 1), masses.flatten(0, 1), targets.flatten(0, 1))[None]
@@ -238,8 +229,8 @@ def test_fit_relative_keys_is_least_squares(random, shared, unseen):
 def test_relative_solves_planted_tables(random, causal, options, monkeypatch):
     """At no ridge a layer's attention is found to numerical precision, padding and all."""
     exact = {"ridge": 1e-12, "tolerance": 1e-12}
-    monkeypatch.setattr(relative, "fit_relative_keys", lambda *a, **k: fit_relative_keys(*a, **k, **exact))
-    monkeypatch.setattr(relative, "solve_with_ridge", lambda moment, product, _: solve_with_ridge(moment, product, 1e-12))
+    monkeypatch.setattr(relative, "fit_relative_keys", lambda *a, own=relative.fit_relative_keys, **k: own(*a, **k, **exact))
+    monkeypatch.setattr(relative, "solve_with_ridge", lambda a, b, _, own=relative.solve_with_ridge: own(a, b, 1e-12))
     positions = Relative(clip=3, **options).attention_module(GEOMETRY).double()
     planted = Relative(clip=3, **options).attention_module(GEOMETRY).double()
     with torch.no_grad():

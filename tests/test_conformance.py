@@ -53,21 +53,14 @@ class Waves(Scheme):
         return self.module(geometry)
 
 
-class Plain(AttentionPositions):
-    """Attention as it is."""
-
-    def __init__(self, geometry):
-        super().__init__()
-
-
-class Slope(Plain):
+class Slope(AttentionPositions):
     """Scores sink with the distance of positions, by a learned slope a head."""
 
     needs_key_positions = True
 
-    def __init__(self, geometry):
-        super().__init__(geometry)
-        self.slope = nn.Parameter(torch.zeros(geometry.num_heads, 1, 1))
+    def __init__(self):
+        super().__init__()
+        self.slope = nn.Parameter(torch.zeros(2, 1, 1))
 
     def prepare(self, position_ids, slots, length, key_positions, attention_mask=None):
         return position_ids, key_positions, slots
@@ -102,7 +95,7 @@ class Sinking(Scheme):
     module: ClassVar[type] = Slope
 
     def attention_module(self, geometry):
-        return self.module(geometry)
+        return self.module()
 
 
 def scheme(base: type[Scheme], **members) -> type[Scheme]:
@@ -168,7 +161,7 @@ class WritesToPositions(Sines):
         return code
 
 
-class OnlyScales(Plain):
+class OnlyScales(AttentionPositions):
     def rotate(self, states, shared):
         return 1.5 * states
 
@@ -221,7 +214,7 @@ class SameBlocks(Slope):
         return super().distances(shared, queries, keys)[..., :queries, :keys]
 
 
-class BiasOfItsOwn(Plain):
+class BiasOfItsOwn(AttentionPositions):
     def prepare(self, position_ids, slots, *others):
         return slots
 
@@ -229,12 +222,12 @@ class BiasOfItsOwn(Plain):
         return torch.zeros(1, 1, shared.shape[-1], key_length)
 
 
-class WithoutKeys(Plain):
+class WithoutKeys(AttentionPositions):
     def bias(self, shared, key_length):
         return -shared.distances(key_length)[:, None].abs()
 
 
-class UsesUpWhatIsShared(Plain):
+class UsesUpWhatIsShared(AttentionPositions):
     def prepare(self, position_ids, *others):
         return [position_ids[:, None, :, None].cos()] * 4  # of two layers, for queries and keys
 
@@ -289,7 +282,11 @@ BROKEN = {  # scheme, or its module; the checks that fail; what one of the reaso
     "used up": (scheme(Sinking, module=UsesUpWhatIsShared, shift_invariant=False), "gradient checkpointing", "pop from empty"),
     "not saved": (LearnsWhatIsNotSaved, "save and reload", "outputs of the loaded model"),
     "shared copies": (SharedByCopies, "deepcopy", "after its copy was changed"),
-    "short": (TrainedLengthOnly, "longer than trained, phase precision, shift invariance", "IndexError: index 32 is out of bounds"),
+    "short": (
+        TrainedLengthOnly,
+        "longer than trained, phase precision, shift invariance",
+        "IndexError: index 32 is out of bounds",
+    ),
     "rows": (RowsOfItsOwn, "longer than trained", "rows has another shape .*: say `resizable"),
     "half precision": (HalfPrecisionPhase, "phase precision", "off by .* at position 4000"),
 }
@@ -367,7 +364,12 @@ def test_what_is_not_asked(unasked, says):
 
 @pytest.mark.parametrize(
     ("other", "claimed"),
-    [("self-extend", False), ("rotary", True), *((f"rotary:scaling={{rope_type={k},factor=2}}", k == "linear") for k in ("linear", "dynamic"))],
+    [
+        ("self-extend", False),
+        ("rotary", True),
+        ("rotary:scaling={rope_type=linear,factor=2}", True),
+        ("rotary:scaling={rope_type=dynamic,factor=2}", False),
+    ],
 )
 def test_shifts_beyond_the_trained_length(other, claimed):
     """What groups or scales by length does not claim to see distances alone, and a check sees that it does not."""

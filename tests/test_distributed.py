@@ -132,11 +132,9 @@ def test_a_recipe_on_two_processes(folder, alone, together):
 
 def test_sharded_processes_take_the_steps_of_one(folder, alone):
     """FSDP2: halves of the weights, the losses of one process, exact resuming from a sharded checkpoint, a model to measure."""
-    for rank in _fork("fsdp", folder / "fsdp"):
-        assert rank["wrapped"] == ["BertLayer"] and rank["share"] == pytest.approx(0.5, abs=0.05)
-        assert rank["resumed"] == pytest.approx(rank["ragged"], abs=1e-6)
-        _same_training(rank, alone)
-    _same_models(folder / "one", folder / "fsdp")
+    ranks = _fork("fsdp", folder / "fsdp")
+    assert all(rank["wrapped"] == ["BertLayer"] and rank["share"] == pytest.approx(0.5, abs=0.05) for rank in ranks)
+    _same_training(ranks, alone, folder / "one", folder / "fsdp")
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -145,19 +143,17 @@ def test_deepspeed_takes_the_steps_of_one(folder, alone, stage):
     pytest.importorskip("deepspeed", reason="what this tests is there with: pip install deepspeed")
     variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false"}
     variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(stage)
-    for rank in _launch("deepspeed", folder / f"stage{stage}", **variables):
+    ranks = _launch("deepspeed", folder / f"stage{stage}", **variables)
+    for rank in ranks:
         assert (rank["type"], rank["processes"], rank["stage"]) == ("DistributedType.DEEPSPEED", 2, stage)
+    _same_training(ranks, alone, folder / "one", folder / f"stage{stage}")
+
+
+def _same_training(ranks, alone, one, other):
+    for rank in ranks:
         assert rank["resumed"] == pytest.approx(rank["ragged"], abs=1e-6)
-        _same_training(rank, alone)
-    _same_models(folder / "one", folder / f"stage{stage}")
-
-
-def _same_training(rank, alone):
-    for name in ("even", "ragged", "even_after", "ragged_after", "finished"):
-        assert rank[name] == pytest.approx(alone[name], abs=1e-4), name
-
-
-def _same_models(one, other):
+        for name in ("even", "ragged", "even_after", "ragged_after", "finished"):
+            assert rank[name] == pytest.approx(alone[name], abs=1e-4), name
     for name, auto_class in (("model", AutoModelForMaskedLM), ("even", AutoModelForCausalLM)):
         whole, gathered = (auto_class.from_pretrained(folder / name) for folder in (one, other))
         for (key, value), found in zip(whole.named_parameters(), gathered.parameters(), strict=True):

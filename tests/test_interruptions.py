@@ -95,15 +95,18 @@ def test_a_second_ctrl_c_acts_as_usual(make_model, tmp_path, monkeypatch):
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_folder_with_checkpoints_is_not_begun_again(make_model, tmp_path):
-    """A folder with checkpoints takes no new run; what killed runs left half written is removed."""
+def test_a_folder_with_checkpoints_is_not_begun_again(make_model, tmp_path, watch):
+    """A folder with checkpoints takes no new run; what killed runs left half written is removed; files execute nothing."""
     config = TrainingConfig(max_steps=2, batch_size=8, checkpoint_every=1)
     for remnant in ("writing-step-00000009", "removing-step-00000001"):
         (tmp_path / "checkpoints" / remnant).mkdir(parents=True)
     trained(make_model("gpt2"), config, output=tmp_path)
     assert checkpoint_names(tmp_path) == ["step-00000001", "step-00000002"]
     refused("earlier run", trained, make_model("gpt2"), config, output=tmp_path)
+    loads = watch(torch, "load")
     assert len(trained(make_model("gpt2"), config, output=tmp_path, resume=True)[1].losses) == 2  # it was at its end
+    assert [load.kwargs["weights_only"] for load in loads] == [True] * 3  # optimizer, schedule, random states
+    assert (tmp_path / "checkpoints" / "step-00000002" / "model.safetensors").exists()
 
 
 def test_resume_may_change_how_but_not_what(make_model, tmp_path):
@@ -156,17 +159,6 @@ def test_a_checkpoint_that_is_cut_off(make_model, tmp_path):
         (last / name).write_bytes(kept)
     shutil.rmtree(last)
     assert trained(make_model("gpt2"), config, output=tmp_path, resume=True)[1].losses == whole.losses
-
-
-def test_checkpoints_are_read_without_executing_anything(make_model, tmp_path, watch):
-    """Every torch file of a checkpoint is read with weights_only=True."""
-    config = TrainingConfig(max_steps=2, batch_size=8, checkpoint_every=1)
-    trained(make_model("gpt2"), config, output=tmp_path)
-    loads = watch(torch, "load")
-    trained(make_model("gpt2"), config, output=tmp_path, resume=True)
-    # Optimizer, schedule, random states; weights are safetensors.
-    assert [load.kwargs["weights_only"] for load in loads] == [True] * 3
-    assert (tmp_path / "checkpoints" / "step-00000002" / "model.safetensors").exists()
 
 
 EVERY = 2  # steps between the checkpoints of runs that are killed

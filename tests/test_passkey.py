@@ -12,17 +12,8 @@ from transformers import BertForQuestionAnswering, BertTokenizer, PreTrainedToke
 
 from hf_posswap.data.text import split_of
 from hf_posswap.errors import DataError
-from hf_posswap.measure.passkey import (
-    CANDIDATES,
-    FILLER,
-    NAMES,
-    PasskeyExamples,
-    PasskeyText,
-    PasskeyTexts,
-    depth_texts,
-    point_at_keys,
-    recall_keys,
-)
+from hf_posswap.measure import passkey
+from hf_posswap.measure.passkey import FILLER, NAMES, PasskeyExamples, PasskeyTexts, depth_texts, point_at_keys, recall_keys
 from hf_posswap.training import pad
 
 DIGITS = [str(digit) for digit in range(10)]
@@ -85,9 +76,9 @@ def test_texts(tokenizer, decoys, length):
         assert len(text.input_ids) == length and len(text.key) == 4
         places = _places(text.input_ids, text.key)
         assert places == [text.start, length - 4] if tokenizer.causal else places == [text.start]
-        assert len(set(text.candidates)) == CANDIDATES  # the right one first, then those of decoys; the text has no other
+        assert len(set(text.candidates)) == passkey.CANDIDATES  # the right one, then those of decoys; the text has no other
         counts = [len(_places(text.input_ids, key)) for key in text.candidates[1:]]
-        assert counts == [1] * decoys + [0] * (CANDIDATES - 1 - decoys)
+        assert counts == [1] * decoys + [0] * (passkey.CANDIDATES - 1 - decoys)
         words = tokenizer.it.decode(text.input_ids).lower()
         assert words.count("key is") == 1 + decoys + tokenizer.causal and words.count("what is the") == 1
         asked = words.split("what is the ")[1].split()[0]
@@ -166,7 +157,7 @@ def test_saying_is_what_generate_writes(make_model, gpt2_tokenizer):
     # The same with what it does say as the key, for three of the texts.
     wanted = [written[n] if n < 3 else texts[n].key for n in range(6)]
     asked = [
-        PasskeyText([*text.input_ids[:-4], *key], text.start, 0, [key, *text.candidates[1:]])
+        passkey.PasskeyText([*text.input_ids[:-4], *key], text.start, 0, [key, *text.candidates[1:]])
         for text, key in zip(texts, wanted, strict=True)
     ]
     said, _ = recall_keys(model, asked)
@@ -184,7 +175,7 @@ def test_keys_behind_a_span(make_swapped, gpt2_tokenizer, span):
         keys = [text.candidates[place] for place in scores.argsort(descending=True)]
         for place, texts in enumerate(asked):
             own = [*keys[place:], *keys[:place]]
-            texts.append(PasskeyText([*text.input_ids[:-4], *own[0]], text.start, 0, own))
+            texts.append(passkey.PasskeyText([*text.input_ids[:-4], *own[0]], text.start, 0, own))
     assert [recall_keys(model, texts)[1] for texts in asked] == [[True] * 8, [False] * 8]
 
 

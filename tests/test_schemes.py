@@ -256,16 +256,14 @@ def test_closed_form(scheme, causal):
 
 @torch.no_grad()
 def test_slopes():
-    """A step more is a step more, however far, in half precision; a head that prefers far keys looks everywhere."""
+    """A step more is a step more, however far, in half precision; a head that prefers far keys looks everywhere. Fixed slopes
+    are no parameters, and a fit leaves them alone, as it does vectors that are multiplied with keys, too.
+    """
     module = Alibi().attention_module(GEOMETRY)
     steps = module.bfloat16().bias(places(300), 300)[0, :, 299].diff(dim=-1)
     assert_close(steps, steps[:, :1].expand_as(steps), rtol=1e-3, atol=0)
     module.settle(torch.full((6, 1), -1.0, dtype=torch.float64))  # such a slope would be negative, which has no logarithm
     assert module.bias(places(9), 9).abs().max() < 1e-2
-
-
-def test_fixed_slopes_stay():
-    """Fixed slopes are no parameters, and a fit leaves them alone, as it does vectors that are multiplied with keys, too."""
     module = Alibi(slopes="fixed").attention_module(GEOMETRY)
     assert not list(module.parameters()) and not module.state_dict()
     for one in (module, posswap.Relative(key_query=True).attention_module(GEOMETRY)):

@@ -219,7 +219,9 @@ def test_a_mask_that_is_added(make, family, text, backend):
     causal, seen = family != "bert", dense(9, 0, 40, family != "bert").expand(2, -1, -1, -1)
     model, plain = make(family, "rotary", backend, span=20), make(family, "rotary", backend)
     for low in (-1e4, -2.0):
-        near = torch.zeros(2, 1, 40, 40).masked_fill(~dense(20, model.config.position_scheme["span"]["first"], 40, causal), -1e9)
+        near = torch.zeros(2, 1, 40, 40).masked_fill(
+            ~dense(20, model.config.position_scheme["span"]["first"], 40, causal), -1e9
+        )
         added = torch.zeros(2, 1, 40, 40).masked_fill(~seen, low)
         expected = plain(text, attention_mask=near + added).logits
         assert_close(model(text, attention_mask=added).logits, expected, rtol=1e-3, atol=1e-3)

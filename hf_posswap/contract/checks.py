@@ -14,27 +14,8 @@ from functools import partial
 import torch
 from transformers import DynamicCache, StaticCache
 
-from hf_posswap.contract.subject import (
-    LENGTH,
-    TOLERANCE,
-    TRAINED,
-    Failure,
-    NotApplicable,
-    Subject,
-    auto_class,
-    backends_of,
-    count_from,
-    different,
-    gradients_of,
-    in_parts,
-    move,
-    padded,
-    registered,
-    same,
-    same_gradients,
-    text,
-    tiny_model,
-)
+from hf_posswap.contract import subject as tools
+from hf_posswap.contract.subject import Failure, NotApplicable, Subject, count_from, different, in_parts, padded, same, text
 from hf_posswap.errors import SequenceTooLongError
 from hf_posswap.schemes import Learned, NoPositions, parse_scheme, scheme_from_dict
 from hf_posswap.swapping import restore, swap
@@ -64,7 +45,7 @@ def table_kept(subject: Subject) -> None:
     """
     if subject.scheme != Learned():
         raise NotApplicable("only `learned` keeps the table")
-    model = tiny_model(subject.family, subject.backend)
+    model = tools.tiny_model(subject.family, subject.backend)
     inputs = {"embeddings": {"inputs_embeds": model.get_input_embeddings()(text()), "attention_mask": torch.ones_like(text())}}
     for what, one in (("tokens", padded()), ("padding behind", padded(after=7)), ("padding before", padded(before=7))):
         mask = one["attention_mask"]
@@ -83,7 +64,7 @@ def options(subject: Subject) -> None:
     needs its own @dataclass decorator and its own name.
     """
     scheme = subject.scheme
-    with registered(scheme):
+    with tools.registered(scheme):
         for how, again in (
             ("config.json", scheme_from_dict(json.loads(json.dumps(scheme.to_dict())))),
             (f"the string {str(scheme)!r}", parse_scheme(str(scheme))),
@@ -97,7 +78,7 @@ def restores(subject: Subject) -> None:
 
     A swap may change only its model. Look for patches of torch or transformers, global hooks, and tensors changed in place.
     """
-    model = tiny_model(subject.family, subject.backend)
+    model = tools.tiny_model(subject.family, subject.backend)
     weights = copy.deepcopy(model.state_dict())
     swap(model, subject.scheme)(text())
     restore(model)
@@ -114,7 +95,7 @@ def switched_on(subject: Subject) -> None:
     """
     if isinstance(subject.scheme, NoPositions):
         raise NotApplicable("it is no positions, the baseline")
-    model, none = subject.swapped(warm_start=False), tiny_model(subject.family, subject.backend)
+    model, none = subject.swapped(warm_start=False), tools.tiny_model(subject.family, subject.backend)
     swap(none, NoPositions(), warm_start=False)
     with torch.no_grad():  # both get the same vector at position 1, so a vector that all positions share makes no difference
         tables = [one.architecture.table(one.base_model) for one in (none, model)]
@@ -129,7 +110,7 @@ def order_matters(subject: Subject) -> None:
     """
     if subject.causal:
         raise NotApplicable("a decoder sees order through its causal mask")
-    order = torch.randperm(LENGTH, generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(tools.LENGTH, generator=torch.Generator().manual_seed(1))
     shuffled, expected = (subject.model(tokens, position_ids=count_from(1))[0] for tokens in (text()[:, order], text()))
     compare = same if isinstance(subject.scheme, NoPositions) else different
     compare(shuffled, expected[:, order], "tokens in another order")
@@ -205,11 +186,12 @@ def shift_invariance(subject: Subject) -> None:
 
     Only differences of positions may count: look for absolute positions, or leave shift_invariant at False.
     """
-    longest = TRAINED if subject.refuses(2 * TRAINED) else 2 * TRAINED  # what is scaled or grouped shows beyond the trained length
+    # What is scaled or grouped shows beyond the trained length only.
+    longest = tools.TRAINED if subject.refuses(2 * tools.TRAINED) else 2 * tools.TRAINED
     tokens = text(length=longest - 12)
     near, far = (subject.model(tokens, position_ids=torch.arange(first, first + longest - 12)[None])[0] for first in (1, 12))
     if not subject.scheme.shift_invariant:
-        holds = (far - near).abs().max() < TOLERANCE * near.abs().max()
+        holds = (far - near).abs().max() < tools.TOLERANCE * near.abs().max()
         truth = "but holds: `shift_invariant: ClassVar[bool] = True` would say so" if holds else "and does not hold"
         raise NotApplicable(f"it is not claimed, {truth}")
     same(far, near, "positions from 12 and from 1")
@@ -226,7 +208,7 @@ def cache(subject: Subject) -> None:
     model, config = subject.model, subject.model.config
     expected = model(text(), use_cache=False)[0]
     alone = model(text()[1:, 7:], use_cache=False)[0]
-    static = partial(StaticCache, max_cache_len=LENGTH + 3)
+    static = partial(StaticCache, max_cache_len=tools.LENGTH + 3)
     for kind, new in (("", DynamicCache), (", with a static cache", static)):
         same(in_parts(model, (1, 1, 8, 1, 5, 4), new(config=config)), expected, f"in parts of 1, 1, 8, 1, 5 and 4 tokens{kind}")
         parts = in_parts(model, (11, 5, 1, 3), new(config=config), padded(before=7))
@@ -238,12 +220,12 @@ def backends_agree(subject: Subject) -> None:
 
     `attend` must give the same result whether or not it is asked for probabilities.
     """
-    if len(backends_of(subject.scheme)) == 1:
+    if len(tools.backends_of(subject.scheme)) == 1:
         raise NotApplicable(f"it runs with {' and '.join(subject.scheme.implementations)} alone")
     model, mask = subject.model, padded(after=7)["attention_mask"]
     other = subject.twin(model)
     same(*(one(text(), attention_mask=mask)[0][mask.bool()] for one in (model, other)), "outputs")
-    same_gradients(gradients_of(model), gradients_of(other), "with one and with the other")
+    tools.same_gradients(tools.gradients_of(model), tools.gradients_of(other), "with one and with the other")
 
 
 def attention_span(subject: Subject) -> None:
@@ -257,7 +239,7 @@ def attention_span(subject: Subject) -> None:
     span = {"span": 6, "first": 2}
     model = subject.swapped(**span)
     expected = model(text())[0]
-    if len(backends_of(subject.scheme)) > 1:
+    if len(tools.backends_of(subject.scheme)) > 1:
         same(subject.twin(model, **span)(text())[0], expected, "eager attention and sdpa")
     elif not subject.caches:
         raise NotApplicable(f"it runs with {' and '.join(subject.scheme.implementations)} alone, without a cache")
@@ -298,7 +280,7 @@ def gradients(subject: Subject) -> None:
 
     Make only parameters that every forward uses, in every layer. `detach` and rounding stop gradients.
     """
-    found = gradients_of(subject.model)
+    found = tools.gradients_of(subject.model)
     unused = [name for name, gradient in found.items() if gradient is None]
     broken = [name for name, gradient in found.items() if gradient is not None and not gradient.isfinite().all()]
     idle = [name for name, gradient in found.items() if gradient is not None and not gradient.any()]
@@ -315,12 +297,12 @@ def gradient_checkpointing(subject: Subject) -> None:
     model = subject.swapped().train()
     if not model.supports_gradient_checkpointing:
         raise NotApplicable("transformers has none for this family")
-    expected = gradients_of(model)
+    expected = tools.gradients_of(model)
     # transformers 5.23 renamed it, and warns of the old name
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
     for reentrant in (False, True):
         enable({"use_reentrant": reentrant})
-        same_gradients(gradients_of(model), expected, f"with and without checkpointing, use_reentrant={reentrant}")
+        tools.same_gradients(tools.gradients_of(model), expected, f"with and without checkpointing, use_reentrant={reentrant}")
 
 
 def save_and_reload(subject: Subject) -> None:
@@ -329,9 +311,9 @@ def save_and_reload(subject: Subject) -> None:
     Options, parameters and persistent buffers are loaded. Other tensors made in __init__ or fit_table are lost, since
     transformers loads into empty modules: compute them in forward.
     """
-    with registered(subject.scheme), tempfile.TemporaryDirectory() as folder:
+    with tools.registered(subject.scheme), tempfile.TemporaryDirectory() as folder:
         subject.model.save_pretrained(folder)
-        again = auto_class(subject.family).from_pretrained(folder, attn_implementation=subject.backend).eval()
+        again = tools.auto_class(subject.family).from_pretrained(folder, attn_implementation=subject.backend).eval()
     if again.base_model.position_scheme != subject.scheme:
         raise Failure(f"it is loaded as {again.base_model.position_scheme!r}")
     same(again(text())[0], subject.model(text())[0], "outputs of the loaded model", tolerance=0)
@@ -346,7 +328,7 @@ def deepcopy(subject: Subject) -> None:
     expected = model(text())[0]
     twin = copy.deepcopy(model)
     same(twin(text())[0], expected, "outputs of the copy", tolerance=0)
-    move(list(twin.parameters()), 0.3)
+    tools.move(list(twin.parameters()), 0.3)
     different(twin(text())[0], expected, "the copy, changed, and the model")
     restore(twin, keep_training=True)
     same(model(text())[0], expected, "the model after its copy was changed and restored", tolerance=0)
@@ -357,8 +339,8 @@ def longer_than_trained(subject: Subject) -> None:
 
     Build for geometry.max_positions, not trained_positions; or refuse in `check`, with a PosswapError.
     """
-    refusal = subject.refuses(2 * TRAINED)
-    reach = TRAINED if refusal else 2 * TRAINED
+    refusal = subject.refuses(2 * tools.TRAINED)
+    reach = tools.TRAINED if refusal else 2 * tools.TRAINED
     tokens = text(length=reach + 1)
     if not subject.model(tokens[:, :reach])[0].isfinite().all():
         raise Failure(f"there are NaN or infinite numbers on {reach} tokens")
@@ -367,7 +349,7 @@ def longer_than_trained(subject: Subject) -> None:
         raise Failure(f"{reach + 1} tokens run in a model that is set up for {reach}")
     if refusal:
         raise NotApplicable(refusal)
-    models = subject.model, subject.swapped(TRAINED)
+    models = subject.model, subject.swapped(tools.TRAINED)
     shapes = [{name: value.shape for name, value in model.state_dict().items()} for model in models]
     other = sorted(name for name, _ in shapes[0].items() ^ shapes[1].items())
     table = subject.model.architecture.table(subject.model.base_model)

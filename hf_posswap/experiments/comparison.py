@@ -83,8 +83,10 @@ def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:
     known = {name for run in runs for name in run["config"]}
     if unknown := sorted(set(vary) - known):
         raise PosswapError(f"{unknown[0]!r} is no option of {first['recipe']}; it has {', '.join(sorted(known))}")
+    # `first` means something in these alone; older runs note a number all the same.
+    spans = [run for run in runs if run["config"].get("span") is not None and run["config"]["scheme"] != ORIGINAL]
     for name in sorted(known - {*FREE, *NOT_BUDGET, *vary}):
-        told = [run for run in runs if name != "first" or _has_span(run["config"])]
+        told = spans if name == "first" else runs
         if other := next((run for run in told if run["config"].get(name) != told[0]["config"].get(name)), None):
             theirs = f"{other['config'].get(name)!r} in {other['folder']}"
             what = f"{name} is {told[0]['config'].get(name)!r} in {told[0]['folder']} and {theirs}"
@@ -103,11 +105,6 @@ def check_budgets(runs: list[dict], vary: Sequence[str] = ()) -> None:
         wanted = wanted or (label_of(row), found)
         if found != wanted[1]:
             raise PosswapError(f"{label_of(row)} has seeds {found} and {wanted[0]} {wanted[1]}: give all rows the same seeds")
-
-
-def _has_span(config: dict) -> bool:
-    """Whether `first` means something in a run; older ones note a number all the same."""
-    return config.get("span") is not None and config["scheme"] != ORIGINAL
 
 
 def _check_contents(runs: list[dict], name: str) -> None:

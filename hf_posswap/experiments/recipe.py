@@ -69,7 +69,8 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
         check_processes(PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU")))
         output, resume, file = (given.pop(name) for name in ("output", "resume", "config"))
         config = read_config(config_class, file, {name: value for name, value in given.items() if value is not None})
-        config = _with_first(config)
+        if isinstance(config, SwapOptions) and config.span is not None and config.first is None and config.scheme != ORIGINAL:
+            config = replace(config, first=usual_first(load_family(config.model)[1]))  # that which `swap` takes
         if PartialState().is_main_process:
             if output.is_file():
                 raise CheckpointError(f"{output} is a file: give a folder")
@@ -117,13 +118,6 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
     command.__signature__ = command_line(config_class, Path("runs") / program.replace("_", "-"))
     with held:
         run_program(program, command)
-
-
-def _with_first(config: RunOptions) -> RunOptions:
-    """Return the options with the number of first tokens that `swap` takes where a span is given without one."""
-    if not isinstance(config, SwapOptions) or config.span is None or config.first is not None or config.scheme == ORIGINAL:
-        return config
-    return replace(config, first=usual_first(load_family(config.model)[1]))
 
 
 def _save_model(model: PreTrainedModel, config: SwapOptions, folder: Path) -> None:

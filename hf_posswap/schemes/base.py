@@ -27,7 +27,20 @@ class Geometry:
     num_layers: int | None = None  # modules of self-attention; None where there is no model
 
 
-class PositionEmbedding(nn.Module):
+class Positions(nn.Module):
+    """What both modules of a scheme have."""
+
+    shown = ""  # the scheme as a string, for those who print the model; set by the swap
+
+    def extra_repr(self) -> str:
+        return self.shown
+
+    def initial_values(self) -> dict[str, torch.Tensor]:
+        """Return what parameters start from when there is neither a table nor a checkpoint: zeros."""
+        return {name: torch.zeros_like(parameter) for name, parameter in self.named_parameters()}
+
+
+class PositionEmbedding(Positions):
     """Embedding-side module: position_ids (B, L) -> vectors (B, L, E), in the place of the learned table.
 
     The empty buffer `weight` is a guard: a stock class looks for `position_embeddings.weight` of shape (max_positions, E),
@@ -36,24 +49,16 @@ class PositionEmbedding(nn.Module):
     """
 
     keeps_table: ClassVar[bool] = False  # True: the scheme is the table, so a cold start calls `fit_table`, too
-    shown = ""  # the scheme as a string, for those who print the model; set by the swap
 
     def __init__(self, geometry: Geometry):
         super().__init__()
         self.register_buffer("weight", torch.empty(0, geometry.hidden_size))
-
-    def extra_repr(self) -> str:
-        return self.shown
 
     def fit_table(self, table: torch.Tensor) -> None:
         """Warm start: come as close as the scheme allows to the trained rows of the replaced table, (P, E) float64."""
 
     def guard(self) -> None:
         """With a span, give `weight` a shape that stock classes refuse, since they ignore spans; (0, E) is one already."""
-
-    def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return what parameters start from when there is neither a table nor a checkpoint: zeros."""
-        return {name: torch.zeros_like(parameter) for name, parameter in self.named_parameters()}
 
 
 class Constant(PositionEmbedding):
@@ -137,7 +142,7 @@ def weigh(scores: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> to
     return nn.functional.dropout(scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)), dropout)
 
 
-class AttentionPositions(nn.Module):
+class AttentionPositions(Positions):
     """Attention-side module, one for each layer; its parameters, if any, belong to that layer.
 
     A scheme overrides the hooks it needs: `rotate` turns queries and keys, `bias` is added to the scores of whatever attention
@@ -147,10 +152,6 @@ class AttentionPositions(nn.Module):
     # Whether `prepare` wants the positions of keys; those of cached keys then travel inside the cache.
     needs_key_positions: ClassVar[bool] = False
     kind = 0  # of `Scheme.kinds`, set by the swap
-    shown = ""  # the layer's scheme as a string, for those who print the model; set by the swap
-
-    def extra_repr(self) -> str:
-        return self.shown
 
     def forward(self, hook: str, *arguments, **options) -> Any:
         """Call one of the hooks below. Models call the module, so that hooks on modules (offloading) run."""
@@ -180,10 +181,6 @@ class AttentionPositions(nn.Module):
     def key_mask(self, shared: Any) -> torch.Tensor | None:
         """Return the (B, K) bool mask that `attend` reads from `shared`; the model then makes no (Q, K) mask from it."""
         return None
-
-    def initial_values(self) -> dict[str, torch.Tensor]:
-        """Return what parameters start from when there is no checkpoint: zeros."""
-        return {name: torch.zeros_like(parameter) for name, parameter in self.named_parameters()}
 
     def rotate(self, states: torch.Tensor, shared: Any) -> torch.Tensor:
         """Transform (B, H, Q, D) queries, and keys before they enter the cache."""

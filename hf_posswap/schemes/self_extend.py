@@ -6,8 +6,8 @@ Near keys keep their distance d = j - i, far ones get that of their groups of G 
     d'(i, j) = j - i                                       where |j - i| < near
     d'(i, j) = j // G - i // G + sign(j - i) s             elsewhere,  s = near - near // G
 
-So a text of L tokens shows the model distances up to about near + (L - near) / G: for near = 192 and G = 64, 4,096 tokens look like
-253. The order of near words is exact, that of far ones is known by groups. The paper has it for causal models; here far keys on
+So a text of L tokens shows the model distances up to about near + (L - near) / G: for near = 192 and G = 64, 4,096 tokens look
+like 253. The order of near words is exact, that of far ones is known by groups. The paper has it for causal models; here far keys on
 the right of a query, in encoders, are the mirror image of those on the left.
 
 More keys make a softmax flatter. So scores are sharpened with the logarithm of n, how many keys a query sees, over the trained
@@ -28,17 +28,7 @@ import torch
 from torch import nn
 
 from hf_posswap.errors import PosswapError
-from hf_posswap.schemes.base import (
-    AttentionPositions,
-    Constant,
-    Geometry,
-    Places,
-    Scheme,
-    check_choice,
-    check_number,
-    is_traced,
-    weigh,
-)
+from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number, is_traced, weigh
 from hf_posswap.schemes.rotary import Rotary, RotaryPositions
 
 _QUERIES = 256  # in a block: scores of one block are all that is in memory
@@ -189,7 +179,7 @@ class SelfExtend(Scheme):
             what = f"self-extend: near={self.near} leaves no room below {geometry.trained_positions}"
             raise PosswapError(f"{what}: give group, too")
 
-    def embedding_module(self, geometry: Geometry) -> Constant:
+    def embedding_module(self, geometry: Geometry):
         return self.rotary().embedding_module(geometry)
 
     def attention_module(self, geometry: Geometry) -> AttentionPositions:
