@@ -17,7 +17,7 @@ def _text(rows=40, length=32):
 
 
 @pytest.mark.parametrize("size", [4_000, 1])
-def test_chooses_the_least_damage(make_model, monkeypatch, size):
+def test_chooses_the_least_damage(make_model, monkeypatch, capsys, size):
     """Every candidate is tried once, on a share of the text; the one with the least damage wins; the model stays as it is."""
     model = make_model("gpt2")
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -33,7 +33,8 @@ def test_chooses_the_least_damage(make_model, monkeypatch, size):
 
     monkeypatch.setattr(choosing, "fit", planted)
     scheme, text = "rotary:theta=auto,fraction=auto,layout=half", list(_text(4_000).split(size))
-    chosen = posswap.choose(model, scheme, text, progress=False)
+    chosen = posswap.choose(model, scheme, text, progress=True)
+    assert "choose: 100%" in capsys.readouterr().err  # also where no terminal is
     assert chosen == posswap.Rotary(theta=1_000, fraction=0.25, layout="half")
     assert len(tried) == 4 + 2  # fractions are tried at the theta that was chosen
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

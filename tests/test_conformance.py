@@ -362,19 +362,11 @@ def test_what_is_not_asked(unasked, says):
     assert found.passed and says in str(found)
 
 
-@pytest.mark.parametrize(
-    ("other", "claimed"),
-    [
-        ("self-extend", False),
-        ("rotary", True),
-        ("rotary:scaling={rope_type=linear,factor=2}", True),
-        ("rotary:scaling={rope_type=dynamic,factor=2}", False),
-    ],
-)
-def test_shifts_beyond_the_trained_length(other, claimed):
+@pytest.mark.parametrize("other", ["self-extend", "rotary:scaling={rope_type=dynamic,factor=2}"])
+def test_shifts_beyond_the_trained_length(other):
     """What groups or scales by length does not claim to see distances alone, and a check sees that it does not."""
     found = check_scheme(other, models=ONE)
-    assert found.passed and ("it is not claimed, and does not hold" in str(found)) != claimed
+    assert found.passed and "it is not claimed, and does not hold" in str(found)
 
 
 def test_the_table():

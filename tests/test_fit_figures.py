@@ -47,6 +47,24 @@ def test_the_side_of_padding_does_not_matter(make_model, family):
     assert reports[0].after == reports[1].after and reports[0].longest == 22
 
 
+def test_errors_of_half_precision(make_model):
+    """Sums of squares over many tokens are no float16: errors are numbers, and a fit makes them smaller."""
+    report = quick(posswap.swap(make_model("gpt2", n_embd=64).half(), "rotary"), text(1100), steps=2)
+    assert all(0 < one.after < one.before for one in report.layers)
+
+
+def test_copies_with_other_padding(make_model):
+    """A text that is held out is left out of the fit, however its batches are padded."""
+    ids = text(20, 12)
+    wider = functional.pad(ids.roll(5, 0), (0, 8))
+    wide = {"input_ids": torch.cat([wider, text(1, 20, 7)]), "attention_mask": torch.cat([wider > 0, torch.ones(1, 20) > 0])}
+    fitted, held = (
+        {tuple(row[row > 0].tolist()) for one in part for row in one["input_ids"]}
+        for part in calibration.split_batches(calibration.check_batches([ids, wide], make_model("bert"), 32))
+    )
+    assert len(held) > 2 and not fitted & held
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_damage_is_a_naive_loop(pair, side):
     """Damage is what a loop over rows, read alone, and tokens finds, for both measures; modes of single modules stay."""

@@ -34,6 +34,7 @@ def test_refusals(make_model):
     tokens = torch.ones(1, 20, dtype=torch.long)
     for stride in (0, 8, 9):
         refused("from 1 to 7", sliding_window_losses, make_model("gpt2"), tokens, 8, stride=stride)
+    refused("predicts no next token", sliding_window_losses, make_model("bert"), tokens, 8)
     for head, says in ((BertModel, "no language-modelling head"), (None, "labels")):
         refused(says, token_losses, make_model("bert", head=head), tokens)
     for head in (BertModel, BertForSequenceClassification):

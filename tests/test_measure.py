@@ -45,6 +45,9 @@ def test_word_order_against_a_loop(make_model, gpt2_tokenizer, bert_tokenizer):
     losses = [measure.token_losses(model, torch.tensor([[start, *gpt2_tokenizer(one)["input_ids"]]])).nansum() for one in texts]
     wanted = numpy.mean([one < other for one, other in zip(losses[::2], losses[1::2], strict=True)])
     assert measure.word_order_preference(model, gpt2_tokenizer, texts) == pytest.approx(wanted)
+    losses = [measure.token_losses(model, bert_tokenizer(one, return_tensors="pt")["input_ids"]).nansum() for one in texts]
+    wanted = numpy.mean([one < other for one, other in zip(losses[::2], losses[1::2], strict=True)])
+    assert measure.word_order_preference(model, bert_tokenizer, texts) == pytest.approx(wanted)  # [CLS] is a start already
     encoder = make_model("bert", head=BertModel)
     for text, vector in zip(texts, module.sentence_vectors(encoder, bert_tokenizer, texts), strict=True):
         states = encoder(**bert_tokenizer(text, return_tensors="pt"), output_hidden_states=True).hidden_states

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import WORDS, refused
 from torch.testing import assert_close
+from transformers import AutoTokenizer
 
 import hf_posswap as posswap
 from hf_posswap.errors import DataError
@@ -113,6 +114,10 @@ def test_documents_and_passages(bert_tokenizer):
     for one in passages:
         words = documents[one.document].split()
         assert words[round(one.place * 30) :][:8] == one.text.split()
+    tokenizer = AutoTokenizer.from_pretrained(posswap.embedded_model("stdlib-gpt2"))
+    unbroken = "word and more. " * 3 + "漢字假名交文章語"  # in bytes one word, longer than a passage
+    for seed in range(20):
+        assert all(one.text for one in draw_passages([unbroken], tokenizer, 4, 3, seed=seed))
     refused("too few for 2 passages of 29", draw_passages, documents, bert_tokenizer, 29, 2, seed=0, error=DataError)
     refused("no text has 1,000 tokens", cut_documents, documents, bert_tokenizer, 1000, error=DataError)
 

@@ -16,8 +16,10 @@ from hf_posswap import architectures, attention
 from hf_posswap.attention import CACHE, PositionedAttention, add_bias, read_positions, to_digits, write_positions
 from hf_posswap.checkpoint import STUB
 from hf_posswap.contract.subject import gradients_of, padded
+from hf_posswap.data.calibration import check_batches, few_tokens
 from hf_posswap.functional import distance_attention
 from hf_posswap.functional.distance_attention import attend_by_distance
+from hf_posswap.measure.losses import sliding_window_losses
 from hf_posswap.sharing import export
 
 PAD = 3  # the padding token, so that position 0 is row 4 of the table
@@ -157,10 +159,13 @@ def test_a_fit_under_another_default_device(make_model, bert_tokenizer):
         text = posswap.text_batches(texts, bert_tokenizer, 32, tokens=1024)
         return posswap.fit(model, text, steps=1, progress=False).sha256
 
-    models = [posswap.swap(make_model("bert"), "relative:clip=4") for _ in range(2)]
+    models, rows = [posswap.swap(make_model("bert"), "relative:clip=4") for _ in range(2)], torch.arange(2, 42).view(2, 20)
     expected = run(models[0])
+    losses = sliding_window_losses(model := make_model("gpt2"), rows, 8, stride=2)
     with torch.device("meta"):
         assert run(models[1]) == expected
+        assert_close(sliding_window_losses(model, rows, 8, stride=2), losses, equal_nan=True)
+        assert len(few_tokens(check_batches([rows], model, 32), 20)) == 2
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -150,7 +150,7 @@ def test_parts_share_no_text(name, causal):
 
 def test_what_is_no_text_or_too_little():
     """One string is no list of its letters, nothing and a list with a gap are no text, and three blocks are the least."""
-    for documents in ("one text", [], ["text", None]):
+    for documents in ("one text", [], ["text", None], {"a name": "a text"}):
         refused("must be a list of texts", text_batches, documents, Numbers(None), 32, causal=True)
     for lengths in ({"max_length": 0}, {"max_length": 64, "window": 0}):
         refused("must be at least 1", text_batches, numbers(400), Numbers(None), causal=True, **lengths)

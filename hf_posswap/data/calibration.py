@@ -42,7 +42,7 @@ def text_batches(
 ) -> TextBatches:
     """Split documents into parts to fit, select and report, and draw blocks of several lengths from each.
 
-    An encoder gets equal numbers of tokens at `max_length`, a quarter, a sixteenth of it, and so on down to 16 tokens, since a
+    An encoder gets equal numbers of tokens at `max_length`, a quarter, a sixteenth of it, and so on down to about 16, since a
     fit at one length alone fails at others. For a causal model a block of the longest contains all shorter ones, unless its
     tokenizer puts a token at either end: CLIP's last one, which stands for the text, is then fitted at all these lengths.
 
@@ -63,8 +63,9 @@ def text_batches(
     Raises:
         PosswapError: The text is too short for a block of the longest length in each part; or `tokens` is below 1.
     """
-    if isinstance(documents, str) or not (documents := list(documents)) or not all(isinstance(one, str) for one in documents):
-        raise DataError("documents must be a list of texts, with one at least, and not one string")
+    documents = [] if isinstance(documents, str | Mapping) else list(documents)
+    if not documents or not all(isinstance(one, str) for one in documents):
+        raise DataError("documents must be a list of texts, with one at least, and neither one string nor a dict of them")
     if tokens < 1:
         raise DataError(f"tokens={tokens} must be at least 1, and a fit needs thousands")
     shortest = 3 if wraps(tokenizer) else 1
@@ -83,8 +84,8 @@ def text_batches(
             for length in sorted(lengths):
                 wanted = budget * length // sum(lengths) if causal else budget // len(lengths)
                 blocks = cut_blocks(part, tokenizer, length)
-                drawn = torch.randperm(len(blocks), generator=generator)[: max(1, wanted // length)]
-                parts[-1].append(spread(blocks, wanted) if kind else blocks[drawn])
+                order = None if kind else torch.randperm(len(blocks), generator=generator)
+                parts[-1].append(spread(blocks, wanted) if kind else blocks[order[: max(1, wanted // length)]])
     return TextBatches(*parts)
 
 
@@ -181,7 +182,7 @@ def check_batches(batches: torch.Tensor | Iterable, model: PreTrainedModel, long
         batch = {key: value.detach().cpu() for key, value in (batch | {"attention_mask": mask.bool()}).items()}
         # Each row's text is moved to its beginning: most families would count positions of padding before it.
         starts = batch["attention_mask"].int().argmax(-1, keepdim=True)
-        columns = (torch.arange(ids.shape[1]) + starts) % ids.shape[1]
+        columns = (torch.arange(ids.shape[1], device="cpu") + starts) % ids.shape[1]
         batch = {key: value.gather(1, columns) for key, value in batch.items()}
         # Padding after the longest row is no text: a fit to 20 tokens, padded to 512, would count as one to 512.
         end = int(batch["attention_mask"].any(0).nonzero().max()) + 1
@@ -221,9 +222,14 @@ def split_batches(batches: list[Batch]) -> tuple[list[Batch], list[Batch]]:
                 part.append({key: value[chosen] for key, value in batch.items()})
     if not held and len(fitted) > 1:
         held = [fitted.pop()]
-    known = {tuple(row) for batch in held for row in batch["input_ids"].tolist()}
-    own = [torch.tensor([tuple(row) not in known for row in batch["input_ids"].tolist()]) for batch in fitted]
+    known = {row for batch in held for row in _texts(batch)}
+    own = [torch.tensor([row not in known for row in _texts(batch)]) for batch in fitted]
     return [{key: value[rows] for key, value in one.items()} for one, rows in zip(fitted, own, strict=True) if rows.any()], held
+
+
+def _texts(batch: Batch) -> list[tuple[int, ...]]:
+    """Return each row's tokens without padding, of which one text may have more or less from batch to batch."""
+    return [tuple(ids[real].tolist()) for ids, real in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
 
 
 def few_tokens(batches: list[Batch], tokens: int) -> list[Batch]:
@@ -231,5 +237,5 @@ def few_tokens(batches: list[Batch], tokens: int) -> list[Batch]:
     return [
         {key: value[rows] for key, value in batch.items()}
         for batch in batches
-        for rows in torch.arange(len(batch["input_ids"])).split(max(1, tokens // batch["input_ids"].shape[1]))
+        for rows in torch.arange(len(batch["input_ids"]), device="cpu").split(max(1, tokens // batch["input_ids"].shape[1]))
     ]

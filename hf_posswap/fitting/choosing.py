@@ -79,7 +79,7 @@ def choose(
     trials = sum(len(scheme.choices[name]) for name in scheme.open_options())
     options = {"max_positions": max_positions, "span": span, "first": first, "warm_start": warm_start}
     damages: dict[str, float] = {}  # by the scheme as a string: a scheme with scalings is not hashable
-    with tqdm(total=trials, desc="choose", unit="trial", disable=None if progress else True) as bar:
+    with tqdm(total=trials, desc="choose", unit="trial", **({} if progress else {"disable": True})) as bar:
         for name in scheme.open_options():
             candidates = [replace(settled, **{name: value}) for value in scheme.choices[name]]
             for candidate in candidates:

@@ -64,15 +64,15 @@ def fit(
             "alibi" and "buckets". 0: only the closed form, if the scheme has one.
         original_model: The original, if this process does not keep it: for a model loaded from a swapped checkpoint.
         learning_rate: Peak learning rate of weights; that of position tables is 30 times as high.
-        seed: Of the order of steps, and of text that the model writes.
+        seed: Of the order of steps, and of text that is drawn or written.
         progress: Show a bar.
         window: Tokens that the original reads at once where a batch is longer. By default as many as it has positions for;
             give fewer if it was tuned on fewer (MiniLM: 128).
         tokenizer: Of the texts; a pipeline has its own.
 
     With batches from `text_batches`, one held-out part decides what is kept, by the damage or, if some of it is longer than the
-    original reads, by the last layer's error; another is used for the report only. Of other batches every tenth sequence is
-    held out for both, and its copies are left out. Padding before a row's text is moved behind it.
+    original reads, by the last layer's error; another is used for the report only. Of other batches every tenth sequence of
+    each width, or one of fewer, is held out for both, and its copies are left out. Padding in front is moved behind the text.
 
     Raises:
         PosswapError: The model is not swapped, was trained since, or its original is gone; batches do not belong to it, are

@@ -208,8 +208,9 @@ class Walk:
 
     def _distance(self, out: torch.Tensor, place: int, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         mask = self.batches[i]["attention_mask"].to(out.device)
-        # A plain layer norm, as the next layer would apply.
-        got, wanted = (functional.layer_norm(s, s.shape[-1:])[mask] for s in (out, self.theirs.said(place, i).to(out)))
+        wide = torch.promote_types(out.dtype, torch.float32)  # sums of squares overflow half precision
+        both = out.to(wide), self.theirs.said(place, i).to(out.device, wide)
+        got, wanted = (functional.layer_norm(s, s.shape[-1:])[mask] for s in both)  # plain, as the next layer would apply it
         return (got - wanted).pow(2).sum(), (wanted - wanted.mean(0)).pow(2).sum()
 
     @torch.no_grad()

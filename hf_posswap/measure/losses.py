@@ -64,14 +64,14 @@ def token_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.
         labels = input_ids
     input_ids, labels = input_ids.cpu(), labels.cpu()
     dtype = torch.promote_types(model.dtype, torch.float32)
-    losses = torch.full(labels.shape, torch.nan, dtype=dtype)
+    losses = torch.full(labels.shape, torch.nan, dtype=dtype, device="cpu")
     first = 1 if causal else 0  # the states of token p - 1 predict token p
     at_once = max(1, _LOGITS_A_SLICE // model.config.vocab_size)
     with evaluating(model):
         if isinstance(model, FSDPModule):  # the parts below run one by one, and FSDP2 gathers shared weights for the whole only
             model(input_ids=input_ids[:1, :2].to(model.device))  # the first call settles what the whole is
             model.unshard()
-        for rows in torch.arange(len(input_ids)).split(max(1, _TOKENS_A_BATCH // input_ids.shape[1])):
+        for rows in torch.arange(len(input_ids), device="cpu").split(max(1, _TOKENS_A_BATCH // input_ids.shape[1])):
             wanted = labels[rows, first:]
             chosen = wanted != -100
             states = base(input_ids=input_ids[rows].to(model.device), use_cache=False, return_dict=True).last_hidden_state
@@ -100,10 +100,13 @@ def sliding_window_losses(model: PreTrainedModel, input_ids: torch.Tensor, windo
     >>> sliding_window_losses(model, torch.arange(40)[None], 16, stride=8).shape  # positions for 16 are enough
     torch.Size([1, 40])
     """
+    if not family_of(model.config).is_causal(model.config):  # what a token is predicted from would hold the token itself
+        raise PosswapError("this is a masked language model, which predicts no next token: give a causal one")
     if not 1 <= stride < window:
         raise PosswapError(f"stride={stride} must be from 1 to {window - 1}, less than the window")
     window, input_ids = min(window, input_ids.shape[1]), input_ids.cpu()
-    windows = lay_windows(torch.ones_like(input_ids, dtype=torch.bool), window, stride, causal=True)
+    with torch.device("cpu"):  # whatever the default device is
+        windows = lay_windows(torch.ones_like(input_ids, dtype=torch.bool), window, stride, causal=True)
     ids = windows.cut({"input_ids": input_ids})["input_ids"]
     found = token_losses(model, ids, ids.masked_fill(~windows.chosen, -100))
     losses = found.new_empty(input_ids.shape)

@@ -67,11 +67,11 @@ def draw_passages(
         room = (size - tokens) / each
         if room < 1:
             raise DataError(f"a document has {size} tokens, too few for {each} passages of {tokens}: give longer ones")
+        there = [start for start in range(size - tokens + 1) if document[cuts[start] : cuts[start + tokens]].strip()]
         for part in range(each):
-            start = int(room * (part + float(torch.rand(1, generator=generator))))
-            while not (text := document[cuts[start] : cuts[start + tokens]].strip()):  # the last token is not white space
-                start += 1
-            passages.append(Passage(text, number, start / size))
+            drawn = int(room * (part + float(torch.rand(1, generator=generator))))
+            start = next((start for start in there if start >= drawn), there[-1])  # a last word may be longer than a passage
+            passages.append(Passage(document[cuts[start] : cuts[start + tokens]].strip(), number, start / size))
     return passages
 
 

@@ -72,7 +72,8 @@ def word_order_preference(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
     batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     # A start token in front, so that the first word is predicted too. Padding stands behind, where no word sees it.
-    tokens, labels = (torch.nn.functional.pad(ids, (1, 0), value=start) for ids in (batch["input_ids"], labels))
+    front = 0 if start is None else 1
+    tokens, labels = (torch.nn.functional.pad(ids, (front, 0), value=start) for ids in (batch["input_ids"], labels))
     losses = token_losses(model, tokens, labels).nansum(1)
     return (losses[0::2] < losses[1::2]).float().mean().item()
 

@@ -7,8 +7,8 @@ Near keys keep their distance d = j - i, far ones get that of their groups of G 
     d'(i, j) = j // G - i // G + sign(j - i) s             elsewhere,  s = near - near // G
 
 So a text of L tokens shows the model distances up to about near + (L - near) / G: for near = 192 and G = 64, 4,096 tokens look
-like 253. The order of near words is exact, that of far ones is known by groups. The paper has it for causal models; here far keys on
-the right of a query, in encoders, are the mirror image of those on the left.
+like 253. The order of near words is exact, that of far ones is known by groups. The paper has it for causal models; here far
+keys on the right of a query, in encoders, are the mirror image of those on the left.
 
 More keys make a softmax flatter. So scores are sharpened with the logarithm of n, how many keys a query sees, over the trained
 length T (Chiang and Cholak 2022, section 5.3, https://arxiv.org/abs/2202.12172):
