@@ -146,6 +146,7 @@ def _new_head(model: PreTrainedModel, missing: set, blocks: MaskedBlocks, held: 
         budget = TrainingConfig(
             max_steps=config.head_steps, batch_size=config.batch_size, learning_rate=config.head_learning_rate,
             dropout=False, mixed_precision=config.mixed_precision, seed=text_tasks.FIXED_SEED,
+            gradient_accumulation_steps=config.gradient_accumulation_steps, auto_find_batch_size=config.auto_find_batch_size,
         )  # fmt: skip
         done = text_tasks.train_head(model, missing, blocks, budget)
         facts |= {"steps": config.head_steps, "tokens": done.tokens, "seconds": done.seconds}

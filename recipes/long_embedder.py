@@ -23,7 +23,6 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.nn import functional
 
-import hf_posswap as posswap
 from hf_posswap.errors import DataError, PosswapError
 from hf_posswap.experiments.embedders import EmbedderOptions, load_embedder, longest_text, sts, swap_embedder
 from hf_posswap.experiments.recipe import ORIGINAL, announce, averaged, cost, main
@@ -101,8 +100,9 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         for name, texts in (("recall", spread(test, config.documents)), ("select", spread(select, fewer)))
     }
     begun = folder / "start"
-    embedder = load_embedder(str(begun) if resume and begun.is_dir() else config.model)
-    if config.scheme != ORIGINAL and not posswap.describe(embedder).swapped:
+    known = resume and begun.is_dir()
+    embedder = load_embedder(str(begun) if known else config.model)
+    if config.scheme != ORIGINAL and not known:
         swap_embedder(embedder, config, training, tokens=config.tokens)
         if PartialState().is_main_process:
             with new_folder(begun) as whole:  # --resume takes what is there
@@ -173,7 +173,8 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
     arguments = SentenceTransformerTrainingArguments(
         output_dir=str(output),
         max_steps=config.max_steps,
-        per_device_train_batch_size=config.batch_size // PartialState().num_processes,
+        per_device_train_batch_size=config.batch_size,
+        accelerator_config={"split_batches": True},  # the sampler makes the whole batch, over all processes
         learning_rate=config.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=config.max_steps // 10,
@@ -192,6 +193,7 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
         report_to="none",
         dataloader_pin_memory=not cpu,
     )
+    arguments._n_gpu = min(1, arguments.n_gpu)  # a process has one GPU, as in other recipes: transformers would take them all
     loss = PairsWithBrake(embedder, config.brake, config.cached)
     trainer = SentenceTransformerTrainer(model=embedder, args=arguments, train_dataset=dataset, loss=loss)
     whole = [state.parent for state in output.glob("checkpoint-*/trainer_state.json")] if resume else []  # written last

@@ -106,8 +106,9 @@ def embedder(data: Path, folder: Path) -> list[float]:
     module = importlib.import_module("long_embedder")
     module.EACH = 2
     files = {"model": str(data), "train_file": str(data / "train.txt"), "validation_file": str(data / "validation.txt")}
-    fitted = {"scheme": "rotary", "tokens": 32, "passage": 8, "window": 16, "span": 8, "fit_tokens": 1500, "fit_steps": 5}
-    config = module.Config(**files, **fitted, max_steps=3, batch_size=4, documents=4, learning_rate=1e-2)
+    fitted = {"scheme": "rotary", "tokens": 128, "passage": 8, "window": 16, "span": 8, "fit_tokens": 1500, "fit_steps": 5}
+    # Fewer documents than pairs: none may be twice in a batch of all processes.
+    config = module.Config(**files, **fitted, max_steps=6, batch_size=4, documents=4, learning_rate=1e-2)
     return [p.detach().square().sum().item() for p in module.run(config, folder, False)["model"].parameters()]
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import shutil
 
 import pytest
 import torch
@@ -83,6 +84,7 @@ def test_after_step_looks_and_changes_nothing(make_model, monkeypatch):
         ({"checkpoint_every": -1}, "at least 0"),
         ({"warmup_ratio": 10.0}, "a share of the steps, from 0 to 1"),
         ({"max_grad_norm": 0.0}, "clip gradients to nothing"),
+        ({"lr_scheduler_type": "polynomial", "learning_rate": 0.0}, "above 1e-7"),
         ({"batch_size": 6, "gradient_accumulation_steps": 4}, "does not divide"),
         ({"batch_size": 99}, "do not fill one batch"),
         ({"lr_scheduler_type": "cosin"}, "cosine, linear"),
@@ -284,6 +286,19 @@ def test_batch_size_search(make_model, tmp_path, caplog, parts, from_call):
     assert resumed.gradient_accumulation_steps == 4 and resumed.losses == run.losses
 
 
+def test_less_memory_after_a_resume(make_model, tmp_path):
+    """Parts of a step are counted anew: a run that goes on where less fits is the one that had room."""
+    config = dict(max_steps=5, batch_size=12, learning_rate=1e-2, checkpoint_every=1, checkpoints_kept=5, dropout=False)
+    budget = TrainingConfig(**config, gradient_accumulation_steps=2, auto_find_batch_size=True)
+    whole, run = trained(make_model("gpt2"), budget, output=tmp_path)
+    for later in (tmp_path / "checkpoints").glob("step-0000000[2-5]"):
+        shutil.rmtree(later)
+    resumed, again = trained(make_model("gpt2"), budget, compute_loss=_Memory(3), output=tmp_path, resume=True)
+    assert again.gradient_accumulation_steps == 4 and again.losses == pytest.approx(run.losses, rel=1e-4)
+    for ours, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
 def test_batch_size_search_ends(make_model, monkeypatch):
     """A single sequence that does not fit is an error, other errors are not memory, and several processes are refused, as are
     single runs of processes that a launcher has started and that do not know of each other.
@@ -300,6 +315,9 @@ def test_batch_size_search_ends(make_model, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")  # what a launcher leaves behind where there is no GPU
     refused("one process", trained, make_model("gpt2"), config)
     refused("torchrun", trained, make_model("gpt2"), TrainingConfig(max_steps=1, batch_size=8))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "yes")  # the GPU is not used
+    refused("needs a GPU", trained, make_model("gpt2"), TrainingConfig(max_steps=1, mixed_precision="fp16"))
 
 
 def test_trackers(make_model, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 
 from hf_posswap.architectures import ARCHITECTURES, longest_input
 from hf_posswap.assets import model_source
+from hf_posswap.describing import describe
 from hf_posswap.errors import PosswapError, UnsupportedModelError
 from hf_posswap.experiments.comparison import ORIGINAL
 from hf_posswap.experiments.opening import one_line, open_config
@@ -23,12 +24,14 @@ from hf_posswap.training import TrainingRun
 from hf_posswap.training.launching import share_weights
 from hf_posswap.training.run_log import announce
 
+_SWAPPED = "{} has been swapped already: give the unswapped model that it was made of"
+
 
 def load_family(name: str, **options) -> tuple[PreTrainedConfig, bool]:
     """Return the config of an unswapped checkpoint (built-in name, folder or Hub id), and whether it is causal."""
     config = open_config(model_source(name), **options)
     if config.model_type not in ARCHITECTURES:
-        raise UnsupportedModelError(f"{name} has been swapped already: give the unswapped model that it was made of")
+        raise UnsupportedModelError(_SWAPPED.format(name))
     return config, ARCHITECTURES[config.model_type].is_causal(config)
 
 
@@ -110,6 +113,8 @@ def give_positions(model, config: SwapOptions, longest: int, fit_batches: Callab
 
     For the start `fit` only the main process fits, on the text that `fit_batches()` returns, and the others get its weights.
     """
+    if describe(model).swapped:
+        raise UnsupportedModelError(_SWAPPED.format(config.model))
     options = {"max_positions": longest, "warm_start": config.start in ("swap", "fit"), "span": config.span}
     options["first"] = None if config.span is None else config.first
     announce(f"swapping to {config.scheme}{' without a warm start' * (not options['warm_start'])}")

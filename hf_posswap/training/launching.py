@@ -26,7 +26,8 @@ def start_accelerator(config: TrainingConfig, accumulation_steps: int, output: P
     PosswapError: fewer processes than asked for, a batch that does not divide among them, no such tracker, float16 on a CPU.
     """
     check_trackers(config.report_to)
-    if config.mixed_precision in ("fp16", "fp8") and not torch.accelerator.is_available():  # fp16 would be left out
+    gpu = torch.accelerator.is_available() and not utils.parse_flag_from_env("ACCELERATE_USE_CPU")
+    if config.mixed_precision in ("fp16", "fp8") and not gpu:  # fp16 would be left out
         raise PosswapError(f"mixed_precision={config.mixed_precision!r} needs a GPU: on a CPU give bf16, or leave it out")
     _forget_precision(config.mixed_precision)
     ours = not is_initialized()

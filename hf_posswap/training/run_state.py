@@ -65,8 +65,6 @@ class Checkpoints:
     def save(self, run: TrainingRun, examples: int) -> None:
         """Write a checkpoint under another name, rename it, then remove old ones: a killed process leaves those before."""
         folder = self.folder / f"step-{len(run.losses):08d}"
-        if folder.exists():  # the run was resumed, and stopped again before its next step
-            return
         aside = folder.with_name(f"writing-{folder.name}")
         failure = None
         try:
@@ -105,6 +103,7 @@ class Checkpoints:
             raise
         except Exception as error:  # each of its files has another for being cut off
             raise CheckpointError(f"{newest} cannot be read ({error}): {_REMEDY}") from error
+        self.accelerator.step = 0  # in parts of steps: a checkpoint stands at a step's end, and there may be more parts now
         run.tokens, run.seconds, run.losses = progress["tokens"], progress["seconds"], progress["losses"]
         run.points = progress.get("points", [])  # older checkpoints have none
 
