@@ -291,12 +291,13 @@ def test_less_memory_after_a_resume(make_model, tmp_path):
     config = dict(max_steps=5, batch_size=12, learning_rate=1e-2, checkpoint_every=1, checkpoints_kept=5, dropout=False)
     budget = TrainingConfig(**config, gradient_accumulation_steps=2, auto_find_batch_size=True)
     whole, run = trained(make_model("gpt2"), budget, output=tmp_path)
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 5
     for later in (tmp_path / "checkpoints").glob("step-0000000[2-5]"):
         shutil.rmtree(later)
     resumed, again = trained(make_model("gpt2"), budget, compute_loss=_Memory(3), output=tmp_path, resume=True)
     assert again.gradient_accumulation_steps == 4 and again.losses == pytest.approx(run.losses, rel=1e-4)
     for ours, theirs in zip(resumed.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-3)
 
 
 def test_batch_size_search_ends(make_model, monkeypatch):

@@ -30,8 +30,7 @@ def checkpoint_folders(output: Path) -> list[Path]:
 
 def remove_checkpoints(output: Path, *, keep: int = 0) -> None:
     """Remove all checkpoints but the newest `keep`."""
-    folders = checkpoint_folders(output)
-    for folder in folders[: len(folders) - keep]:
+    for folder in checkpoint_folders(output)[: -keep or None]:
         aside = folder.with_name(f"removing-{folder.name}")
         folder.rename(aside)  # a half-deleted checkpoint must not look complete
         shutil.rmtree(aside)
