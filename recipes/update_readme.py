@@ -41,8 +41,18 @@ PICTURES = {
 # Other pages that show figures of a result file.
 SHOWN_IN = {
     "README.md": (
-        *("card/", "fit/minilm/", "fit/minilm-400/", "fit/stdlib-gpt2/", "fit/stdlib-gpt2-400/", "passkey/decoys/"),
+        *(
+            "card/",
+            "cola/comparison",
+            "cola/fit-100/",
+            "fit/minilm/",
+            "fit/minilm-400/",
+            "fit/stdlib-gpt2/",
+            "fit/stdlib-gpt2-400/",
+            "passkey/decoys/",
+        ),
         *("read_on/books/comparison", "read_on/books-1024/", "read_on/far/", "read_on/span-16384/", "read_on/span-262k/"),
+        *("read_on/span/", "swap_cost/stdlib-gpt2/"),
     ),
     "notebooks/02_see_the_schemes.ipynb": ("ladder/",),
     "notebooks/04_read_the_results.ipynb": (

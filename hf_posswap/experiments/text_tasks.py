@@ -105,8 +105,8 @@ class RunText:
         """Return the training text in blocks (N, length), less the select text, and select text in blocks (N, longest).
 
         Select text is a tenth of the training text, on which no run trains: rates are chosen by it. It has --evaluation-tokens.
-        Nor is another tenth trained on, which a fit would report on. Of less text than ten of the longest blocks, a fit may read
-        some select text, in shorter ones.
+        Nor is another tenth trained on, which a fit would report on. Of less text than ten of the longest blocks, a fit may
+        read some select text, in shorter ones.
         """
         longest = longest or length
         to_train, to_select, _ = text.split_tokens(text.token_lists(self.training, self.tokenizer), longest)
