@@ -241,6 +241,8 @@ def test_long_embedder(long_embedder, watch):
     assert set(found["figures"]) == names and all(abs(value) <= 1 for value in found["figures"].values())
     assert len(found["items"]["recall"]) == 6 and found["details"]["queries"] == 12 and found["model"].max_seq_length == 64
     assert posswap.describe(found["model"]).span.span == 16
+    found["model"].save_pretrained(str(folder / "swapped"))
+    refused("has been swapped already", run, "again", scheme="alibi", first=1, model=str(folder / "swapped"))
     asked = watch(sys.modules["long_embedder"], "recall")
     untuned = run("untuned", scheme="original", max_steps=0)
     by_chunk = next(given.args for given in asked if given.args[0][0].dim() == 2)
