@@ -133,8 +133,8 @@ def environment() -> Environment:
 
     def worst(folder: str, *labels: str, kind: str = "loss_") -> str:
         """Return the largest that these rows' losses are above the original's at any range, with its interval."""
-        found = [gap(folder, label, name) for label in labels for name in ranges(folder, kind)]
-        return max(found, key=lambda text: [float(part) for part in text.split(" ± ")])  # of equal ones the least sure
+        named = [(label, name) for label in labels for name in ranges(folder, kind)]
+        return gap(folder, *max(named, key=lambda one: of(folder)(*one) - of(folder)("original", one[1])))
 
     def apart(folder: str, row: str, kind: str = "loss_") -> str:
         """Return how much a row's losses are above the original's at each range of reading on, rounded as in tables."""
