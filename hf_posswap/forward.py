@@ -98,7 +98,8 @@ def _check_length(base, scheme, tokens: Tokens) -> None:
     check_edits(base)
     limit = base.architecture.longest_input(base.config)
     # While a CUDA graph is captured, as generate_batch does, no value may be read, and a row may hold many short texts.
-    captured = positions.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+    captured = tokens.length is None and positions.is_cuda and not torch.compiler.is_compiling()
+    captured = captured and torch.cuda.is_current_stream_capturing()
     needed = past + slots.shape[-1] if isinstance(past, int) and not captured else 0
     # Values are read only where that costs nothing: not while tracing, and not where it would wait for a GPU, unless there are
     # more tokens than positions, as in a row of several texts. Under vmap there are none to read.

@@ -37,7 +37,7 @@ def check_mask(inputs: Inputs, past: int | torch.Tensor, cache) -> None:
 
 def with_padding(tokens: Tokens, mask: torch.Tensor | None) -> torch.Tensor:
     """Return positions (B or 1, Q) with `PADDING` where a mask hides tokens, as keys take them into a span cache."""
-    if mask is not None and mask.dim() == 4:  # a token that no query sees
+    if mask is not None and mask.dim() == 4:  # a token that no query of this call sees
         mask = (mask if mask.dtype == torch.bool else mask > -1e3).any(1).any(1)
         mask = None if isinstance(tokens.past, int) and mask.shape[-1] < tokens.past + tokens.slots.shape[-1] else mask
     if mask is None or mask.dim() != 2:
@@ -80,8 +80,10 @@ def of_the_whole_cache(keys: torch.Tensor, cache, slots: torch.Tensor) -> torch.
 
 
 def near_mask(base, span: Span, tokens: Tokens, keys: torch.Tensor, mask) -> torch.Tensor:
-    """Return the whole mask, (B or 1, 1, Q, K) bool, additive for eager attention: within the span, no padding, and in packed
-    texts the own text only."""
+    """Return the whole mask, (B or 1, 1, Q, K): within the span, no padding, and in packed texts the own text only.
+
+    It is bool, or additive for eager attention and where the given one is.
+    """
     positions, causal = tokens.positions, base.architecture.is_causal(base.config)
     allowed = (span.allowed(positions, keys, causal=causal) & (keys != PADDING)[:, None])[:, None]
     if causal and not tokens.counted:  # positions may go back, which a trace does not see: no key may stand behind its query
@@ -92,8 +94,9 @@ def near_mask(base, span: Span, tokens: Tokens, keys: torch.Tensor, mask) -> tor
         if mask.shape[-1] != keys.shape[-1]:
             what = f"attention_mask has {mask.shape[-1]} columns for {keys.shape[-1]} keys"
             raise PosswapError(f"{what}: with a span a cache forgets keys, so give it a mask of 2 dimensions")
-        if mask.dtype != torch.bool:  # added as it is, as without a span
-            return torch.where(allowed, mask, torch.finfo(mask.dtype).min)
+        if mask.dtype != torch.bool:  # added as it is, as without a span, in the model's dtype
+            dtype = base.get_input_embeddings().weight.dtype
+            return torch.where(allowed, mask, torch.finfo(mask.dtype).min).clamp(min=torch.finfo(dtype).min).to(dtype)
         allowed = allowed & mask
     elif mask is not None and mask.shape[-1] == keys.shape[-1]:
         allowed = allowed & mask.bool()[:, None, None]

@@ -33,7 +33,6 @@ SCHEME_ERRORS = [
     ("rotary:scaling={rope_type=[linear],factor=2}", r"'rope_type' out of linear"),
     ("rotary:scaling={rope_type=linear}", r"linear scaling needs \['factor'\].*given were \[\]"),
     ("rotary:scaling={rope_type=linear,factor=2,beta=3}", r"given were \['beta', 'factor'\]"),
-    ("rotary:scaling={rope_type=dynamic,factor=2,original_max_position_embeddings=9}", r"takes \[\]; given were"),
     ("rotary:scaling=linear", r"scaling='linear' must be a dict"),
     ("rotary:scaling={rope_type=linear,factor=big}", r"factor='big'"),
     ("rotary:scaling={rope_type=linear,factor=0}", r"factor=0"),

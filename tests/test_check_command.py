@@ -107,11 +107,11 @@ def test_files_are_read_anew(folder):
     for place, who in (("mine.py", "one"), ("mine.py", "one"), ("below/mine.py", "two")):
         assert load_scheme(f"{place}:Mine").summary == who
     assert posswap.SCHEMES == known and "beside" not in sys.modules and sys.path == path
-    (folder / "packed").mkdir()
-    for name in ("__init__", "inside"):
-        (folder / "packed" / f"{name}.py").touch()
-    (folder / "uses.py").write_text(f"import packed.inside\n{MINE}")
-    assert load_scheme("uses.py:Mine") and not [name for name in sys.modules if name.startswith("packed")]
+    for name in ("packed/__init__", "packed/inside", "bare/inside"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / f"{name}.py").touch()
+    (folder / "uses.py").write_text(f"import bare.inside, packed.inside\n{MINE}")
+    assert load_scheme("uses.py:Mine") and not [name for name in sys.modules if name.startswith(("packed", "bare"))]
 
 
 def test_schemes_of_a_file_stay_known(folder):

@@ -225,6 +225,7 @@ def test_a_mask_that_is_added(make, family, text, backend):
         added = torch.zeros(2, 1, 40, 40).masked_fill(~seen, low)
         expected = plain(text, attention_mask=near + added).logits
         assert_close(model(text, attention_mask=added).logits, expected, rtol=1e-3, atol=1e-3)
+    assert model.bfloat16()(text, attention_mask=added).logits.dtype == torch.bfloat16  # whatever the mask's type is
 
 
 @torch.no_grad()

@@ -58,7 +58,7 @@ def draw_passages(
 ) -> list[Passage]:
     """Draw passages of `tokens` tokens, one from each of `each` equal parts of a document; DataError: one is too short.
 
-    A passage of white space moves on to the next text.
+    A passage of white space moves on to the next text; near the end of a document that ends in one long word, to the last.
     """
     generator, passages = torch.Generator().manual_seed(seed), []
     for number, document in enumerate(documents):

@@ -33,7 +33,8 @@ def load_scheme(source: str) -> Scheme | type[Scheme]:
         SCHEMES.clear()
         SCHEMES.update(known)
         new = set(sys.modules) - modules  # its helper modules: another folder's may have the same names
-        for key in [one for one in new if _lies_in(sys.modules.get(one.partition(".")[0]), folders)]:
+        helpers = {one for one in new if "." not in one and _lies_in(sys.modules[one], folders)}
+        for key in [one for one in new if one.partition(".")[0] in helpers]:
             del sys.modules[key]
     schemes = {key: value for key, value in found.items() if _is_scheme(value)}
     if name not in schemes:
@@ -100,5 +101,7 @@ def _is_scheme(value: Any) -> bool:
 
 
 def _lies_in(module: Any, folders: list[str]) -> bool:
-    file = Path(getattr(module, "__file__", None) or "")
+    file = Path(
+        getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
+    )  # a folder may have no file
     return str((file.parent if file.stem == "__init__" else file).resolve().parent) in folders and file.name != ""

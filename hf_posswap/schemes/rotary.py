@@ -161,9 +161,9 @@ class _RopeConfig:  # no SimpleNamespace: torch.compile cannot make one
 _SCALINGS = {  # kind -> the fields that it needs, and others that it takes
     "linear": ("factor", ""),
     "dynamic": ("factor", ""),
-    "yarn": ("factor", "attention_factor beta_fast beta_slow mscale mscale_all_dim original_max_position_embeddings truncate"),
-    "longrope": ("short_factor long_factor", "attention_factor factor original_max_position_embeddings"),
-    "llama3": ("factor low_freq_factor high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"),
+    "longrope": ("short_factor long_factor", "factor attention_factor"),
+    "llama3": ("factor low_freq_factor high_freq_factor", ""),
 }
 
 
@@ -218,8 +218,9 @@ class Rotary(Scheme):
             known = ", ".join(_SCALINGS)
             raise UnknownSchemeError(f"rotary: scaling={self.scaling!r} must be a dict with a 'rope_type' out of {known}")
         needed, optional = (set(fields.split()) for fields in _SCALINGS[kind])
-        if not needed <= set(given) <= needed | optional:
-            what = f"rotary: {kind} scaling needs {sorted(needed)} and takes {sorted(optional)}"
+        if not needed <= set(given) <= needed | optional | {"original_max_position_embeddings"}:
+            takes = f"{sorted(optional)} and 'original_max_position_embeddings'"
+            what = f"rotary: {kind} scaling needs {sorted(needed)} and takes {takes}"
             raise UnknownSchemeError(f"{what}; given were {sorted(given)}")
         for key, value in given.items():
             if key in ("short_factor", "long_factor"):

@@ -339,15 +339,16 @@ def _merge(path: Path, text: str, ours: dict, index: list[EvalResult], name: str
         theirs = {key: value for key, value in old.data.to_dict().items() if key != "model-index"}
         if "language" in theirs:  # YAML 1.1 reads Norwegian as False
             said = theirs["language"]
-            theirs["language"] = [one or "no" for one in said] if isinstance(said, list) else said or "no"
+            languages = ["no" if one is False else one for one in (said if isinstance(said, list) else [said])]
+            theirs["language"] = languages if isinstance(said, list) else languages[0]
         found = old.data.eval_results or []
         index = [*(one for one in found if not f"{one.task_name} {one.metric_name}".count(_OURS)), *index]
-        if again:  # we wrote these, perhaps for another model in this folder; other values are the user's, who may know better
+        if again:  # we wrote these, perhaps for another model in this folder; other values are the user's, but for a known base
             written = {}
             with suppress(PosswapError):  # results beside the card that cannot be read do not say what we wrote
                 written = _metadata(read_results(path.parent), None)
             keys = ("library_name", "pipeline_tag", "base_model", "base_model_relation")
-            ours_alone = {key for key in keys if theirs.get(key) == written.get(key)}
+            ours_alone = {key for key in keys if theirs.get(key) == written.get(key) or (key in keys[2:] and not written)}
             theirs = {key: value for key, value in theirs.items() if key not in ours_alone}
             theirs["tags"] = [tag for tag in theirs.get("tags", []) if not tag.startswith("position-")]
     users = {"pipeline_tag", "library_name"} & theirs.keys()

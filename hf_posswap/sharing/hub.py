@@ -177,9 +177,8 @@ def _take_over(api: HfApi, repo_id: str, revision: str, folder: Path, new: list[
         return True
     if theirs.strip() and theirs.split() != ours.split():
         more = f"the card of {repo_id} has text that {folder / CARD_FILE} has not"
-        raise PosswapError(
-            f"{more}: hf download {repo_id} {CARD_FILE} --local-dir {folder}, or push with overwrite=True (--overwrite)"
-        )
+        way = f"hf download {repo_id} {CARD_FILE}, and copy its text into the folder's card"
+        raise PosswapError(f"{more}: {way}, or push with overwrite=True (--overwrite)")
     return False
 
 

@@ -37,11 +37,14 @@ class Certificate:
     deviation: float  # standard deviation of the swapped model's outputs
     left_out: tuple[str, ...]  # weights that the native class has no place for
     holds_for: tuple[str, ...]  # conditions on inputs; empty if any input will do
-    longest: int  # the swapped model's longest input; with dynamic scaling, the native config names the trained length
+    longest: int | None = (
+        None  # the swapped model's longest input; with dynamic scaling, the native config names the trained length
+    )
 
     @property
     def largest(self) -> float:
-        return float(torch.tensor([*self.random.values(), *self.text.values()]).max())  # NaN if one is
+        found = [*self.random.values(), *self.text.values()]
+        return float(torch.tensor(found, dtype=torch.float64, device="cpu").max())  # NaN if one is
 
     def __str__(self) -> str:
         lines = [f"{self.source} -> {self.target}, {self.dtype}: largest difference of {self.output} {self.largest:.2g}"]

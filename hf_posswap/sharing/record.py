@@ -108,7 +108,7 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
         return "swapped", config.position_scheme, {"family": family_of(config).model_type, **about}
     if (folder / PARITY_FILE).is_file():
         report = _report(folder / PARITY_FILE, "certificate")
-        entry, about["max_positions"] = report.get("position_scheme"), report.get("longest", longest)
+        entry, about["max_positions"] = report.get("position_scheme"), report.get("longest") or longest
         if not isinstance(entry, dict) or "trained_positions" not in entry:
             raise CheckpointError(f"{folder / PARITY_FILE} does not say which scheme was exported: export the model again")
         return "native", entry, {"family": config.model_type, **about}
