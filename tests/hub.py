@@ -62,8 +62,6 @@ class Refusal(Exception):
 
 
 class Hub:
-    """Repositories, users, and what tests have planned."""
-
     def __init__(self, endpoint: str):
         self.endpoint, self.lock, self.requests = endpoint, threading.RLock(), 0
         self.users = {"hf_tester": "tester"}  # token -> name
@@ -81,7 +79,6 @@ class Hub:
 
 @contextmanager
 def serve(endpoint: str):
-    """Run a Hub at an address of this machine."""
     hub, address = Hub(endpoint), ("127.0.0.1", int(endpoint.rpartition(":")[2]))
     with ThreadingHTTPServer(address, type("BoundHandler", (Handler,), {"hub": hub})) as server:
         server.daemon_threads = True

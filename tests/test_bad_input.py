@@ -239,6 +239,8 @@ def test_interrupted(make_model, family, first, place, monkeypatch, tokens):
 def test_refuses_flex_attention_later(make_swapped, scheme, span, tokens):
     """An attention implementation that is set after the swap is looked at, too; a span needs its mask read as a tensor."""
     model = make_swapped("bert", scheme, span=span)
+    attention = model.base_model.encoder.layer[0].attention.self
+    refused("was called without positions: the layers of its family must pass", attention, torch.zeros(1, 3, 32))
     model.set_attn_implementation("flex_attention")
     refused("set_attn_implementation", model, tokens)
 
@@ -270,9 +272,3 @@ def test_swap_after_training(make_model, family, what, tokens):
     assert not changes(model, before)
     posswap.restore(model, keep_training=what == "attention")
     posswap.swap(model, "rotary")
-
-
-def test_attention_without_positions(make_swapped):
-    """Attention that a family's layers call without what they got from the model says so."""
-    attention = make_swapped("bert", scheme="rotary").base_model.encoder.layer[0].attention.self
-    refused("was called without positions: the layers of its family must pass", attention, torch.zeros(1, 3, 32))

@@ -30,7 +30,6 @@ def load(family: str, folder, **options):
 
 
 def saved_scheme(folder) -> dict:
-    """The entry of a saved config.json."""
     return json.loads((folder / "config.json").read_text())["position_scheme"]
 
 
@@ -335,7 +334,6 @@ def test_an_edited_config_that_is_meant(make_swapped, tmp_path):
 
 @pytest.mark.parametrize("auto", [AutoModel, auto_class("gpt2")])
 def test_broken_position_weights(make_swapped, auto, tmp_path):
-    """NaN in a table is refused."""
     make_swapped("gpt2", "relative:clip=4").save_pretrained(tmp_path)
     table = "transformer.h.0.attn.positions.key_table"
     rewrite(tmp_path / "model.safetensors", lambda weights: weights[table].fill_(float("nan")))

@@ -236,10 +236,6 @@ def test_folders_that_are_there(place, raced, tmp_path, monkeypatch):
             (output / "theirs").write_text("x")
     assert [path.name for path in output.iterdir()] == ["theirs" if raced else "mine"]
     refused("exists already", new_folder(output).__enter__)
-
-
-def test_no_folder_can_be_made(tmp_path):
-    """The message names the folder that was asked for."""
     (tmp_path / "file").write_text("x")
     refused(r"file/out cannot be made \(Not a directory\): choose", new_folder(tmp_path / "file" / "out").__enter__)
 

@@ -31,7 +31,6 @@ class Sines(PositionEmbedding):
         self.geometry, self.inner = geometry, nn.ParameterDict({"size": torch.zeros(geometry.hidden_size)})
 
     def code(self, position_ids):
-        """The sines alone."""
         steps = torch.arange(self.geometry.hidden_size, dtype=torch.float64)
         return (position_ids[..., None] * 100.0 ** (-steps / len(steps))).sin().to(self.size.dtype)
 
@@ -41,8 +40,6 @@ class Sines(PositionEmbedding):
 
 @dataclass(frozen=True, kw_only=True)
 class Waves(Scheme):
-    """A correct absolute scheme."""
-
     label: str = "plain"
 
     name: ClassVar[str] = "waves"
@@ -87,8 +84,6 @@ class Slope(AttentionPositions):
 
 @dataclass(frozen=True, kw_only=True)
 class Sinking(Scheme):
-    """A correct scheme of distances."""
-
     name: ClassVar[str] = "sinking"
     summary: ClassVar[str] = "scores sink with distance"
     shift_invariant: ClassVar[bool] = True

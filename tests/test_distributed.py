@@ -64,7 +64,6 @@ def alone(folder):
 
 @pytest.fixture(scope="module")
 def together(folder):
-    """What each of two processes saw."""
     return _fork("ddp", folder / "two")
 
 

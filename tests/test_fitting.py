@@ -48,13 +48,11 @@ def batch(side: str | None = None, **options) -> dict[str, torch.Tensor]:
 
 
 def quick(model, batches=None, **options):
-    """A fit with few steps, no bar."""
     options = {"steps": 10, "learning_rate": 3e-3, "progress": False, **options}
     return fit(model, text() if batches is None else batches, **options)
 
 
 def attention_names(model) -> set[str]:
-    """Names of the weights that a fit may change."""
     own = {id(p) for a in model.architecture.self_attentions(model.base_model) for p in a.parameters()}
     return {name for name, parameter in model.named_parameters() if id(parameter) in own}
 
@@ -260,7 +258,6 @@ def test_bad_text(make_model, name):
 
 
 def spoil(model):
-    """Put a NaN into the last layer."""
     with torch.no_grad():
         next(reversed(list(model.parameters())))[0] = float("nan")
     return model

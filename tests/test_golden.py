@@ -34,7 +34,6 @@ EXACT = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def load(name: str, **options):
-    """Load a folder as a user would."""
     return AUTO[name.partition("-")[0]].from_pretrained(FORMAT_1 / name, **options).eval()
 
 

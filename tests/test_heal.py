@@ -11,7 +11,6 @@ from hf_posswap.fitting.distillation import distillation_loss
 
 @pytest.fixture
 def recipe(recipe):
-    """The module recipes/heal.py."""
     return recipe("heal")
 
 
@@ -100,11 +99,8 @@ def test_bad_options(heal, recipe, monkeypatch, changes, says):
 def test_tokens_to_reach(recipe):
     """Tokens to a mark are read off the first crossing, in a straight line of the logarithm; None if there is none."""
     curve = [{"tokens": t, "damage": d} for t, d in ((0, 1.0), (100, 0.1), (200, 0.001), (300, 0.5))]
-    assert recipe.tokens_to_reach(curve, 1.0) == 0
-    assert recipe.tokens_to_reach(curve, 0.0001) is None
-    assert recipe.tokens_to_reach(curve, 0.1) == 100
-    assert recipe.tokens_to_reach(curve, 0.01) == 150
-    assert recipe.tokens_to_reach(curve, 10**-0.5) == 50
+    wanted = {1.0: 0, 0.0001: None, 0.1: 100, 0.01: 150, 10**-0.5: 50}
+    assert {mark: recipe.tokens_to_reach(curve, mark) for mark in wanted} == wanted
     healed = [{"tokens": 0, "damage": 1.0}, {"tokens": 10, "damage": -1e-9}]
     assert 0 < recipe.tokens_to_reach(healed, 0.1) < 10
 

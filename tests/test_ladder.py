@@ -17,7 +17,6 @@ SIZES = Geometry(hidden_size=8, num_heads=2, head_dim=4, max_positions=64, train
 
 
 def written_out(rung: str, p: int, max_positions: int, size: int) -> list[float]:
-    """One position's code, number by number."""
     bits = [int(b) for b in reversed(format(p, "b").zfill(math.ceil(math.log2(max_positions))))]
     return {
         "count": [float(p)],

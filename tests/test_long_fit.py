@@ -40,7 +40,6 @@ def written(model, rows: int, length: int = LONG, seed: int = 0) -> torch.Tensor
 
 
 def beyond(reading: dict[str, float]) -> float:
-    """The mean of what is past the trained length."""
     values = [value for key, value in reading.items() if key not in ("0-31", "32")]
     assert values
     return sum(values) / len(values)
@@ -215,14 +214,11 @@ WIDTH, STRIDE = 8, 2
 def masks() -> torch.Tensor:
     """Four sequences: whole, padded, shorter than a window, with a hole."""
     mask = torch.ones(4, 21, dtype=torch.bool)
-    mask[1, 15:] = False
-    mask[2, 5:] = False
-    mask[3, 9] = False
+    mask[1, 15:] = mask[2, 5:] = mask[3, 9] = False
     return mask
 
 
 def starts_of(real: list[bool]) -> list[int]:
-    """Where the windows of one sequence start."""
     end = max(place for place, one in enumerate(real) if one) + 1
     return sorted({*range(0, end - WIDTH, STRIDE), end - WIDTH}) if end > WIDTH else [0]
 

@@ -233,7 +233,6 @@ def changed(content: dict, data) -> dict:
 
 @contextmanager
 def instead(path: Path, content: bytes):
-    """Give a file other content inside."""
     before = path.read_bytes()
     path.write_bytes(content)
     try:

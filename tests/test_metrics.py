@@ -75,17 +75,11 @@ def test_logits_of_all_rows(make_model):
     lengths = torch.randint(2, 20, (21,), generator=generator).tolist()
     rows = [{"input_ids": torch.randint(2, 98, (length,), generator=generator)} for length in lengths]
     found = predict(model, rows, 0, 4)
+    refused("empty", predict, model, [], 0, 4)
+    with pytest.raises(IndexError):
+        predict(model, [{"input_ids": torch.tensor([1, 2_000_000])}], 0, 4)
     assert model.training and not found.requires_grad
     model.eval()
     with torch.no_grad():
         alone = torch.cat([model(input_ids=row["input_ids"][None]).logits for row in rows])
     torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)
-
-
-def test_nothing_to_evaluate(make_model):
-    """An empty data set is an error, and a model that fails is left in its mode."""
-    model = make_model("bert").train()
-    refused("empty", predict, model, [], 0, 4)
-    with pytest.raises(IndexError):
-        predict(model, [{"input_ids": torch.tensor([1, 2_000_000])}], 0, 4)
-    assert model.training

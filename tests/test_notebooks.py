@@ -55,7 +55,6 @@ def run(names: list[str], output: Path) -> None:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory) -> Path:
-    """All notebooks with the outputs of now."""
     folder = tmp_path_factory.mktemp("notebooks")
     run(NOTEBOOKS, folder)
     return folder

@@ -132,7 +132,6 @@ print(len(before))
 
 
 def modules() -> list[str]:
-    """Every module of the package, by name."""
     return ["hf_posswap", *(m.name for m in pkgutil.walk_packages(hf_posswap.__path__, "hf_posswap."))]
 
 
@@ -155,7 +154,7 @@ def test_public_names():
             assert hasattr(module, public), f"{name}.{public}"
             checked += 1
     assert checked > 30
-    assert list(hf_posswap.__all__) == sorted(hf_posswap.__all__)
+    assert list(hf_posswap.__all__) == sorted(hf_posswap.__all__) and set(hf_posswap._CONFIGS) == set(hf_posswap.ARCHITECTURES)
 
 
 def test_registering_twice():

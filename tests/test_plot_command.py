@@ -22,7 +22,6 @@ RESULTS = Path(__file__).parent.parent / "recipes" / "results"
 
 
 def drawn(kind: str, *sources, **options):
-    """The figure that `plot` saves."""
     return pictures.draw(kind, [*map(str, sources)], **options)
 
 

@@ -25,7 +25,6 @@ PAGES = ("README.md", "notebooks/README.md", "recipes/README.md", "recipes/resul
 
 @pytest.fixture(scope="module")
 def update() -> dict:
-    """What recipes/update_readme.py defines."""
     return runpy.run_path(str(ROOT / "recipes" / "update_readme.py"))
 
 

@@ -269,7 +269,6 @@ def test_stopped_from_outside(start, tmp_path, number):
 
 @pytest.fixture
 def checkpoint(make_model, tmp_path):
-    """A tiny saved BERT without a head."""
     make_model("bert").save_pretrained(tmp_path / "bert")
     return str(tmp_path / "bert")
 

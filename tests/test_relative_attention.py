@@ -91,7 +91,6 @@ def padding(kind: str, batch: int, keys: int) -> torch.Tensor | None:
 
 @pytest.fixture
 def cut(monkeypatch):
-    """Set how a call is cut up."""
     plan = module._plan
 
     def set_plan(far: str, block: int, heads: int):

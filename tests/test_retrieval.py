@@ -46,7 +46,6 @@ def test_passkeys_and_needles(bert_tokenizer):
 
 @pytest.fixture
 def beir(tmp_path):
-    """A tiny folder in BEIR's format."""
     folder = tmp_path / "tiny-beir"
     (folder / "qrels").mkdir(parents=True)
     texts = [{"_id": str(i), "title": "", "text": "\u2028".join(WORDS[i : i + 6])} for i in range(8)]  # no end of a line

@@ -22,7 +22,6 @@ from hf_posswap.schemes.sinusoidal import sinusoids
 
 
 def geometry(head_dim: int = 8, **lengths) -> Geometry:
-    """The sizes of a small model with two heads."""
     lengths = {"max_positions": 32, "trained_positions": 32} | lengths
     return Geometry(hidden_size=2 * head_dim, num_heads=2, head_dim=head_dim, **lengths)
 
@@ -178,17 +177,12 @@ def test_hints_do_not_see_case(text, name):
     refused(f"unknown scheme '{text}' .*'{name}'.*; known are", parse_scheme, text)
 
 
-def test_a_class_that_is_defined_again_takes_its_own_place():
-    """As when a notebook's cell is run twice."""
+def test_schemes_of_ones_own():
+    """A class that is defined again, as in a notebook, takes its own place; an option without a default has to be given."""
     with patch.dict(posswap.SCHEMES):
         for _ in range(2):
             kind = dataclass(frozen=True, kw_only=True)(type("Mine", (posswap.Scheme,), {"name": "mine", "summary": "mine"}))
             assert posswap.register_scheme(kind) is kind and type(parse_scheme("mine")) is kind
-
-
-def test_an_option_without_a_default():
-    """A scheme of one's own may have one: it has to be given."""
-    with patch.dict(posswap.SCHEMES):
         names, options = {"name": "needy", "summary": "needs a size"}, {"frozen": True, "kw_only": True}
         given = [("size", int), ("half", int, field(init=False, compare=False))]  # the second is none that is asked for
         kind = posswap.register_scheme(make_dataclass("Needy", given, bases=(posswap.Scheme,), namespace=names, **options))
@@ -200,7 +194,6 @@ GEOMETRY = Geometry(hidden_size=48, num_heads=6, head_dim=8, max_positions=300, 
 
 
 def places(length: int) -> Places:
-    """Where everything is in a text."""
     steps = torch.arange(length)[None]
     return Places(steps, steps, steps)
 

@@ -104,16 +104,6 @@ def test_a_decoder_that_looks_both_ways(make_swapped, family, scheme, tokens):
         assert_close(found[mask.bool()], output.logits[mask.bool()], rtol=1e-4, atol=1e-4)
 
 
-def test_every_family_is_named_on_import():
-    """The model types that the package names on import are those of its families."""
-    assert set(posswap._CONFIGS) == set(architectures.ARCHITECTURES)
-
-
-def test_a_bias_needs_something_to_be_added_to():
-    """An implementation that cannot add a bias is an error."""
-    refused("a bias on scores, which .* 'flash_attention_2' cannot add", add_bias, None, None, None, "flash_attention_2")
-
-
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 @pytest.mark.parametrize("scheme", ["alibi", "alibi:slopes=fixed", "buckets"])
 def test_a_bias_by_distance_needs_no_square(make_swapped, watch, monkeypatch, family, scheme):
@@ -134,6 +124,7 @@ def test_a_bias_by_distance_needs_no_square(make_swapped, watch, monkeypatch, fa
     assert len(calls) == 2
     monkeypatch.setattr(PositionedAttention, "_all_by_distance", lambda *_: False)
     assert_close(quick, run(), rtol=1e-3, atol=1e-5)
+    refused("a bias on scores, which .* 'flash_attention_2' cannot add", add_bias, None, None, None, "flash_attention_2")
 
 
 @pytest.mark.parametrize(("family", "scheme"), [("bert", "buckets"), ("gpt2", "alibi")])

@@ -18,7 +18,6 @@ SCHEMES = ["learned:extend=tile", "rotary", "relative:clip=3", "relative:clip=3,
 
 @pytest.fixture
 def text():
-    """Two rows of 40 tokens."""
     return torch.randint(2, 98, (2, 40), generator=torch.Generator().manual_seed(7))
 
 
