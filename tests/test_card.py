@@ -353,6 +353,13 @@ def test_another_model_in_the_folder(swapped, results, make_model):
     assert "passkey" not in card.text and not list((swapped / "posswap_results").iterdir())
 
 
+def test_a_base_whose_results_are_gone(swapped):
+    """Without the results beside it, a card's base may be of another model: what is given now holds."""
+    posswap.write_card(swapped, base_model="org/one")
+    (swapped / RESULTS_FILE).unlink()
+    assert ModelCard.load(posswap.write_card(swapped, base_model=BASE)).data.base_model is None
+
+
 def test_a_full_disk(swapped, results, watch, monkeypatch):
     """A disk that is full at the last file leaves no new file, and the card of before."""
     (swapped / "README.md").write_text("Mine.\n")

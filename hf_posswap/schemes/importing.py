@@ -101,7 +101,6 @@ def _is_scheme(value: Any) -> bool:
 
 
 def _lies_in(module: Any, folders: list[str]) -> bool:
-    file = Path(
-        getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
-    )  # a folder may have no file
+    place = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")  # a folder may have no file
+    file = Path(place)
     return str((file.parent if file.stem == "__init__" else file).resolve().parent) in folders and file.name != ""

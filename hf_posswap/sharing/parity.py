@@ -37,9 +37,7 @@ class Certificate:
     deviation: float  # standard deviation of the swapped model's outputs
     left_out: tuple[str, ...]  # weights that the native class has no place for
     holds_for: tuple[str, ...]  # conditions on inputs; empty if any input will do
-    longest: int | None = (
-        None  # the swapped model's longest input; with dynamic scaling, the native config names the trained length
-    )
+    longest: int | None = None  # input of the swapped model: with dynamic scaling, the native config has the trained length
 
     @property
     def largest(self) -> float:
