@@ -182,6 +182,13 @@ def test_scalings(make_swapped, bert_tokenizer, family, scaling):
         assert (_outputs(unscaled, _tokens(120))[0] - _outputs(native, _tokens(120))[0]).abs().max() > 1e-3
 
 
+def test_the_card_of_a_dynamic_export(make_swapped, tmp_path):
+    """The native config has the trained length, from which angles are scaled; the card says what the model reads."""
+    scheme = posswap.Rotary(scaling={"rope_type": "dynamic", "factor": 2.0}, mark_first=False)
+    posswap.export_native(make_swapped("gpt2", scheme, max_positions=128)).save_pretrained(tmp_path / "native")
+    assert "It reads 128 tokens" in posswap.write_card(tmp_path / "native", base_model="local:tiny").read_text("utf-8")
+
+
 @pytest.mark.parametrize("changes", [{"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True}, {"n_inner": 48}])
 def test_gpt2_variants(make_swapped, changes):
     """GPT-2's other scales of attention are exported exactly."""
