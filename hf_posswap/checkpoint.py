@@ -65,7 +65,9 @@ class InitialisesPositions:
             )
 
     def _digest(self) -> torch.Tensor:
-        return digest(*read_config_entry(self.config), span_in(self.config.position_scheme))
+        (scheme, trained), entry = read_config_entry(self.config), self.config.position_scheme
+        # Without options that the scheme's class has got since the model was saved.
+        return digest({name: value for name, value in scheme.to_dict().items() if name in entry}, trained, span_in(entry))
 
 
 class SwappedModel(InitialisesPositions):

@@ -122,7 +122,7 @@ def swap(
         surgery.revert(target, architecture, before)
         raise
     reads = None if asked is None else max_positions
-    change(model, text=reads, document=reads, card=None)  # the old card, with its figures, is about other weights
+    change(model, text=reads, document=reads)
     _set_name(target, "")  # the path holds the original: an adapter saved with it as its base would load onto that
     return model
 
@@ -170,7 +170,8 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
             embedding.fit_table(table)
             if type(embedding) is type(kept[0]) is Constant:  # whose mean is known, not that of its rows
                 embedding.mean.copy_(kept[0].mean)
-    scheme_entry.sign(embedding, scheme_entry.digest(scheme, geometry.trained_positions, span).to(embedding.weight.device))
+    own = scheme_entry.digest(scheme.to_dict(), geometry.trained_positions, span)
+    scheme_entry.sign(embedding, own.to(embedding.weight.device))
     for attention, (query, key), order in zip(attentions, moments, orders or (), strict=orders is not None):
         if order is not None:
             balance(architecture.query_key(attention), query, key, order)

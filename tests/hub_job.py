@@ -111,7 +111,9 @@ def check_another_model(hub, folder, model):
     headless.save_pretrained(folder / "third")
     push(folder / "third", "tester/changing")
     assert b"pipeline_tag: feature-extraction" in hub.repos["tester/changing"].files()["README.md"]
+    hub.repos["tester/changing"].add("adapter_config.json", b"{}")  # which transformers reads in the model's place
     push(folder / "second", "tester/changing", overwrite=True)
+    assert "adapter_config.json" not in files(hub, "tester/changing")
     pulled = AutoModelForMaskedLM.from_pretrained("tester/changing")
     assert torch.equal(pulled(TOKENS).logits, model(TOKENS).logits)
 

@@ -147,7 +147,7 @@ def test_pairs_and_cuts(bert_tokenizer, gpt2_tokenizer):
     row = encode(rows, bert_tokenizer, 32).rows[0]
     assert row["token_type_ids"].tolist() == [0] * 8 + [1] * 3 and row["labels"].dtype == torch.float32
     row = encode(rows, gpt2_tokenizer, 32).rows[0]
-    assert "token_type_ids" not in row
+    assert "token_type_ids" not in row and "token_type_ids" not in encode(rows, bert_tokenizer, 32, causal=True).rows[0]
     assert gpt2_tokenizer.decode(row["input_ids"]).split() == "the cat sat on the mat <|endoftext|> a dog".split()
     for tokenizer, end in ((bert_tokenizer, "a dog [SEP]"), (gpt2_tokenizer, "<|endoftext|> a dog")):
         cut = encode(rows, tokenizer, 8)

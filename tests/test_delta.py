@@ -79,6 +79,7 @@ def test_other_weights_are_refused(delta, make_model):
         before = weights_hash(other)
         refused("made from (other weights|a model .* with)", posswap.load_delta, other, folder, error=posswap.CheckpointError)
         assert weights_hash(other) == before and type(other) is GPT2LMHeadModel
+    refused("load those, in float32", posswap.load_delta, others[1], folder, error=posswap.CheckpointError)
     for field in ("is_decoder", "layer_norm_eps", "do_layer_norm_before", "pad_token_id"):
         kind = {"do_layer_norm_before": "opt", "pad_token_id": "esm"}.get(field, "bert")
         other, _, made = delta(kind, posswap.Relative(clip=4))

@@ -9,7 +9,8 @@ import torch
 import transformers
 from conftest import CASES, WORDS, refused
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, BertModel, BertTokenizer, GPT2LMHeadModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, BertModel, BertTokenizer
+from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel
 
 import hf_posswap as posswap
 from hf_posswap.architectures import longest_input
@@ -194,6 +195,8 @@ def test_gpt2_variants(make_swapped, changes):
     """GPT-2's other scales of attention are exported exactly."""
     model = make_swapped("gpt2", posswap.Rotary(mark_first=False), **changes)
     _equal(model, posswap.export_native(model).model, _tokens(30))
+    regression = make_swapped("gpt2", "sinusoidal", head=GPT2ForSequenceClassification, num_labels=1)  # one number, unpadded
+    assert posswap.export_native(regression).certificate.largest < 1e-4
 
 
 @pytest.mark.parametrize("family", ["opt", "esm", "gpt2"])

@@ -53,6 +53,12 @@ def test_errors_of_half_precision(make_model):
     assert all(0 < one.after < one.before for one in report.layers)
 
 
+def test_a_token_alone(make_model):
+    """It has no spread to divide errors by, and spoils no step of a fit on other text."""
+    report = fit(posswap.swap(make_model("gpt2"), "rotary"), [text(1100), torch.tensor([[5]])], steps=3, progress=False)
+    assert all(one.reconstructed for one in report.layers)
+
+
 def test_copies_with_other_padding(make_model):
     """A text that is held out is left out of the fit, however its batches are padded."""
     ids = text(20, 12)
@@ -125,6 +131,9 @@ def test_own_text(make_model, monkeypatch, capsys):
     assert set(report.after.by_length) == {32}
     model = make_model("gpt2")
     plain, settings = calibration.written_text(model, tokens=200), model.generation_config
+    model.config.bos_token_id = 50256  # GPT2Config's default, which small vocabularies do not have
+    assert calibration.written_text(model, tokens=64).max() < model.config.vocab_size
+    model.config.bos_token_id = None
     settings.num_beams, settings.max_new_tokens, settings.repetition_penalty = 3, 4, 9.0
     assert plain.shape == (6, 32) and torch.equal(calibration.written_text(model, tokens=200), plain)
     assert model.generation_config is settings

@@ -110,6 +110,7 @@ def test_a_diverged_model_is_not_scored(make_model, gpt2_tokenizer, bert_tokeniz
         for parameter in model.parameters():
             parameter.data.fill_(torch.nan)
         refused(says, call, model)
+    refused("too much for a perplexity", measure.row_perplexities, torch.tensor([[torch.nan, 800.0]]))
 
 
 def test_nothing_stays_when_looking_fails(make_model, tokens):

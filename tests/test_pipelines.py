@@ -191,6 +191,7 @@ def test_the_card_of_the_original(make_pipeline, tmp_path):
     make_pipeline().save_pretrained(str(tmp_path))
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n\nIt scores 99 on MTEB.\n")
     pipeline = library.SentenceTransformer(str(tmp_path), device="cpu")
+    kept = pipeline.model_card_data.eval_results_dict = {"an evaluator": {"cosine": 0.99}}  # what one notes when it is called
 
     def saved() -> str:
         pipeline.save_pretrained(str(tmp_path))
@@ -198,13 +199,18 @@ def test_the_card_of_the_original(make_pipeline, tmp_path):
 
     for scheme in ("rotary", "alibi"):
         posswap.swap(pipeline, scheme)
+        assert not pipeline.model_card_data.eval_results_dict
         assert "MTEB" not in saved() and "SentenceTransformer" in saved()
     (tmp_path / "README.md").write_text("It scores 98 on MTEB.\n")
     again = library.SentenceTransformer(str(tmp_path), device="cpu")
     posswap.swap(again, "rotary").save_pretrained(str(tmp_path))
     assert "MTEB" not in (tmp_path / "README.md").read_text()
     posswap.restore(pipeline)
+    assert pipeline.model_card_data.eval_results_dict is kept
     assert "99 on MTEB" in saved()
+    posswap.swap(again, "alibi").save_pretrained(str(tmp_path))  # which cuts texts where it did before
+    assert "It reads 24 tokens" in (card := posswap.write_card(tmp_path, base_model="local:tiny").read_text())
+    assert "Texts are cut after 24 tokens" in card and "are an error" not in card
 
 
 def test_refusals(make_pipeline, bert_tokenizer):

@@ -13,7 +13,9 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 from torch.testing import assert_close
 
+import hf_posswap as posswap
 from hf_posswap import plots
+from hf_posswap.measure.positions import translation
 from hf_posswap.schemes.sinusoidal import sinusoids
 
 PROFILE = torch.rand(2, 3, 9, generator=torch.Generator().manual_seed(0))
@@ -218,7 +220,9 @@ def test_wavelengths_as_given():
 
 
 def test_translations_as_given():
-    """Matrices side by side on one scale, each under its name."""
+    """Matrices side by side on one scale, each under its name; yarn's, which also sharpens scores, turn as others do."""
+    turn, _ = translation(posswap.Rotary(scaling={"rope_type": "yarn", "factor": 4.0}), 3, 8)
+    assert_close(turn @ turn.T, torch.eye(8))
     matrices = {"k = 1": torch.rand(4, 4), "k = 2": torch.rand(4, 4) * 3}
     figure = plots.plot_translation(matrices)
     for axes, (name, matrix) in zip(figure.axes, matrices.items(), strict=False):

@@ -4,6 +4,7 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -41,7 +42,8 @@ def test_passkeys_and_needles(bert_tokenizer):
     byte_level = load_tokenizer("stdlib-gpt2")  # whose words are other tokens behind a space
     assert max(len(byte_level(text, verbose=False)["input_ids"]) for text in passkeys(byte_level, 512).corpus.values()) <= 512
     refused("no room", passkeys, bert_tokenizer, 20, error=DataError)
-    refused("no room", needles, bert_tokenizer, 128, [], error=DataError)
+    for none in ([], ["the cat sat.\n" * 999]):
+        refused("no sentence, up to '. '", needles, bert_tokenizer, 128, none, error=DataError)
 
 
 @pytest.fixture
@@ -57,6 +59,8 @@ def beir(tmp_path):
 
 def test_beir(beir):
     """A folder of BEIR gives the queries with an answer; a broken one is an error."""
+    for file in (beir / "queries.jsonl", beir / "qrels" / "test.tsv"):
+        file.write_text(file.read_text(), encoding="utf-8-sig")  # with the mark that some editors put in front
     one = read_beir(beir)
     assert one.relevant == {"q0": {"0"}, "q1": {"1"}} and one.queries.keys() == one.relevant.keys() and len(one.corpus) == 8
     (beir / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\nq0\t99\t1\n")
@@ -118,6 +122,8 @@ def test_documents_and_passages(bert_tokenizer):
     for seed in range(20):
         assert all(one.text for one in draw_passages([unbroken], tokenizer, 4, 3, seed=seed))
     refused("too few for 2 passages of 29", draw_passages, documents, bert_tokenizer, 29, 2, seed=0, error=DataError)
+    slow = Mock(is_fast=False, wraps=bert_tokenizer)
+    refused("give a model with a fast one", draw_passages, documents, slow, 8, 2, seed=0, error=DataError)
     refused("no text has 1,000 tokens", cut_documents, documents, bert_tokenizer, 1000, error=DataError)
 
 

@@ -219,6 +219,8 @@ def test_what_is_the_users_own(make_model, tmp_path, monkeypatch):
     monkeypatch.setattr(architectures.GPT2, "__module__", "mine")
     text = posswap.write_card(tmp_path, base_model="local:tiny").read_text()
     assert "# and here the module that registers its scheme and its family\n" in text and "trust_remote_code" not in text
+    posswap.swap(make_model("gpt2"), "mixed:layers=[mine, rotary]").save_pretrained(tmp_path / "mix")
+    assert "registers its scheme" in posswap.write_card(tmp_path / "mix", base_model="local:tiny").read_text()
     monkeypatch.setattr(export, "CONVERT", {})
     says = "has no native counterpart: share the swapped model as it is"
     refused(says, posswap.export_native, posswap.swap(make_model("bert"), "rotary"))

@@ -1,6 +1,7 @@
 """The recipes that measure what a swap costs and what a fit wins back: figures, texts, refusals; on tiny models."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from conftest import refused
@@ -118,3 +119,9 @@ def test_bad_options(save, tmp_path):
     refused("skip_to=40: the original.* has 32: lower it", run, config, tmp_path, False)
     refused("what a checkpoint loses; known are cold, swap, fit", SwapCostConfig, start="scratch")
     refused("word_order_sentences=2", SwapCostConfig, word_order_sentences=2)
+    (tmp_path / "zh.txt").write_text("他是一個人。" * 999)  # no spaces, so no sentences of words
+    (tmp_path / "bert.txt").write_text("the cat sat on " * 999)
+    given = {"model": str(save("bert")), "max_steps": 1, "batch_size": 2, "evaluation_tokens": 64, "report_to": ()}
+    config = SwapCostConfig(**given, train_file=str(tmp_path / "bert.txt"), scheme="rotary")
+    refused("word_order_sentences=0", run, config, tmp_path, False)
+    assert "word_order" not in run(replace(config, word_order_sentences=0), tmp_path, False)["figures"]

@@ -135,6 +135,11 @@ VALIDATION = {"train_file": "good.csv", "validation_file": "t.csv"}
         (GOOD, {"dataset": "glue/cola"}, "one of them"),
         (GOOD, {"dataset_config": "cola"}, "one of them"),
         (GOOD, {"validation_file": "missing.csv"}, "no such file: missing.csv"),
+        (GOOD, {"validation_file": "./t.csv"}, "both to train on and to measure on"),
+        (GOOD, {"train_file": None, "dataset": "./reviews"}, "no name on the Hub: give local data as files"),
+        (GOOD, {"train_file": None, "dataset": "glue/cola", "validation_split": "train"}, "leave it out to hold out a tenth"),
+        (GOOD, {"max_train_samples": 1}, "is the same in all 1 rows taken of the train part .* raise max_"),
+        ("text,label\n" + "".join(f"x,{n % 15}.0\n" for n in range(60)), {}, r"holds 0.0, .*9.0, ...: .*Pass task=class"),
         (GOOD, {"validation_file": "."}, ". is a folder: give one file in it"),
         ("", {}, "t.csv has no rows"),
         ("text,label\n", {}, "t.csv has no rows"),
@@ -144,8 +149,8 @@ VALIDATION = {"train_file": "good.csv", "validation_file": "t.csv"}
         (GOOD + "x,NaN\n", {}, "no label in row 21"),
         ("text,label\nx,1,2\n", {}, "more cells in its rows than names in its header"),
         ("text,label\nx,1\ny,1,2,3\n", {}, "cannot be read as csv"),
-        ("text,label\n" + "x,1\n" * 20, {}, "is the same in all rows of the train part"),
-        ("text,label\n" + "x,1.5\n" * 20, {}, "is the same in all rows of the train part"),
+        ("text,label\n" + "x,1\n" * 20, {}, "is the same in all .* rows taken of the train part"),
+        ("text,label\n" + "x,1.5\n" * 20, {}, "is the same in all .* rows taken of the train part"),
         ("text,label\nx,1\ny,0\n", {}, "2 rows are too few to hold a tenth out"),
         ("text,label\n" + "".join(f"x,word{n}\n" for n in range(20)), {}, "20 different labels in 20 rows"),
         (GOOD + "secret,-1\n", {}, "row 21 of the train part of t.csv has the label -1, .*drop such rows"),
@@ -164,7 +169,7 @@ VALIDATION = {"train_file": "good.csv", "validation_file": "t.csv"}
 def test_bad_tables(tmp_path, monkeypatch, content, options, says):
     """An error says what is wrong with a table, and what is there."""
     monkeypatch.chdir(tmp_path)
-    for name in ("t.csv", options.get("train_file", "t.csv")):
+    for name in ("t.csv", options.get("train_file") or "t.csv"):
         Path(name).write_text(content, encoding="latin-1")
     Path("good.csv").write_text(GOOD)
     refused(says, read_task, TableConfig(**{"train_file": "t.csv", **options}))

@@ -10,7 +10,7 @@ from transformers import CLIPTokenizer
 
 from hf_posswap import text_batches
 from hf_posswap.data.tables import read_table
-from hf_posswap.data.text import read_documents, split_of, stdlib_documents, stdlib_prose, token_blocks
+from hf_posswap.data.text import read_documents, split_of, stdlib_documents, stdlib_prose, token_blocks, wraps
 from hf_posswap.errors import DataError
 from hf_posswap.provenance import input_hashes
 
@@ -59,6 +59,8 @@ def test_what_else_a_folder_holds(tmp_path):
     assert read_documents(tmp_path, split=None) == ["A.TXT", "folder.txt/b.txt"]
     (tmp_path / "link.txt").symlink_to("nowhere.txt")
     refused("link.txt", read_documents, tmp_path, split=None, error=FileNotFoundError)
+    (tmp_path / "more").symlink_to(tmp_path)
+    refused("more is a link to a folder", read_documents, tmp_path, split=None)
     for name in "books/ data/my/books/ data/my/old/books my.txt C:/my/rows.csv".split():  # no names of data sets on the Hub
         refused(f"no such file or folder: {name}", read_documents, name)
     with patch("hf_posswap.data.text.read_hub", side_effect=DataError("asked the Hub")) as hub:
@@ -104,6 +106,8 @@ def test_blocks_are_wrapped_for_bert_and_joined_for_gpt2(bert_tokenizer, gpt2_to
     assert (blocks[:, 0] == bert_tokenizer.cls_token_id).all() and (blocks[:, -1] == bert_tokenizer.sep_token_id).all()
     stream = token_blocks(["", *documents], gpt2_tokenizer, 7).flatten()
     assert (stream == gpt2_tokenizer.eos_token_id).sum() == 8 and stream[6] == gpt2_tokenizer.eos_token_id
+    gpt2_tokenizer.cls_token = gpt2_tokenizer.sep_token = gpt2_tokenizer.eos_token  # named, and put nowhere
+    assert not wraps(gpt2_tokenizer)
 
 
 class Numbers:
@@ -112,9 +116,11 @@ class Numbers:
     eos_token_id = None
 
     def __init__(self, cls: int | None):
-        self.cls_token_id, self.sep_token_id = cls, cls
+        self.edge = cls
 
     def __call__(self, documents, **options):
+        if documents == "":
+            return {"input_ids": [self.edge, self.edge] if self.edge is not None else []}
         return {"input_ids": [[int(word) for word in document.split()] for document in documents]}
 
 

@@ -123,7 +123,7 @@ def written_text(model: PreTrainedModel, *, tokens: int = 65_536, seed: int = 0,
     generator = torch.Generator().manual_seed(seed)
     start = model.config.bos_token_id if model.config.bos_token_id is not None else model.config.eos_token_id
     first = torch.randint(model.config.vocab_size, (rows, 1), generator=generator)
-    if start is not None:
+    if start is not None and start < model.config.vocab_size:  # 50256, the default of GPT2Config, may be beyond a small one
         first = torch.full_like(first, start)
     # No early end and no padding, so that all rows are full; the checkpoint's own settings (beams, penalties) do not apply.
     ends = {"pad_token_id": 0, "eos_token_id": model.config.eos_token_id}

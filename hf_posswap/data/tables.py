@@ -104,6 +104,8 @@ def read_task(config: TableConfig) -> Task:
     if hub == bool(files) or not (config.dataset or config.train_file):
         ways = "a Hub data set (dataset, dataset_config, validation_split), or files (train_file, validation_file, test_file)"
         raise DataError(f"give {ways}: one of them")
+    if len({Path(file).resolve() for file in files.values()}) < len(files):
+        raise DataError("a file is given both to train on and to measure on, or to measure on twice: leave one out")
     tables = {split: read_table(file) for split, file in files.items()} or _hub_tables(config)
     source = config.dataset or Path(config.train_file).name
     text, pair, label = _choose_columns(tables["train"], config, source)
@@ -116,8 +118,9 @@ def read_task(config: TableConfig) -> Task:
     named = {split: getattr(table.features[label], "names", None) for split, table in tables.items()}  # of numbered labels
     different = set(values["train"])
     fractions = config.task == "auto" and all(isinstance(value, float) for value in different)
-    if fractions and 1 < len(different) <= 10 and all(value.is_integer() for value in different):
-        what = f"column {label!r} of {where['train']} holds {', '.join(map(str, sorted(different)))}: classes, or numbers?"
+    if fractions and len(different) > 1 and all(value.is_integer() for value in different):  # as pandas writes class numbers
+        few = ", ".join(map(str, sorted(different)[:10]))
+        what = f"column {label!r} of {where['train']} holds {few}{', ...' * (len(different) > 10)}: classes, or numbers?"
         raise DataError(f"{what} Pass task=classification or task=regression")
     if config.task == "regression" or fractions:
         names, labels = (), {split: _numbers(values[split], label, where[split]) for split in values}
@@ -134,7 +137,8 @@ def read_task(config: TableConfig) -> Task:
             found = sorted(random.Random(config.data_seed).sample(found, wanted))
         rows[split] = Rows(*([of[whole][place] for place in found] if of else None for of in (texts, pairs, labels)))
         if len(set(rows[split].labels)) < 2 and (not names or split == "train"):
-            raise DataError(f"column {label!r} is the same in all rows of {where[whole]}: nothing to tell apart")
+            what = f"column {label!r} is the same in all {len(found)} rows taken of {where[whole]}"
+            raise DataError(f"{what}: nothing to tell apart; give more rows, or raise max_*_samples")
     return Task(source, rows["train"], rows["validation"], rows.get("test"), names)
 
 
@@ -212,7 +216,8 @@ def read_hub(name: str, config: str | None, split: str | None) -> "datasets.Data
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError, HTTPError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         place = name + (f", {config}" if config else "")
-        raise DataError(f"cannot read the Hub data set {place}: {reason}; a local file needs no network") from None
+        other = "give it as train_file, and text to measure on as validation_file" if "Unknown split" in reason else None
+        raise DataError(f"cannot read the Hub data set {place}: {reason}; {other or 'a local file needs no network'}") from None
 
 
 def read_texts(table: "datasets.Dataset", column: str, source, option: str = "text_column") -> list[str]:
@@ -245,6 +250,10 @@ def _column(table: "datasets.Dataset", column: str, source, option: str) -> list
 
 
 def _hub_tables(config: TableConfig) -> dict[str, "datasets.Dataset"]:
+    if config.dataset.startswith(("/", ".", "~")) or Path(config.dataset).is_dir():
+        raise DataError(f"dataset={config.dataset} is no name on the Hub: give local data as files, such as train_file")
+    if config.validation_split == "train":
+        raise DataError("validation_split=train: what is trained on cannot measure; leave it out to hold out a tenth of train")
     name, part = hub_name(config.dataset)
     if part and config.dataset_config:
         raise DataError(f"{config.dataset} names a configuration, and dataset_config={config.dataset_config} another: give one")

@@ -131,6 +131,8 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
 def _text_files(folder: Path) -> list[Path]:
     """Return the .txt files in a folder: names in capitals too, but none of the copies that other programs hide there."""
     shown = [one for one in folder.rglob("*") if not any(part.startswith(".") for part in one.relative_to(folder).parts)]
+    if linked := [one for one in shown if one.is_symlink() and one.is_dir()]:
+        raise DataError(f"{linked[0]} is a link to a folder, and links are not followed: give that folder apart")
     found = [one for one in shown if one.suffix.lower() == ".txt" and not one.is_dir()]
     return sorted(found, key=lambda one: one.parts)  # paths themselves sort without case on Windows
 
@@ -226,9 +228,8 @@ def wraps(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _edges(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return [CLS] and [SEP], or what the tokenizer puts around a text: CLIP's reads its vector off the last token."""
-    named = [tokenizer.cls_token_id, tokenizer.sep_token_id]
-    return tokenizer("")["input_ids"] if None in named else named
+    """Return what the tokenizer puts around a text: [CLS] and [SEP], or CLIP's two; a GPT-2 may name such tokens, unused."""
+    return tokenizer("")["input_ids"]
 
 
 def _wrap(bodies: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:

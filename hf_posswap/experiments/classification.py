@@ -81,7 +81,9 @@ def classify(config: ClassificationConfig, folder: Path, resume: bool = False, *
     if len(task.train) < config.batch_size:
         raise DataError(f"{len(task.train)} training rows do not fill one batch of {config.batch_size}")
     parts = {"train": task.train, "validation": task.validation} | ({"test": task.test} if task.test else {})
-    encoded = {split: encode(rows, tokenizer, longest, split) for split, rows in parts.items()}
+    if family.pad_token_id is None and tokenizer.pad_token_id is None:
+        raise PosswapError(f"{config.model}: its tokenizer has no token to pad batches with: set pad_token, and save it")
+    encoded = {split: encode(rows, tokenizer, longest, split, causal=causal) for split, rows in parts.items()}
 
     names = dict(enumerate(task.label_names))
     options = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
@@ -163,15 +165,18 @@ def read_labelled(config: TableConfig) -> Task:
     return Task("word order", parts["train"], parts["validation"], None, ("intact", "swapped"))
 
 
-def encode(rows: Rows, tokenizer: PreTrainedTokenizerBase, longest: int, split: str = "train") -> Encoded:
+def encode(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, longest: int, split: str = "train", *, causal: bool = False
+) -> Encoded:
     """Turn texts into at most `longest` token ids; in a pair, the longer text is cut first.
 
-    If the tokenizer puts nothing between the texts of a pair (GPT-2), the end-of-text token separates them.
+    Where the tokenizer puts nothing between the texts of a pair (GPT-2), the end-of-text token separates them. Only encoders
+    get token types: a GPT-2 with a tokenizer of BERT would add the vectors of words 0 and 1 for them.
     """
     pairs = rows.pairs
     if pairs is not None and tokenizer.sep_token_id is None and tokenizer.eos_token is not None:
         pairs = [tokenizer.eos_token + text for text in pairs]  # before the second, as texts are cut at their ends
-    kinds = pairs is not None and tokenizer.sep_token_id is not None
+    kinds = pairs is not None and tokenizer.sep_token_id is not None and not causal
 
     def tokenize(**options) -> dict:
         texts = [part for part in (rows.texts, pairs) if part is not None]

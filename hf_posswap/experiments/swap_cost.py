@@ -41,7 +41,7 @@ class SwapCostConfig(TextConfig):
         "tuned": "the same after the training steps",
     }
     FORBIDDEN_STARTS = {"scratch": "the cost of a swap is what a checkpoint loses"}
-    LEAST = {"word_order_sentences": 4}
+    LEAST = {"word_order_sentences": 0}
 
     max_steps: int = 16
     batch_size: int = 8
@@ -51,7 +51,12 @@ class SwapCostConfig(TextConfig):
     fit_tokens: int = 16_384
     fit_steps: int = 10
     evaluation_tokens: int = 8192
-    word_order_sentences: Annotated[int, "Sentences to train the probe on, half of them intact; half as many test it."] = 480
+    word_order_sentences: Annotated[int, "To train the probe on, half of them intact; half as many test it. 0: no probe."] = 480
+
+    def __post_init__(self):
+        super().__post_init__()
+        if 0 < self.word_order_sentences < 4:
+            raise PosswapError(f"word_order_sentences={self.word_order_sentences}: give 4 or more, or 0 for no probe")
 
 
 def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
@@ -68,7 +73,7 @@ def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
         for split, texts in (("train", text.training), ("validation", text.held_out))
     ]
     sentences = config.word_order_sentences
-    probe = [word_order_examples(part, n) for part, n in zip(prose, (sentences, sentences // 2), strict=True)]
+    probe = sentences and [word_order_examples(part, n) for part, n in zip(prose, (sentences, sentences // 2), strict=True)]
 
     if config.scheme == ORIGINAL and causal:  # its table repeated past the end; up to there it is unchanged, bit for bit
         text.config = replace(config, scheme="learned:extend=tile", start="swap", span=None, first=None)
@@ -81,9 +86,11 @@ def run(config: SwapCostConfig, folder: Path, resume: bool) -> dict:
         if causal:
             figures = {f"perplexity_{n}": row_perplexities(token_losses(model, cut)) for n, cut in cuts.items()}
             figures["kl"] = block_kl(model, original, cuts[trained])
-            figures["word_order"] = word_order_preference(model, tokenizer, probe[1][0])
         else:
             figures = {f"cosine_{n}": torch.cosine_similarity(pooled_states(model, cut), states[n]) for n, cut in cuts.items()}
+        if probe and causal:
+            figures["word_order"] = word_order_preference(model, tokenizer, probe[1][0])
+        elif probe:
             figures["word_order"] = word_order_probe(model, tokenizer, *probe)
         return {f"{stage}{name}": value for name, value in figures.items()}
 

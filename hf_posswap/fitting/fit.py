@@ -27,8 +27,8 @@ from hf_posswap.fitting.layerwise import Walk, opening
 from hf_posswap.fitting.report import FitReport
 from hf_posswap.measure.damage import Damage, damage
 from hf_posswap.measure.reading import LongText, Reading
+from hf_posswap.pipelines import change, tokenizer_of
 from hf_posswap.pipelines import reads as reads_whole
-from hf_posswap.pipelines import tokenizer_of
 from hf_posswap.sharing.delta import head_hashes, weights_hash
 from hf_posswap.surgery import is_part, position_modules, undo_of, weights_beside_positions
 from hf_posswap.swapping import is_unchanged, original, rewriting_attention
@@ -146,6 +146,7 @@ def fit(
                     raise _NotBetter
                 after, read_after = found, read_found
                 target.config.position_scheme["fitted_length"] = longest  # much longer inputs give a warning
+                change(model)
     if layers and after is before:
         warnings.warn(
             f"the fit was undone: on text not seen, {'the last error' if window else before.measure} went from {start:.4f} to "
@@ -193,7 +194,9 @@ def _parts(batches: torch.Tensor | Iterable, target: PreTrainedModel) -> calibra
         parts = [calibration.check_batches(one, target, longest) if place < 2 or one else [] for place, one in enumerate(given)]
     else:
         parts = [*calibration.split_batches(calibration.check_batches(batches, target, longest)), []]
-    text = calibration.TextBatches(*(calibration.few_tokens(part, _TOKENS_A_BATCH) for part in parts))
+    small = (calibration.few_tokens(part, _TOKENS_A_BATCH) for part in parts)
+    # A lone token says nothing of positions, and has no spread to divide an error by.
+    text = calibration.TextBatches(*([batch for batch in part if batch["attention_mask"].sum() > 1] for part in small))
     if _tokens(text) < 4 * size or not text.select:
         sequences = sum(len(batch["input_ids"]) for batch in (*text, *text.select))
         what = f"{_tokens(text):,} tokens to fit on in {sequences} sequences, less copies of those held out, are too few"

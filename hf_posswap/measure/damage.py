@@ -6,7 +6,6 @@ plain layer norm, sum |h - t|^2 / sum |t - mean t|^2: that is what the next laye
 do not dominate.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from hf_posswap.architectures import family_of, longest_input
 from hf_posswap.data.calibration import check_batches, few_tokens
 from hf_posswap.errors import PosswapError
 from hf_posswap.evaluating import evaluating, outputs_of, token_logits
-from hf_posswap.measure.losses import mean_loss, token_losses
+from hf_posswap.measure.losses import mean_loss, perplexity_of, token_losses
 
 _TOKENS_A_BATCH = 4096  # memory for logits stays the same at every length
 _RANGES = (0, 1, *(2 * 4**power for power in range(1, 16)))  # where ranges of positions begin: 0, 1, 8, 32, 128, ...
@@ -111,7 +110,7 @@ def pooled_cosine(model: PreTrainedModel, blocks: torch.Tensor, original: torch.
 
 def perplexity(model: PreTrainedModel, blocks: torch.Tensor) -> float:
     """Return exp of the mean next-token loss of a causal model over unpadded blocks (N, L), first tokens left out."""
-    return math.exp(mean_loss(token_losses(model, blocks)))
+    return perplexity_of(mean_loss(token_losses(model, blocks)))
 
 
 @torch.no_grad()

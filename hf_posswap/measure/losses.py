@@ -7,7 +7,7 @@ losses of single tokens:
     loss of a text        mean over its tokens
     perplexity            exp(loss); of a masked model: of the masked tokens
     loss at position p    mean over sequences of token p
-    sliding window        token p is predicted from the last `window` tokens at most, which are numbered from 0 again
+    sliding window        token p is predicted from the last `window` - 1 tokens at most, which are numbered from 0 again
 """
 
 import math
@@ -136,10 +136,17 @@ def row_losses(losses: torch.Tensor) -> torch.Tensor:
     return mean + (losses.double().nansum(1) - counts * mean) / counts.mean()
 
 
+def perplexity_of(loss: float) -> float:
+    """Return exp(loss); PosswapError: it is beyond what a number holds, as after a run that diverged."""
+    if loss > 700:
+        raise PosswapError(f"the loss is {loss:.4g} nats a token, too much for a perplexity: lower the rate, or check the data")
+    return math.exp(loss)
+
+
 def row_perplexities(losses: torch.Tensor) -> torch.Tensor:
     """Return a value for each row of losses (N, L), whose mean is their perplexity: linear in `row_losses` (delta method)."""
     mean = mean_loss(losses)
-    return math.exp(mean) * (1 + row_losses(losses) - mean)
+    return perplexity_of(mean) * (1 + row_losses(losses) - mean)
 
 
 def loss_by_position(losses: torch.Tensor, starts: Sequence[int] = (0, 8, 32, 128, 512, 2048, 8192)) -> dict[str, float]:

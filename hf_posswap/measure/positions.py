@@ -119,7 +119,8 @@ def translation(scheme: Scheme, shift: int, size: int) -> tuple[torch.Tensor, fl
     if attention is not None and type(attention).rotate is not AttentionPositions.rotate:
         places = torch.full((1, size), shift)
         shared = attention.prepare(places, places, geometry.max_positions, None)
-        return attention.rotate(torch.eye(size)[None, None], shared)[0, 0].T, 0.0
+        matrix = attention.rotate(torch.eye(size)[None, None], shared)[0, 0].T
+        return matrix / matrix.norm(dim=0), 0.0  # without the factor of yarn, which all positions have
     if isinstance(scheme, Sinusoidal):
         matrix = torch.zeros(size, size)
         turned = pair_rotation(shift * frequencies(scheme, geometry))

@@ -80,6 +80,8 @@ def _cuts(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
     Text without spaces (Chinese in bytes, base64) can be one word to a tokenizer: it is cut between any two tokens.
     """
+    if not tokenizer.is_fast:
+        raise DataError("the tokenizer, written in Python, does not say where tokens stand: give a model with a fast one")
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ends, words = [end for _, end in found["offset_mapping"]], found.word_ids()
     sizes = Counter(words)

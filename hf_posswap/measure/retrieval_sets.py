@@ -67,8 +67,10 @@ def _hide(facts: dict[str, str], sentences: Sequence[str], tokenizer, length: in
         return max(len(tokenizer(one, add_special_tokens=False, verbose=False)["input_ids"]) for one in (text, f" {text}"))
 
     sized = [(text, size) for text in sentences if (size := count(text)) <= length // 4]
+    if not sized:
+        raise DataError(f"the text has no sentence, up to '. ', of at most {length // 4} tokens: give text of such sentences")
     room = length - tokenizer.num_special_tokens_to_add() - max(map(count, facts.values()))
-    if not sized or room < max(size for _, size in sized):
+    if room < max(size for _, size in sized):
         raise DataError(f"documents of {length} tokens have no room for a fact in a text of sentences: ask for longer ones")
     queries, corpus = {}, {}
     for number, (question, fact) in enumerate(facts.items()):
@@ -92,7 +94,7 @@ def read_beir(folder: str | Path, split: str = "test") -> RetrievalSet:
     texts = []
     for name in ("corpus.jsonl", "queries.jsonl"):
         try:
-            lines = [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").split("\n") if line.strip()]
+            lines = [json.loads(line) for line in (folder / name).read_text(encoding="utf-8-sig").split("\n") if line.strip()]
             texts.append({str(one["_id"]): " ".join((one.get("title") or "", one["text"])).strip() for one in lines})
             if len(texts[-1]) < len(lines):
                 raise ValueError("an _id stands in several lines")
@@ -102,7 +104,7 @@ def read_beir(folder: str | Path, split: str = "test") -> RetrievalSet:
     corpus, queries = texts
     relevant: dict[str, set[str]] = {}
     try:
-        with (folder / "qrels" / f"{split}.tsv").open(newline="", encoding="utf-8") as file:
+        with (folder / "qrels" / f"{split}.tsv").open(newline="", encoding="utf-8-sig") as file:
             for row in csv.DictReader(file, delimiter="\t"):
                 if int(row["score"]) > 0 and row["query-id"] in queries:
                     relevant.setdefault(row["query-id"], set()).add(row["corpus-id"])

@@ -31,7 +31,8 @@ def word_order_examples(paragraphs: list[str], count: int, *, seed: int = 0) -> 
     sentences = sentences_of(paragraphs)
     usable = sorted(s for s in sentences if 6 <= len(words := s.split()) <= 24 and len({w.lower() for w in words}) > 4)
     if len(usable) * 2 < count:
-        raise DataError(f"{count // 2} sentences of 6 to 24 words are needed, and the text has {len(usable)}: give more prose")
+        what = f"{count // 2} sentences of 6 to 24 words are needed, and the text has {len(usable)}"
+        raise DataError(f"{what}: give more prose (to swap_cost, also word_order_sentences=0)")
     chance = random.Random(seed)
     texts = []
     for sentence in chance.sample(usable, count // 2):

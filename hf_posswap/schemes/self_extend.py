@@ -129,7 +129,7 @@ class SelfExtend(Scheme):
 
     Args:
         near: Distances below it are exact, in tokens; None: three quarters of the trained length.
-        group: Tokens of a group, G; None: as many as keep the farthest distance within the trained length, so that another
+        group: Tokens of a group, G; None: as many as keep the farthest distance at most the trained length, so that another
             `max_positions` means other groups.
         temper: How much scores are sharpened where a query sees more keys than the trained length; 0: not at all.
         theta, fraction, mark_first: As in `Rotary`.

@@ -149,7 +149,8 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
         shown, entries = _comparison(number, comparison, model, scheme, pictures)
         comparisons.append(shown)
         index += entries
-    base, parts = model["base_model"], {"scheme": type(scheme), "family": type(find_family(model["family"]))}
+    base = model["base_model"]
+    parts = {"scheme": [type(one) for one, _ in scheme.kinds()], "family": [type(find_family(model["family"]))]}
     template = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False).from_string(_TEMPLATE.read_text("utf-8"))
     text = template.render(
         title=name.rpartition("/")[2],
@@ -163,7 +164,7 @@ def _body(content: dict, name: str, pictures: dict) -> tuple[str, list[EvalResul
         library="sentence_transformers" if pipeline else "transformers",
         tokenizer=model["tokenizer"] and not pipeline,
         exportable=_exportable(model, scheme),
-        own=[name for name, part in parts.items() if not part.__module__.startswith("hf_posswap.")],
+        own=[name for name, kinds in parts.items() if not all(one.__module__.startswith("hf_posswap.") for one in kinds)],
         fit=fit,
         part=_PARTS[_part(fit)] if fit else "",
         tokens=_measured(fit) if fit else 0,

@@ -8,6 +8,7 @@ The hash covers all weights of the headless model but the pooler, so the base mo
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import torch
@@ -95,6 +96,7 @@ def save_delta(model: PreTrainedModel, folder: str | Path, *, base_model: PreTra
         "model_type": architecture.model_type,
         "position_scheme": config_entry(scheme, trained, longest, span=state_of(target).span),
         "max_positions": longest,
+        "dtype": str(base.dtype).removeprefix("torch."),
         "num_heads": target.config.num_attention_heads,
         "config": {name: value for name in read if (value := getattr(target.config, name, None)) is not None},
         "causal": architecture.is_causal(target.config),  # where the field is not given, the family decides
@@ -141,7 +143,8 @@ def load_delta(base_model: PreTrainedModel, folder_or_id: str | Path, *, revisio
     if kind != architecture.model_type:
         raise CheckpointError(f"{folder_or_id} is for a {kind} model ({known}), not {architecture.model_type}: load that one")
     if weights_hash(target) != digest:
-        raise CheckpointError(f"{folder_or_id} was made from other weights ({known}): load those, in the same dtype")
+        dtype = about.get("dtype", "the same dtype")
+        raise CheckpointError(f"{folder_or_id} was made from other weights ({known}): load those, in {dtype}")
     for name, value in fields.items():
         if value is not None and value != getattr(target.config, name, None):
             raise CheckpointError(f"{folder_or_id} was made from a model ({known}) with {name}={value!r}: load it with that")
@@ -203,7 +206,8 @@ def saved_hashes(folder: Path) -> tuple[str, dict[str, str]]:
     if family is None:
         raise CheckpointError(f"{folder} holds no swapped model: save the fitted model there first")
     prefix = f"{family.file_prefix or family.base_class.base_model_prefix}."
-    found = {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}  # mapped only
+    files = [one for one in folder.glob("*.safetensors") if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", one.name)]
+    found = {name: value for path in files for name, value in load_file(path).items()}  # mapped only; no variants
     inside = {name for name in found if name.startswith(prefix)} or {*found}  # a headless model's names have no prefix
     base = {plain: found[name] for name in inside if _counts(plain := name.removeprefix(prefix))}
     return _hash(base), {name: _hash({name: found[name]}) for name in sorted(found.keys() - inside)}

@@ -35,7 +35,9 @@ NAMES = OF_ONE_MODEL | {
     *("vocab.txt", "vocab.json", "merges.txt", "bpe.codes"),
 }
 MODULE = r"\d+_\w+/(\w*config\.json|model\.safetensors)"  # the further modules of a sentence-transformers pipeline
-PATTERNS = rf"[\w.-]+\.(safetensors|png)|{PICTURES}/[\w.-]+\.png|{re.escape(EVAL_RESULTS)}/[\w.-]+\.yaml|{MODULE}"
+PATTERNS = (
+    rf"[\w.-]+\.(safetensors|png|index\.\w+\.json)|{PICTURES}/[\w.-]+\.png|{re.escape(EVAL_RESULTS)}/[\w.-]+\.yaml|{MODULE}"
+)
 IGNORED = {".git", ".cache", ".DS_Store", "__pycache__"}
 
 _WAITS = (1, 2, 4, 8, 16)  # seconds between tries of a commit
@@ -153,7 +155,7 @@ def _check_code(folder: Path, files: Sequence[str]) -> None:
 
 def _of_a_model(name: str) -> bool:
     """Whether a file on the Hub belongs to the model there; others, such as a licence, belong to the repository."""
-    weights = rf"{MODULE}|[\w.-]+\.safetensors|.*\.index\.json|pytorch_model.*\.bin"
+    weights = rf"{MODULE}|[\w.-]+\.safetensors|.*\.index\.(\w+\.)?json|pytorch_model.*\.bin|adapter_(config\.json|model\.bin)"
     drawn = rf"{PICTURES}/\d+-.*\.png|{re.escape(EVAL_RESULTS)}/hf_posswap\.yaml"
     return name in OF_ONE_MODEL or re.fullmatch(f"{weights}|{drawn}", name) is not None
 

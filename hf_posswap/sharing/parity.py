@@ -78,7 +78,8 @@ def certify(
             ours, theirs = (_outputs(one, tokens) for one in (model, exported))
             shared = [name for name in ours if name in theirs]  # RoFormer has no pooler
             found[kind][length] = float(torch.stack([(theirs[name] - ours[name]).abs().max().cpu() for name in shared]).max())
-            deviation = max(deviation, max(float(ours[name].std()) for name in shared if ours[name].numel() > 1))
+            spread = [ours[name].std() if ours[name].numel() > 1 else ours[name].abs().max() for name in shared]
+            deviation = max(deviation, *map(float, spread))
     certificate = Certificate(
         source=f"{type(model).__name__}, {model.base_model.position_scheme}",
         position_scheme=model.config.position_scheme,

@@ -68,7 +68,8 @@ def gather(folder: Path, results: str | Path | Sequence[str | Path] | None = Non
             "kind": kind,
             **about,
             "weights": weights,
-            "pipeline": kind_of(folder),
+            "pipeline": (pipeline := kind_of(folder)),
+            "reads": _limit(folder, about["max_positions"]) if pipeline else None,
             "tokenizer": (folder / "tokenizer_config.json").is_file(),
             "position_scheme": scheme.to_dict(),
             "span": entry.get("span"),
@@ -91,7 +92,8 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
         try:
             entry = found["position_scheme"] | {"base_model": found["base_model"]}
             entry["trained_positions"]
-            return "delta", entry, {"family": found["model_type"], "class": None, "max_positions": found["max_positions"]}
+            about = {"class": None, "max_positions": found["max_positions"], "dtype": found.get("dtype")}
+            return "delta", entry, {"family": found["model_type"], **about}
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{folder / ABOUT} lacks {error}: save the delta again") from None
     if not (folder / "config.json").is_file():
@@ -113,6 +115,13 @@ def _read_model(folder: Path) -> tuple[str, dict, dict]:
             raise CheckpointError(f"{folder / PARITY_FILE} does not say which scheme was exported: export the model again")
         return "native", entry, {"family": config.model_type, **about}
     raise CheckpointError(f"{folder} holds a {config.model_type} model that has not been swapped: give one, an export, a delta")
+
+
+def _limit(folder: Path, longest: int) -> int | None:
+    """Return after how many tokens a pipeline cuts texts; None: it reads as many as the model."""
+    names = {"tokenizer_config.json": "model_max_length", "sentence_bert_config.json": "max_seq_length"}
+    given = [read_json(folder / file).get(name) for file, name in names.items() if (folder / file).is_file()]
+    return min((one for one in given if one and one < longest), default=None)
 
 
 def _class_name(config: PreTrainedConfig, folder: Path) -> str | None:
@@ -138,7 +147,8 @@ def _report(path: Path, name: str, scheme: Scheme | None = None) -> dict | None:
         return None
     found = read_json(path)
     report = found.get(name)
-    if not isinstance(report, dict) or found.get("weights") != weight_hashes(path.parent):
+    weights = found.get("weights")  # a variant may lie beside them
+    if not isinstance(report, dict) or not weights or not weights.items() <= weight_hashes(path.parent).items():
         raise CheckpointError(f"{path} is of other weights than the folder's, or broken: write it again, or remove it")
     entry = report.get("position_scheme")
     if scheme is not None and (not isinstance(entry, dict) or scheme_of(entry, path) != scheme):
