@@ -139,7 +139,7 @@ def _share(base, arguments: dict, tokens: Tokens) -> dict:
     let_carry(cache, carriers, state.geometry.head_dim)
     if state.span is not None:
         use_cache = arguments.get("use_cache")
-        use_cache = getattr(base.config, "use_cache", False) if causal and use_cache is None else use_cache
+        use_cache = getattr(base.config, "use_cache", False) if use_cache is None else use_cache
         use_cache = use_cache and getattr(attentions[0], "layer_idx", None) is not None  # an ESM has no cache
         if cache is None and causal and use_cache and not base.training:  # the model itself would make one that keeps all keys
             crossing = arguments.get("encoder_hidden_states") is not None

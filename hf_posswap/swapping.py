@@ -2,6 +2,7 @@
 
 import copy
 import operator
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -77,7 +78,8 @@ def swap(
     if undo is not None:
         _check_layers(target, architecture, undo)
     if undo is not None and undo.fingerprint != surgery.fingerprint(target, architecture):
-        what = f"this model's weights have changed since it was swapped to {target.position_scheme} (trained, cast or loaded)"
+        why = "trained, cast, loaded, or adapters were added"
+        what = f"this model's weights have changed since it was swapped to {target.position_scheme} ({why})"
         way = "call posswap.restore(model) to swap the original, or save and load the model to swap it as it is"
         raise PosswapError(f"{what}: {way}")
     start = surgery.take_snapshot(target, architecture, weights=False) if undo is None else undo.snapshot
@@ -87,6 +89,8 @@ def swap(
             raise PosswapError(f"{what}: let the config say what the table has, and give swap another length as max_positions")
     elif undo is None:
         surgery.check_edits(target)
+        if any(hasattr(one, "modules_to_save") for one in surgery.position_modules(target, architecture)):
+            raise PosswapError("PEFT keeps a copy of these positions (modules_to_save): swap after merge_and_unload()")
     asked, held, most = max_positions, start.max_positions, MOST_POSITIONS
     max_positions = held if asked is None else _integer("max_positions", asked, held, most, f"; the model holds {held:,} now")
     check_reads(model, max_positions if asked is None else None)
@@ -113,7 +117,11 @@ def swap(
             snapshot=original,
             fingerprint=surgery.fingerprint(target, architecture),
             # What was trained between two swaps is no original: its record stays that of the first. Attention is as it was.
-            weights={name: (not inside and known.get(name)) or surgery.Weight(one) for name, (one, inside) in beside.items()},
+            # A record of another shape, of a vocabulary that was resized meanwhile, says nothing.
+            weights={
+                name: old if not inside and (old := known.get(name)) and old.shape == one.shape else surgery.Weight(one)
+                for name, (one, inside) in beside.items()
+            },
             config_fields=copy.deepcopy(vars(target.config)),
             name_or_path=target.name_or_path if undo is None else undo.name_or_path,
             pipeline=(undo and undo.pipeline) or settings(model),
@@ -123,6 +131,10 @@ def swap(
         raise
     reads = None if asked is None else max_positions
     change(model, text=reads, document=reads)
+    own = (p for module in surgery.position_modules(target, architecture) for p in module.parameters())
+    if hasattr(model, "unload") and any(p.requires_grad for p in own):
+        what = "the new positions train beside the adapters, and PEFT's save_pretrained leaves them out"
+        warnings.warn(f"{what}: freeze them, or swap, save and load the model before PEFT", stacklevel=2)
     _set_name(target, "")  # the path holds the original: an adapter saved with it as its base would load onto that
     return model
 
@@ -272,7 +284,11 @@ def original(model: PreTrainedModel, *, share_weights: bool = False, keep_traini
     own = {id(p) for attention in architecture.self_attentions(target.base_model) for p in attention.parameters()}
     shared = {id(p): p for p in target.parameters() if share_weights and id(p) not in own}
     tuned = hasattr(model, "unload")  # a PEFT model: its adapters are no part of the original
-    twin = copy.deepcopy(model if tuned or is_pipeline(model) else target, shared)  # deepcopy does not copy what is in its memo
+    with torch.inference_mode(False):  # a copy made inside could not be restored; what is in its memo deepcopy does not copy
+        twin = copy.deepcopy(model if tuned or is_pipeline(model) else target, shared)
+    for one in twin.modules() if tuned else ():
+        if isinstance(getattr(one, "original_module", None), torch.nn.Module):  # PEFT's `unload` would keep the trained copy
+            one.modules_to_save.update({name: one.original_module for name in one.modules_to_save})
     twin = twin.unload() if tuned else twin
     restore(twin, keep_training=keep_training)
     return twin.eval() if share_weights else twin.eval().requires_grad_(False)

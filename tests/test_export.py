@@ -9,8 +9,15 @@ import torch
 import transformers
 from conftest import CASES, WORDS, refused
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, BertModel, BertTokenizer
-from transformers import GPT2ForSequenceClassification, GPT2LMHeadModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertModel,
+    BertTokenizer,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+)
 
 import hf_posswap as posswap
 from hf_posswap.architectures import longest_input

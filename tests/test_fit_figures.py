@@ -131,13 +131,12 @@ def test_own_text(make_model, monkeypatch, capsys):
     assert set(report.after.by_length) == {32}
     model = make_model("gpt2")
     plain, settings = calibration.written_text(model, tokens=200), model.generation_config
-    model.config.bos_token_id = 50256  # GPT2Config's default, which small vocabularies do not have
-    assert calibration.written_text(model, tokens=64).max() < model.config.vocab_size
-    model.config.bos_token_id = None
     settings.num_beams, settings.max_new_tokens, settings.repetition_penalty = 3, 4, 9.0
     assert plain.shape == (6, 32) and torch.equal(calibration.written_text(model, tokens=200), plain)
     assert model.generation_config is settings
     assert not torch.equal(calibration.written_text(model, tokens=200, seed=1), plain)
+    model.config.bos_token_id = 50256  # GPT2Config's default, which small vocabularies do not have
+    assert calibration.written_text(model, tokens=64).max() < model.config.vocab_size
 
 
 KINDS = {

@@ -1,5 +1,7 @@
 """Swapped models in the hands of others: torch.compile, programs, bfloat16, PEFT, Trainer, pipelines, flex attention."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers
@@ -141,10 +143,11 @@ def test_lora_on_the_table(make_model, tokens, tmp_path):
     adapted.save_pretrained(tmp_path / "adapter")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter", attn_implementation="eager").eval()
     assert torch.equal(loaded(tokens).logits, adapted(tokens).logits)
+    refused("swap after merge_and_unload", posswap.swap, adapted, "rotary", max_positions=64)
 
 
 @pytest.mark.parametrize(("family", "scheme", "swap_first"), [(*pair, i % 3 > 0) for i, pair in enumerate(PAIRS[:5])])
-@pytest.mark.filterwarnings("ignore:query and key projections are wrapped:UserWarning")
+@pytest.mark.filterwarnings("ignore:query and key projections are wrapped:UserWarning", "ignore:the new positions train")
 def test_lora(make_model, family, scheme, swap_first, tokens, tmp_path):
     """The adapter's effect goes through the scheme: its output is that of the weights it is merged into."""
     model = make_model(family)
@@ -168,11 +171,32 @@ def test_lora(make_model, family, scheme, swap_first, tokens, tmp_path):
     assert torch.equal(loaded(tokens).logits, merged(tokens).logits)
 
 
-def test_lora_warns_that_no_basis_is_balanced(make_model):
-    """An adapter around queries and keys keeps the balanced basis out of the warm start, and the user is told."""
-    adapted = add_lora(make_model("bert"), "bert")
-    with pytest.warns(UserWarning, match="balanced basis is left out.*swap before adding adapters"):
+def test_lora_warns(make_model):
+    """An adapter keeps the balanced basis out of the warm start, and saves no positions that train beside it."""
+    adapted, lora = add_lora(make_model("bert"), "bert"), "balanced basis is left out.*swap before adding adapters"
+    with pytest.warns(UserWarning, match=lora), pytest.warns(UserWarning, match="PEFT's save_pretrained leaves them out"):
         posswap.swap(adapted, "rotary")
+    swapped = add_lora(posswap.swap(make_model("bert"), "rotary"), "bert")
+    refused("or adapters were added", posswap.swap, swapped, "alibi")
+
+
+@pytest.mark.parametrize("swap_first", [True, False])
+@pytest.mark.filterwarnings("ignore:query and key projections are wrapped:UserWarning", "ignore:the new positions train")
+def test_the_original_of_a_trained_head(make_model, swap_first):
+    """PEFT trains a copy of the head; the original has the head of before, also where a copy is made in inference mode."""
+    model, options = (
+        make_model("bert", head=transformers.BertForSequenceClassification),
+        LoraConfig(task_type="SEQ_CLS", target_modules=["query"]),
+    )
+    adapted = get_peft_model(posswap.swap(model, "rotary") if swap_first else model, options)
+    if not swap_first:
+        posswap.swap(adapted, "rotary")
+    before = model.classifier.original_module.weight.clone()
+    move(model.classifier.modules_to_save.parameters(), 1.0)
+    for mode in (nullcontext(), torch.inference_mode()):
+        with mode:
+            assert torch.equal(posswap.original(adapted).classifier.weight, before)
+    assert not torch.equal(model.classifier.modules_to_save["default"].weight, before)
 
 
 @pytest.mark.parametrize(("family", "scheme"), [(FAMILIES[turn % 2], scheme) for turn, scheme in enumerate(SCHEMES)])

@@ -14,6 +14,7 @@ from hf_posswap import measure
 from hf_posswap.data.calibration import check_batches
 from hf_posswap.evaluating import evaluating, watching
 from hf_posswap.measure import word_order as module
+from hf_posswap.measure.losses import row_perplexities
 
 
 @torch.no_grad()
@@ -110,7 +111,7 @@ def test_a_diverged_model_is_not_scored(make_model, gpt2_tokenizer, bert_tokeniz
         for parameter in model.parameters():
             parameter.data.fill_(torch.nan)
         refused(says, call, model)
-    refused("too much for a perplexity", measure.row_perplexities, torch.tensor([[torch.nan, 800.0]]))
+    refused("too much for a perplexity", row_perplexities, torch.tensor([[torch.nan, 800.0]]))
 
 
 def test_nothing_stays_when_looking_fails(make_model, tokens):

@@ -294,7 +294,7 @@ def test_an_adapter_of_a_swapped_model_on_a_plain_one(make_model, tokens, tmp_pa
     assert torch.equal(right(tokens).logits, adapted(tokens).logits)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning", "ignore:the new positions train")
 def test_an_adapter_of_before_the_swap(make_model, tmp_path):
     """What it saves names the plain model no more, onto which PEFT's own loader would put it; restored, it does again."""
     make_model("gpt2").save_pretrained(tmp_path)

@@ -87,7 +87,11 @@ def test_other_changes_of_the_config_stay(make_model, family, tokens, tmp_path):
     assert (model.config.vocab_size, model.config._attn_implementation) == (120, "sdpa")
     model.save_pretrained(tmp_path)
     assert_close(type(model).from_pretrained(tmp_path).eval()(tokens).logits, model(tokens).logits)
-    posswap.restore(model)
+    with torch.no_grad():
+        words = model.get_input_embeddings().weight.add_(1)  # of the size that the second swap found
+    refused("changed since the swap", posswap.restore, model)
+    words.data.sub_(1)
+    posswap.restore(model, keep_training=True)
     assert (model.config.vocab_size, model.config._attn_implementation) == (120, "sdpa")
     assert model.get_input_embeddings().num_embeddings == 120
     assert model.config.max_position_embeddings == 32 and not hasattr(model.config, "position_scheme")
