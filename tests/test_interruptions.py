@@ -47,15 +47,17 @@ def test_nan_keeps_the_last_good_checkpoint(make_model, tmp_path, bad):
     assert run.losses == trained(make_model("gpt2"), config)[1].losses
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_save_and_stop(make_model, tmp_path, number, monkeypatch):
-    """The step is finished, a checkpoint saved, handlers are put back; resumed, the run is the uninterrupted one."""
+@pytest.mark.parametrize(("number", "at", "saved"), [(signal.SIGTERM, 3, 4), (signal.SIGINT, 3, 4), (signal.SIGTERM, 6, 6)])
+def test_signals_save_and_stop(make_model, tmp_path, number, at, saved, monkeypatch):
+    """The step is finished, a checkpoint saved, handlers are put back; resumed, the run is the uninterrupted one. A signal while
+    the last step is measured is heard, too.
+    """
     monkeypatch.setattr("hf_posswap.training.run_state._ONE_PRESS", 600.0)  # a busy machine may stand still between two
     config, before = TrainingConfig(max_steps=6, batch_size=8, learning_rate=1e-2), signal.default_int_handler
     outside = signal.signal(number, before)  # a shell's background jobs are born ignoring Ctrl-C
 
     def stop(model, run):
-        if len(run.losses) == 4 - 1:
+        if len(run.losses) == at:
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)  # a launcher forwards what the terminal has sent already
 
@@ -65,7 +67,7 @@ def test_signals_save_and_stop(make_model, tmp_path, number, monkeypatch):
         assert signal.getsignal(number) is before
     finally:
         signal.signal(number, outside)
-    assert checkpoint_names(tmp_path) == ["step-00000004"]
+    assert checkpoint_names(tmp_path) == [f"step-0000000{saved}"]
     resumed, run = trained(make_model("gpt2", seed=9, resid_pdrop=0.1), config, output=tmp_path, resume=True)
     expected, whole = trained(make_model("gpt2", resid_pdrop=0.1), config)
     assert run.losses == whole.losses
