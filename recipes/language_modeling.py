@@ -20,6 +20,7 @@ from typing import Annotated
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, PreTrainedModel
 
@@ -143,6 +144,9 @@ def _new_head(model: PreTrainedModel, missing: set, blocks: MaskedBlocks, held: 
             for name, parameter in new.items():
                 parameter.copy_(found[name])
     else:
+        # These train copies, or parts, of the weights in `new`.
+        if parse_flag_from_env("ACCELERATE_USE_FSDP") or parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+            raise PosswapError("train a new head on one process or with multi_gpu.yaml, then pass --head")
         budget = TrainingConfig(
             max_steps=config.head_steps, batch_size=config.batch_size, learning_rate=config.head_learning_rate,
             dropout=False, mixed_precision=config.mixed_precision, seed=text_tasks.FIXED_SEED,

@@ -12,6 +12,7 @@ rates, chunks and brakes by `select`, measured on the last tenth of the training
 `kept`. `by_chunk`, for chunks only, takes an index of all of them, which has many times the vectors.
 """
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,11 +76,15 @@ class Config(EmbedderOptions):
 
     def __post_init__(self):
         super().__post_init__()
+        if os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16":  # which the trainer takes by itself
+            object.__setattr__(self, "bf16", True)
         if self.batch_size < 2:
             raise PosswapError(f"batch_size={self.batch_size}: other pairs of the batch are the negatives, so give 2 or more")
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
+    if config.batch_size % PartialState().num_processes:
+        raise PosswapError(f"batch_size={config.batch_size} does not divide into {PartialState().num_processes} processes")
     set_seed(config.seed)
     original = load_embedder(config.model)
     tokenizer, body = original.tokenizer, config.tokens - 2
@@ -167,8 +172,6 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
     dataset = dataset.add_column("label", original.encode(list(dataset["anchor"])).tolist())
     if getattr(unwrap(embedder), "pooler", None) is not None:  # it gets no gradient, and DDP waits for every gradient
         unwrap(embedder).pooler.requires_grad_(False)
-    if config.batch_size % PartialState().num_processes:
-        raise PosswapError(f"batch_size={config.batch_size} does not divide into {PartialState().num_processes} processes")
     cpu, output = PartialState().device.type == "cpu", folder / "trainer"
     arguments = SentenceTransformerTrainingArguments(
         output_dir=str(output),

@@ -6,6 +6,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import time
 import traceback
 from pathlib import Path
@@ -17,6 +18,7 @@ from conftest import refused, rewrite
 from test_training import even_rows, trained
 
 from hf_posswap import PosswapError
+from hf_posswap.commands.compare import run_all
 from hf_posswap.contract.subject import tiny_model
 from hf_posswap.errors import Interrupted
 from hf_posswap.provenance import write_json
@@ -47,15 +49,17 @@ def test_nan_keeps_the_last_good_checkpoint(make_model, tmp_path, bad):
     assert run.losses == trained(make_model("gpt2"), config)[1].losses
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_save_and_stop(make_model, tmp_path, number, monkeypatch):
-    """The step is finished, a checkpoint saved, handlers are put back; resumed, the run is the uninterrupted one."""
+@pytest.mark.parametrize(("number", "at", "saved"), [(signal.SIGTERM, 3, 4), (signal.SIGINT, 3, 4), (signal.SIGTERM, 6, 6)])
+def test_signals_save_and_stop(make_model, tmp_path, number, at, saved, monkeypatch):
+    """The step is finished, a checkpoint saved, handlers are put back; resumed, the run is the uninterrupted one. A signal
+    while the last step is measured is heard, too.
+    """
     monkeypatch.setattr("hf_posswap.training.run_state._ONE_PRESS", 600.0)  # a busy machine may stand still between two
     config, before = TrainingConfig(max_steps=6, batch_size=8, learning_rate=1e-2), signal.default_int_handler
     outside = signal.signal(number, before)  # a shell's background jobs are born ignoring Ctrl-C
 
     def stop(model, run):
-        if len(run.losses) == 4 - 1:
+        if len(run.losses) == at:
             os.kill(os.getpid(), number)
             os.kill(os.getpid(), number)  # a launcher forwards what the terminal has sent already
 
@@ -65,7 +69,7 @@ def test_signals_save_and_stop(make_model, tmp_path, number, monkeypatch):
         assert signal.getsignal(number) is before
     finally:
         signal.signal(number, outside)
-    assert checkpoint_names(tmp_path) == ["step-00000004"]
+    assert checkpoint_names(tmp_path) == [f"step-0000000{saved}"]
     resumed, run = trained(make_model("gpt2", seed=9, resid_pdrop=0.1), config, output=tmp_path, resume=True)
     expected, whole = trained(make_model("gpt2", resid_pdrop=0.1), config)
     assert run.losses == whole.losses
@@ -95,6 +99,29 @@ def test_a_second_ctrl_c_acts_as_usual(make_model, tmp_path, monkeypatch):
         signal.signal(signal.SIGINT, before)
 
 
+def test_ctrl_c_stops_a_comparison(monkeypatch, tmp_path):
+    """Its run gets SIGTERM, on which the training loop saves; that is waited for, also where a launcher ends before. One line
+    and 130 are the end.
+    """
+    begun, saved = tmp_path / "begun", tmp_path / "saved"
+    run = f"trap 'sleep 1; echo > {saved}; exit' TERM; echo > {begun}; while :; do sleep 0.1; done"
+    process = subprocess.Popen(["sh", "-c", f"({run}) & wait"], start_new_session=True)
+    wait, waited = process.wait, []
+
+    def interrupted():
+        waited.append(1)
+        if len(waited) > 1:
+            return wait()
+        while not begun.exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    process.wait = interrupted
+    monkeypatch.setattr(subprocess, "Popen", lambda *given, **options: process)
+    refused("the same command does the rest", run_all, ["any"], [("none", "swap", 0)], tmp_path, error=Interrupted)
+    assert process.returncode == -signal.SIGTERM and saved.exists()
+
+
 def test_a_folder_with_checkpoints_is_not_begun_again(make_model, tmp_path, watch):
     """A folder with checkpoints takes no new run; what killed runs left half written is removed; files execute nothing."""
     config = TrainingConfig(max_steps=2, batch_size=8, checkpoint_every=1)
@@ -105,7 +132,7 @@ def test_a_folder_with_checkpoints_is_not_begun_again(make_model, tmp_path, watc
     refused("earlier run", trained, make_model("gpt2"), config, output=tmp_path)
     loads = watch(torch, "load")
     assert len(trained(make_model("gpt2"), config, output=tmp_path, resume=True)[1].losses) == 2  # it was at its end
-    assert [load.kwargs["weights_only"] for load in loads] == [True] * 3  # optimizer, schedule, random states
+    assert [load.kwargs["weights_only"] for load in loads] == [True] * 4  # optimizer, schedule, random states twice
     assert (tmp_path / "checkpoints" / "step-00000002" / "model.safetensors").exists()
 
 
@@ -152,7 +179,7 @@ def test_a_checkpoint_that_is_cut_off(make_model, tmp_path):
     """A file that was cut off when the power went is one line; without its checkpoint the run goes on from the one before."""
     config = TrainingConfig(max_steps=3, batch_size=8, checkpoint_every=1)
     whole, last = trained(make_model("gpt2"), config, output=tmp_path)[1], tmp_path / "checkpoints" / "step-00000003"
-    for name in ("progress.json", "model.safetensors", "optimizer.bin", "scheduler.bin"):
+    for name in ("progress.json", "model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl"):
         kept = (last / name).read_bytes()
         (last / name).write_bytes(kept[:9])
         refused(f"{last}.*: if it was cut off, remove it", trained, make_model("gpt2"), config, output=tmp_path, resume=True)

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import math
+import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -346,8 +348,11 @@ def test_bad_input(gpt2, text, recipe, start, tmp_path, monkeypatch, name, optio
 
 
 def test_bad_input_comes_before_the_head(bert, text, start, tmp_path):
-    """A scheme that does not fit is found before a head is trained for it; encoders have no window to slide."""
+    """What does not fit is found before a head is trained for it: a scheme, a launch; encoders have no window to slide."""
     options = {"model": bert, "train_file": text, "block_size": 64, "scheme": "learned", "output": tmp_path / "out"}
     fails("cannot hold", start, "language_modeling", **options)
-    assert not (tmp_path / "out" / "head.safetensors").exists()
+    for launch in ("FSDP", "DEEPSPEED"):  # which train copies of weights
+        with patch.dict(os.environ, {f"ACCELERATE_USE_{launch}": "true"}):
+            fails("then pass --head", start, "language_modeling", model=bert, train_file=text, output=tmp_path / launch)
+    assert not list(tmp_path.rglob("head.safetensors"))
     fails("encoder", start, "length_extrapolation", model=bert, train_file=text, output=tmp_path / "other")

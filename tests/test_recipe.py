@@ -34,7 +34,7 @@ Read on.
 """
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from hf_posswap.experiments.recipe import RecipeConfig, main
 
 
@@ -47,6 +47,7 @@ class Config(RecipeConfig):
     learning_rate: float = 1e-3
     depth: Annotated[int, "Where the key is."] = 3
     lengths: Annotated[tuple[int, ...], "Of the texts."] = (128, 256)
+    read: Literal["whole", "chunks"] = "chunks"
 
 
 answer = None
@@ -181,12 +182,14 @@ def test_a_run_from_the_command_line(start, tmp_path):
     works(start, "--depth", "4", "--lengths", "7", "--lengths", "8", "--output", output)
     result = json.loads((output / "result.json").read_text())
     assert result["figures"] == {"depth": 4, "longest": 8} and result["recipe"] == "depth"
-    assert result["config"] == json.loads(json.dumps(asdict(Config(depth=4, lengths=(7, 8), learning_rate=1e-3))))
+    expected = asdict(Config(depth=4, lengths=(7, 8), learning_rate=1e-3)) | {"read": "chunks"}
+    assert result["config"] == json.loads(json.dumps(expected))
     assert " --depth 4 --lengths 7" in result["command"] and result["versions"]["torch"]
     assert (result["question"], result["meaning"]) == ("How deep?", {"depth": "where it was"})
     fails("not empty", start, "--output", output)
     fails("there is no text; known are cold, swap, scratch", start, "--output", output, "--start", "fit")
     fails("another configuration", start, "--output", output, "--resume")
+    fails("'mine' is not a tracker", start, "--output", tmp_path / "out2", "--report-to", "mine")  # though nothing is trained
     with lock(tmp_path / "locked"):
         fails("in use by another run", start, "--output", tmp_path / "locked")
 
@@ -194,8 +197,8 @@ def test_a_run_from_the_command_line(start, tmp_path):
 def test_inputs_are_named_as_they_were(start, tmp_path, monkeypatch):
     """The hash of an input is that of what the run read, even if the file changes or goes while it runs."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "tensorboard").mkdir()  # called as the tracker is
-    (tmp_path / "tensorboard" / "events").write_text("1")
+    for word in ("tensorboard", "chunks", "cosine"):  # called as values of options are
+        (tmp_path / word).write_text("1")
     (tmp_path / "weights").write_text("0.5")
     works(start, "--model", tmp_path / "weights", "--output", tmp_path / "out")
     assert not (tmp_path / "weights").exists()
@@ -365,6 +368,23 @@ def test_wrong_checkpoints(checkpoint, bert_tokenizer, tmp_path):
     (tmp_path / "run" / "config.json").write_text('{"scheme": "rotary"}')
     refused(f"give {tmp_path}/run/model", load_tokenizer, str(tmp_path / "run"))
     refused("there is no folder", load_tokenizer, str(tmp_path / "nothing"))
+
+
+def test_a_launcher_says_the_precision(start, monkeypatch, tmp_path):
+    """It is in the result, and the run is not resumed in another."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    works(start, "--output", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["config"]["mixed_precision"] == "bf16"
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    fails("another configuration", start, "--output", tmp_path / "out", "--resume")
+
+
+def test_every_parameter_gets_a_gradient(make_model, tmp_path):
+    """DDP waits for all of them, and ESM has a head that no loss reads."""
+    make_model("esm").save_pretrained(tmp_path)
+    model = load_model(RecipeConfig(model=str(tmp_path), scheme="rotary"), AutoModelForSequenceClassification)
+    model(torch.arange(2, 18)[None], labels=torch.tensor([1])).loss.backward()
+    assert [name for name, one in model.named_parameters() if one.requires_grad and one.grad is None] == []
 
 
 def test_a_lone_process_of_two(start, monkeypatch, tmp_path):

@@ -336,3 +336,9 @@ def test_hard_negatives(long_embedder, watch, monkeypatch):
 def test_refusals(long_embedder, change, says):
     """What cannot be run is said before anything is tuned."""
     refused(says, long_embedder[0], **change)
+
+
+def test_a_launcher_says_the_precision(recipe, monkeypatch):
+    """The trainer takes it by itself, so that the options must tell it."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert recipe("long_embedder").Config().bf16

@@ -3,8 +3,6 @@
 import json
 import re
 import runpy
-import signal
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +15,6 @@ from scipy import stats
 import hf_posswap as posswap
 from hf_posswap.commands import compare as commands_compare
 from hf_posswap.commands.compare import _begin, _jobs, run_all
-from hf_posswap.errors import Interrupted
 from hf_posswap.experiments.comparison import background, check_budgets, load_runs, markdown
 from hf_posswap.experiments.differences import paired_table, verdict
 from hf_posswap.experiments.options import RecipeConfig
@@ -237,23 +234,6 @@ def test_running_a_recipe(compare, tmp_path):
     assert [path.read_text() for path in (tmp_path / "out").rglob("count")] == ["once "] * 2  # what is finished is kept
 
 
-def test_ctrl_c_stops_the_run(monkeypatch, tmp_path):
-    """The run gets SIGTERM, on which the training loop saves, and the comparison ends in one line with 130."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
-    wait, waited = process.wait, []
-
-    def interrupted():
-        waited.append(1)
-        if len(waited) == 1:
-            raise KeyboardInterrupt
-        return wait()
-
-    process.wait = interrupted
-    monkeypatch.setattr(subprocess, "Popen", lambda *given, **options: process)
-    refused("the same command does the rest", run_all, ["any"], [("none", "swap", 0)], tmp_path, error=Interrupted)
-    assert process.returncode == -signal.SIGTERM
-
-
 def test_a_scheme_of_any_length_names_a_folder(monkeypatch, tmp_path):
     """Mixes of many layers that differ in the last one run in folders of their own, though names of folders end at 255."""
     folders = []
@@ -309,9 +289,13 @@ def test_a_folder_is_of_one_question(tmp_path):
 def test_data_that_changed_between_runs(tmp_path, monkeypatch):
     """It is found before the runs to come, not after them."""
     monkeypatch.setattr(commands_compare, "_run", lambda command: write_run(Path(command[-1]), {}, also=also) and 0)
+    monkeypatch.chdir(tmp_path)
+    Path("stdlib-gpt2").mkdir()  # called as a built-in model, which is what a run reads
+    Path("stdlib-gpt2", "notes").write_text("1")
     data, jobs = tmp_path / "data.csv", [("none", "swap", seed) for seed in range(3)]
     data.write_text("text,label")
-    also = {"config": {"beir": [str(data)], "seed": 0}, "inputs": input_hashes({"beir": (str(data),)})}
+    inputs = input_hashes({"beir": (str(data),), "model": posswap.embedded_model("stdlib-gpt2")})
+    also = {"config": {"beir": [str(data)], "model": "stdlib-gpt2", "seed": 0}, "inputs": inputs}
     run_all(["any"], jobs[:1], tmp_path / "out")
     run_all(["any"], jobs[:2], tmp_path / "out")
     data.write_text("text,label,changed")

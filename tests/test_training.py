@@ -235,11 +235,13 @@ def test_compiled_training(make_swapped):
 
 def test_mixed_precision_leaves_a_plain_model(make_model):
     """bfloat16 changes the losses a little, not those of the next run, and leaves float32 weights that can be swapped."""
-    losses = []
+    losses, inside = [], []
+    look = {"after_step": lambda model, run: inside.append("forward" in vars(model))}
     AcceleratorState._reset_state()  # what other tests have left
     try:
         for precision in (None, "bf16", None, "no"):
-            model, run = trained(make_model("gpt2"), TrainingConfig(max_steps=2, batch_size=8, mixed_precision=precision))
+            config = TrainingConfig(max_steps=2, batch_size=8, mixed_precision=precision)
+            model, run = trained(make_model("gpt2"), config, **look)
             losses.append(run.losses)
             assert model.dtype == torch.float32 and "forward" not in vars(model)
         AcceleratorState._reset_state()
@@ -250,6 +252,7 @@ def test_mixed_precision_leaves_a_plain_model(make_model):
     finally:
         AcceleratorState._reset_state()
     assert losses[0] == losses[2] == losses[3] and shared.losses == losses[1]
+    assert inside == [False] * 8  # measured without autocast, too
     assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.05)
     posswap.swap(model, "rotary")
 

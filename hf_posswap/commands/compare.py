@@ -5,6 +5,8 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +15,7 @@ import typer
 from rich.console import Console
 from tqdm import tqdm
 
+from hf_posswap.assets import model_source
 from hf_posswap.errors import DataError, Interrupted, PosswapError
 from hf_posswap.experiments.comparison import ORIGINAL, load_runs
 from hf_posswap.experiments.options import STARTS
@@ -126,7 +129,8 @@ def _check_inputs(folder: Path) -> None:
     run = read_json(folder / "result.json")
     for name, hashes in run.get("inputs", {}).items():  # older results have none
         given = run["config"][name]
-        if input_hashes({name: tuple(given) if isinstance(given, list) else given}, folder).get(name, hashes) != hashes:
+        place = model_source(given) if name == "model" else given  # a folder of a built-in's name is not read
+        if input_hashes({name: tuple(place) if isinstance(place, list) else place}, folder).get(name, hashes) != hashes:
             what = f"{name} {given!r} has other content than for the finished run in {folder}"
             raise PosswapError(f"{what}: put back what it was, or choose another --output")
 
@@ -143,6 +147,11 @@ def _run(command: list[str]) -> int:
     except KeyboardInterrupt:
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+            with suppress(ProcessLookupError, PermissionError):  # the group is empty
+                for _ in range(600):  # a minute at most: accelerate's launcher ends at once, and the run it started still saves
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.1)
         process.wait()
         return 130
 

@@ -95,6 +95,8 @@ def load_model(
             prepare(model, set(loading["missing_keys"]))
     if config.scheme != ORIGINAL:
         give_positions(model, config, longest, fit_batches, learning_rate=fit_learning_rate)
+    if (unused := getattr(model.base_model, "contact_head", None)) is not None:  # of ESM: DDP waits for every gradient
+        unused.requires_grad_(False)
     return model.to(PartialState().device).eval()
 
 

@@ -21,11 +21,13 @@ name, and result.json, with the figures. `hf-posswap compare` runs a recipe for 
 
 import inspect
 import math
+import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Literal, get_origin, get_type_hints
 
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
@@ -43,15 +45,19 @@ from hf_posswap.pipelines import is_pipeline
 from hf_posswap.provenance import input_hashes, lock, prepare_output, provenance, weight_hashes, without_home, write_json
 from hf_posswap.swapping import usual_first
 from hf_posswap.terminal import run_program
-from hf_posswap.training.launching import check_processes, save_trained
+from hf_posswap.training.budget import TrainingConfig
+from hf_posswap.training.launching import check_launch, check_processes, save_trained
 from hf_posswap.training.run_log import announce
 
 __all__ = [  # what a recipe needs
     "ORIGINAL", "RecipeConfig", "RunOptions", "SwapOptions", "announce", "averaged", "cost", "give_positions", "load_family",
     "load_model", "load_original", "load_tokenizer", "main",
 ]  # fmt: skip
-# Options whose value may also be the name of a file, by chance: wandb writes into a folder `wandb`.
-NO_FILE = ("scheme", "start", "metric", "phase", "report_to", "_column", "_config", "_split")
+# Options whose value may also be the name of a file, by chance: wandb writes into a folder `wandb`. A Literal is none of these.
+NO_FILE = (
+    "scheme", "start", "metric", "phase", "report_to", "_column", "_config", "_split", "lr_scheduler_type",
+    "train_sampling_strategy", "torch_compile", "mixed_precision",
+)  # fmt: skip
 
 
 def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool], dict]) -> None:
@@ -71,12 +77,18 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
         config = read_config(config_class, file, {name: value for name, value in given.items() if value is not None})
         if isinstance(config, SwapOptions) and config.span is not None and config.first is None and config.scheme != ORIGINAL:
             config = replace(config, first=usual_first(load_family(config.model)[1]))  # that which `swap` takes
+        if isinstance(config, TrainingConfig):
+            if config.mixed_precision is None and (launched := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) != "no":
+                config = replace(config, mixed_precision=launched)  # results tell it, and --resume keeps it
+            check_launch(config, config.gradient_accumulation_steps)  # not only after a fit
         if PartialState().is_main_process:
             if output.is_file():
                 raise CheckpointError(f"{output} is a file: give a folder")
             held.enter_context(lock(output))
             options = asdict(config) | ({"model": model_source(config.model)} if hasattr(config, "model") else {})
-            inputs = input_hashes({name: value for name, value in options.items() if not name.endswith(NO_FILE)}, output)
+            words = {name for name, hint in get_type_hints(config_class).items() if get_origin(hint) is Literal}
+            named = {name: v for name, v in options.items() if name not in words and not name.endswith(NO_FILE)}
+            inputs = input_hashes(named, output)
             prepare_output(asdict(config), inputs, output, resume)
         PartialState().wait_for_everyone()
         try:

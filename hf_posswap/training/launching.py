@@ -21,14 +21,8 @@ ON_CPUS = "on CPUs start with: ACCELERATE_USE_CPU=true torchrun --nproc-per-node
 
 
 def start_accelerator(config: TrainingConfig, accumulation_steps: int, output: Path | None) -> Accelerator:
-    """Return the Accelerator of one training run.
-
-    PosswapError: fewer processes than asked for, a batch that does not divide among them, no such tracker, float16 on a CPU.
-    """
-    check_trackers(config.report_to)
-    gpu = torch.accelerator.is_available() and not utils.parse_flag_from_env("ACCELERATE_USE_CPU")
-    if config.mixed_precision in ("fp16", "fp8") and not gpu:  # fp16 would be left out
-        raise PosswapError(f"mixed_precision={config.mixed_precision!r} needs a GPU: on a CPU give bf16, or leave it out")
+    """Return the Accelerator of one training run; PosswapError: fewer processes than asked for, or as `check_launch`."""
+    check_launch(config, accumulation_steps)
     _forget_precision(config.mixed_precision)
     ours = not is_initialized()
     accelerator = Accelerator(
@@ -40,21 +34,28 @@ def start_accelerator(config: TrainingConfig, accumulation_steps: int, output: P
         project_dir=output and str(output),
     )
     check_processes(accelerator)
-    micro_batch = config.batch_size // accumulation_steps
-    if micro_batch % accelerator.num_processes:
-        count = accelerator.num_processes
-        raise PosswapError(f"{micro_batch} sequences do not divide into {count} processes: choose a multiple as batch_size")
     if ours:
         accelerator.state.made_by_train = True
     # All Accelerators of a process share one state, which would keep the compiler of the first.
     accelerator.state.dynamo_plugin = utils.TorchDynamoPlugin(backend=config.torch_compile)
     if accelerator.distributed_type == utils.DistributedType.DEEPSPEED:  # which accumulates and clips by itself
         accelerator.state.deepspeed_plugin.deepspeed_config |= {
-            "train_micro_batch_size_per_gpu": micro_batch // accelerator.num_processes,
+            "train_micro_batch_size_per_gpu": config.batch_size // accumulation_steps // accelerator.num_processes,
             "gradient_accumulation_steps": accumulation_steps,
             "gradient_clipping": config.max_grad_norm,
         }
     return accelerator
+
+
+def check_launch(config: TrainingConfig, accumulation_steps: int) -> None:
+    """Raise for a batch that does not divide among the processes, no such tracker, or float16 on a CPU."""
+    check_trackers(config.report_to)
+    gpu = torch.accelerator.is_available() and not utils.parse_flag_from_env("ACCELERATE_USE_CPU")
+    if config.mixed_precision in ("fp16", "fp8") and not gpu:  # fp16 would be left out
+        raise PosswapError(f"mixed_precision={config.mixed_precision!r} needs a GPU: on a CPU give bf16, or leave it out")
+    micro_batch, count = config.batch_size // accumulation_steps, int(os.environ.get("WORLD_SIZE", 1))
+    if micro_batch % count:
+        raise PosswapError(f"{micro_batch} sequences do not divide into {count} processes: choose a multiple as batch_size")
 
 
 def _forget_precision(wanted: str | None) -> None:

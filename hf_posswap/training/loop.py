@@ -19,6 +19,7 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from transformers import get_scheduler
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posswap.errors import Interrupted, PosswapError
 from hf_posswap.schemes import AttentionPositions
@@ -94,6 +95,7 @@ class _Loop:
         self.model, self.dataset, self.config = model, dataset, config
         self.compute_loss, self.collate, self.after_step = compute_loss, collate, after_step
         self.output, self.progress, self.description = output, progress, description
+        self.patched = "forward" in vars(model)  # by the user: accelerate puts its autocast there, too
         grouped = config.train_sampling_strategy == "group_by_length"
         lengths = [len(dataset[place]["input_ids"]) for place in range(len(dataset))] if grouped else None
         self.order = BatchOrder(len(dataset), config.batch_size, config.seed, lengths)
@@ -101,10 +103,9 @@ class _Loop:
     def run(self, accumulation_steps: int, *, resume: bool) -> tuple[torch.nn.Module, TrainingRun]:
         config, model = self.config, self.model
         accelerator = start_accelerator(config, accumulation_steps, self.output)
-        set_seed(config.seed, device_specific=True)  # each process draws its own dropout masks
+        set_seed((config.seed + accelerator.process_index) % 2**32)  # each process draws its own dropout masks
         run = TrainingRun(config, accelerator.num_processes, accumulation_steps)
         checkpoints = self.output and Checkpoints(accelerator, self.output, resume=resume)
-        patched = "forward" in vars(model)
         try:
             with sharable(model, accelerator), _gradient_checkpointing(model, config.gradient_checkpointing):
                 # fused: on CPUs, with small batches and large embeddings, the default takes longer than the backward pass.
@@ -113,6 +114,9 @@ class _Loop:
                 warmup_steps = math.ceil(config.warmup_ratio * config.max_steps)
                 scheduler = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, config.max_steps)
                 model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+                if accelerator.is_fsdp2:  # gives it a class of another name, by which transformers finds hidden states
+                    recorded = getattr(self.model, "_can_record_outputs", None)
+                    dict.__setitem__(_CAN_RECORD_REGISTRY, str(type(self.model)), recorded)
                 if resume:
                     checkpoints.load(run, len(self.dataset))
                 if config.report_to:
@@ -125,7 +129,7 @@ class _Loop:
                 tracker.finish()
             # The user gets the model back without autocast and compile wrappers.
             trained = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
-            if not patched:
+            if not self.patched:
                 vars(trained).pop("forward", None)  # accelerate restores it as an attribute of the instance
             accelerator.free_memory()
         return trained.eval(), run
@@ -154,10 +158,18 @@ class _Loop:
                     log.read()
                 if self.after_step is not None:
                     with log.not_counted():
-                        self.after_step(accelerator.unwrap_model(model, keep_torch_compile=False), run)
+                        plain = accelerator.unwrap_model(model, keep_torch_compile=False)
+                        autocast = None if self.patched else vars(plain).pop("forward", None)
+                        self.after_step(plain, run)  # measures in the precision in which the model is returned
+                        if autocast is not None:
+                            plain.forward = autocast
                         model.train(config.dropout)
+                if last:  # no later step reads a signal that comes while it measures or saves
+                    log.ask()
                 if checkpoints and (save or log.stopping):
                     checkpoints.save(run, len(self.dataset))
+                    if last:
+                        log.ask()
                 if log.stopping:
                     where = f"step {len(run.losses)} of {config.max_steps}, the checkpoint is in {self.output}"
                     raise Interrupted(f"stopped after {where}: continue with resume=True (--resume) and the same output")

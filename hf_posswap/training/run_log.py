@@ -69,6 +69,11 @@ class RunLog:
         alone = self.run.processes == 1
         return self.every_step or len(self.pending) >= self._interval or (alone and self.stop.received is not None)
 
+    def ask(self) -> None:
+        """Let all processes know whether one of them was asked to stop; all must call this together."""
+        asked = torch.tensor(self.stop.received is not None, dtype=torch.int64, device=self.accelerator.device)
+        self.stopping |= self.accelerator.reduce(asked).item() > 0
+
     def read(self) -> None:
         """Move the pending numbers into `run`.
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, utils
 
 from hf_posswap.errors import CheckpointError
 from hf_posswap.training.budget import TrainingRun
@@ -97,6 +97,8 @@ class Checkpoints:
         if differences:
             raise CheckpointError(f"{newest} is of a run that differs ({'; '.join(differences)}): resume with the same options")
         try:
+            # accelerate goes on without random states that it cannot read.
+            utils.load(newest / f"{utils.RNG_STATE_NAME}_{self.accelerator.process_index}.pkl")
             self.accelerator.load_state(str(newest))
         except (torch.OutOfMemoryError, MemoryError, OSError):
             raise
