@@ -17,7 +17,7 @@ demo: .venv/ready
 	rm -rf runs/demo
 	.venv/bin/hf-posswap demo --output runs/demo
 
-# A quarter of an hour: every scheme on both, with tuning, tables and pictures on one page.
+# A quarter of an hour: the default schemes on both, one seed, with tuning, tables and pictures on a page each.
 compare: .venv/ready
 	.venv/bin/hf-posswap compare --start fit --seed 0 --output runs/compare/minilm -- --model minilm
 	.venv/bin/hf-posswap compare --start fit --seed 0 --output runs/compare/stdlib-gpt2 -- --model stdlib-gpt2

@@ -48,9 +48,9 @@ def swap(
         first: With a span, how many tokens at the beginning all tokens also attend to. By default 4 in causal models, and 1 in
             encoders, [CLS]; in these they attend to all, too.
 
-    `posswap.fit` wins back most of what a warm start loses, in minutes. A second swap starts from the original again, not from
-    the first swap. Weights that an optimizer holds stay the same objects, but new parameters appear: make the optimizer after
-    the swap.
+    `posswap.fit` wins back most of what a warm start loses, in minutes for a small model. A second swap starts from the
+    original again, not from the first swap. Weights that an optimizer holds stay the same objects, but new parameters appear:
+    make the optimizer after the swap.
 
     Raises:
         PosswapError: The model, the scheme or an option cannot be used. The message says why; the model is unchanged.

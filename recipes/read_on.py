@@ -40,7 +40,7 @@ from hf_posswap.training import TrainingConfig, train
 class Config(TextOptions, SwapOptions):
     QUESTION = "How far can it read now?"
     FIGURES = {
-        "loss": "nats a token of held-out tokens up to N places from a block's beginning",
+        "loss": "nats a token of held-out tokens from place N / 2 (the first: 0) to N of a block",
         "start_loss": "the same before training",
         "select_loss": "nats a token of text to choose a rate by, all places",
     }

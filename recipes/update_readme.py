@@ -122,19 +122,25 @@ def environment() -> Environment:
         runs = rows_of((content := read(f"{folder}/comparison.json"))["runs"], content["vary"])
         return items_of(next(some for key, some in runs.items() if label_of(key) == row), name)
 
-    def gap(folder: str, row: str, name: str, other: str = "original", base: str | None = None) -> str:
-        """Return how much a row's figure is above another's (of the folder `base`), with the interval over items."""
+    def above(folder: str, row: str, name: str, other: str = "original", base: str | None = None, but: int = 0):
+        """Return how much a row's figure is above another's (of the folder `base`), rounded as it is shown, and the half width
+        of its interval over items, without the `but` items furthest from 0.
+        """
         off = kept(folder, row, name) - kept(base or folder, other, name)
-        return f"{off.mean():+.3f} ± {half_width(parted(off)):.3f}"
+        off = off[sorted(abs(off).argsort()[: len(off) - but])]
+        return round(off.mean().item(), 3), half_width(parted(off))
+
+    def gap(folder: str, row: str, name: str, other: str = "original", base: str | None = None, but: int = 0) -> str:
+        """Return what `above` returns, as text."""
+        return "{:+.3f} ± {:.3f}".format(*above(folder, row, name, other, base, but))
 
     def ranges(folder: str, kind: str) -> list[str]:
         """Return the names of losses by range, such as "loss_256", those of the first tokens first."""
         return [name for name in figures[folder]["original"] if name.removeprefix(kind).isdigit()]
 
     def worst(folder: str, *labels: str, kind: str = "loss_") -> str:
-        """Return the largest that these rows' losses are above the original's at any range, with its interval."""
-        named = [(label, name) for label in labels for name in ranges(folder, kind)]
-        return gap(folder, *max(named, key=lambda one: of(folder)(*one) - of(folder)("original", one[1])))
+        """Return the largest that these rows' losses are above the original's at any range; of equal ones the least certain."""
+        return "{:+.3f} ± {:.3f}".format(*max(above(folder, row, name) for row in labels for name in ranges(folder, kind)))
 
     def apart(folder: str, row: str, kind: str = "loss_") -> str:
         """Return how much a row's losses are above the original's at each range of reading on, rounded as in tables."""
@@ -148,7 +154,7 @@ def environment() -> Environment:
 
     environment = Environment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["d"] = lambda value, digits: f"{value:.{digits}f}"
-    functions = (sure, gap, worst, apart, holds, exp, sqrt, abs, of, read, index, on_gpu, again, again_table)
+    functions = (sure, kept, gap, worst, apart, holds, exp, sqrt, abs, of, read, index, on_gpu, again, again_table)
     environment.globals |= {function.__name__: function for function in functions}
     environment.globals |= {"m": of("fit/minilm"), "g": of("fit/stdlib-gpt2"), "rows": figures}
     environment.globals |= {"table": comparison_table, "ladder": ladder_table}

@@ -226,6 +226,7 @@ def test_report(make_model, capsys):
     assert (report.longest, report.trained_positions) == (20, 32)
     short = "no sequence was longer than 20 tokens, and the original reads 32"
     assert short in printed and short not in str(replace(report, longest=32))
+    assert " ".join(printed.split()).endswith("more steps win more, and so may training the whole model")
     worse = replace(report, after=replace(report.after, total=report.before.total + 0.1))
     for one, told in ((worse, "the text to select by"), (replace(worse, window=32), "the last layer's error")):
         said = " ".join(str(one).split())

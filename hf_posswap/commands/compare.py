@@ -49,9 +49,9 @@ def compare(
 ):
     """Compare position schemes in one recipe: equal budgets, means ± standard deviation, one page to share.
 
-    The default recipe measures what a swap costs, and what a fit and a short tuning win back, on the built-in MiniLM.
-    Options after -- are passed to every run, which is a process of its own. Finished runs are kept, so the same command goes
-    on after an interruption. Writes comparison.json, .md, .html (self-contained) and pictures.
+    The default recipe measures, on the built-in MiniLM, what a swap costs and a short tuning wins back; with --start fit,
+    what a fit does. Options after -- are passed to every run, which is a process of its own. Finished runs are kept, so the
+    same command goes on after an interruption. Writes comparison.json, .md, .html (self-contained) and pictures.
 
     \b
         hf-posswap compare --quick --output runs/quick

@@ -81,7 +81,8 @@ def swap_command(
         swap(whole, chosen, **options)
         if fit is not None:
             steps = 100 if fit_steps is None else fit_steps
-            say(f"fitting {loaded.config.num_hidden_layers} layers, {steps} steps each, on {words}: minutes on a CPU")
+            layers = loaded.config.num_hidden_layers
+            say(f"fitting {layers} layers, {steps} steps each, on {words}: minutes on a CPU for a small model")
             report = fit_swapped(loaded, batches, steps=steps, progress=bar, window=window)
             report = replace(report, text=words)
         say(f"saving to {output}")

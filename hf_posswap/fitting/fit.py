@@ -61,7 +61,7 @@ def fit(
             you care about, also longer than the original's, which then reads through a window that slides by a quarter. None: a
             causal model writes text itself, an encoder gets random tokens; real text is better.
         steps: Steps of Adam for each layer; layers that share a module take them together. More win more, most with
-            "alibi" and "buckets". 0: only the closed form, if the scheme has one.
+            "alibi". 0: only the closed form, if the scheme has one.
         original_model: The original, if this process does not keep it: for a model loaded from a swapped checkpoint.
         learning_rate: Peak learning rate of weights; that of position tables is 30 times as high.
         seed: Of the order of steps, and of text that is drawn or written.

@@ -114,7 +114,7 @@ class FitReport:
         if after < _NEAR:
             return f"{won}, and little is left: save the model, or train it as you would the original"
         more = f"more text (fitted on {self.tokens:,} tokens) and more steps win more"
-        return f"{won}; {more}, training the whole model the rest"
+        return f"{won}; {more}, and so may training the whole model"
 
     def save(self, folder: str | Path, *, command: str | None = None) -> None:
         """Write `FIT_FILE` next to the saved model, for its card: the report, hashes of the weights, versions and hardware.

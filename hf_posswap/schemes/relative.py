@@ -14,9 +14,9 @@ j is the key's position, i the query's: r < clip looks to the left. Tables are (
 heads share them as in the paper. With zero tables this is plain attention without positions.
 
 Two functions compute the same numbers. Where positions go up by one from key to key, also with padding or a cache,
-`relative_attention` costs little more than plain attention. `attend_by_index` is for all else: other positions (packed
-documents, gaps), masks for each pair of query and key, eager attention (which returns probabilities), compiled models, and
-`key_query`.
+`relative_attention` costs little more than plain attention on a CPU, and less than `attend_by_index`, which is for all else:
+other positions (packed documents, gaps), masks for each pair of query and key, eager attention (which returns probabilities),
+compiled models, and `key_query`.
 """
 
 from dataclasses import dataclass
