@@ -60,14 +60,13 @@ class InitialisesPositions:
         kept = None if done or is_edited(self.config) else module._buffers.get(DIGEST)
         if kept is not None and not kept.is_meta and not torch.equal(kept.cpu(), self._digest()):
             raise CheckpointError(
-                f"{self.name_or_path or type(self).__name__}: position_scheme in config.json is not the one that these weights "
-                f'were saved with. Get the file again, or, if the change is meant, add "edited": true to it. {AVERAGED}'
+                f"{self.name_or_path or type(self).__name__}: position_scheme in config.json, with all options of its class, "
+                "is not the one that these weights were saved with. Get the file again, or, if the change is meant, add "
+                f'"edited": true to it. {AVERAGED}'
             )
 
     def _digest(self) -> torch.Tensor:
-        (scheme, trained), entry = read_config_entry(self.config), self.config.position_scheme
-        # Without options that the scheme's class has got since the model was saved.
-        return digest({name: value for name, value in scheme.to_dict().items() if name in entry}, trained, span_in(entry))
+        return digest(*read_config_entry(self.config), span_in(self.config.position_scheme))
 
 
 class SwappedModel(InitialisesPositions):

@@ -61,24 +61,21 @@ def limit(model) -> int | None:
 def settings(model) -> dict:
     """Return what a swap changes of a pipeline around the model; {}: a plain model.
 
-    How many tokens it reads of a text and, if that is set apart, of a document (None: no limit); the card that it was loaded
-    with, which it saves again (None: sentence-transformers writes a new one); and what evaluators have noted for a new one.
+    How many tokens it reads of a text and, if that is set apart, of a document (None: no limit), and the card that it was
+    loaded with, which it saves again (None: sentence-transformers writes a new one).
     """
     if not is_pipeline(model):
         return {}
-    card, about = getattr(model, "_model_card_text", None), model.model_card_data
-    kept = {"card": card, "figures": (about.eval_results_dict, about.training_logs)}
-    return {"text": limit(model), "document": getattr(model[0], "document_length", None), **kept}
+    card = getattr(model, "_model_card_text", None)
+    return {"text": limit(model), "document": getattr(model[0], "document_length", None), "card": card}
 
 
-def change(
-    model, *, text: int | None = None, document: int | None = None, card: str | None = None, figures: tuple | None = None
-) -> None:
-    """Set that. By default card and figures go, as of other weights, and limits stay; so does one that is not set apart."""
+def change(model, *, text: int | None = None, document: int | None = None, card: str | None = None) -> None:
+    """Set that; by default the card goes, and limits stay. What evaluators have noted goes, too: it was of other weights."""
     if not is_pipeline(model):
         return
     model._model_card_text, about = card, model.model_card_data
-    about.eval_results_dict, about.training_logs = figures or ({}, [])
+    about.eval_results_dict, about.training_logs = {}, []
     if text is not None:
         tokenizer_of(model).model_max_length = text
     if document is not None and settings(model)["document"] is not None:

@@ -126,9 +126,9 @@ def span_in(entry: dict[str, Any]) -> Span | None:
     return Span(**entry)
 
 
-def digest(options: dict[str, Any], trained_positions: int, span: Span | None) -> torch.Tensor:
-    """Return a hash of a scheme's `to_dict`, trained length and span, (16,) uint8, which shows a config edited after saving."""
-    entry = json.dumps([options, trained_positions, span and span._asdict()], sort_keys=True)
+def digest(scheme: Scheme, trained_positions: int, span: Span | None) -> torch.Tensor:
+    """Return a hash of scheme, trained length and span, (16,) uint8: saved with the weights, it shows a config edited since."""
+    entry = json.dumps([scheme.to_dict(), trained_positions, span and span._asdict()], sort_keys=True)
     return torch.frombuffer(bytearray(hashlib.sha256(entry.encode()).digest()[:16]), dtype=torch.uint8)
 
 

@@ -21,7 +21,7 @@ from hf_posswap.pipelines import change, check_reads, is_pipeline, settings
 from hf_posswap.scheme_entry import on_hub
 from hf_posswap.schemes import SCHEMES, Constant, Scheme, check_class, parse_scheme
 from hf_posswap.surgery import Undo, is_part, state_of, undo_of
-from hf_posswap.target import check_not_in_composite, find_target
+from hf_posswap.target import check_not_in_composite, find_target, has_adapters
 from hf_posswap.warm_start import balanced_order, query_key_moments
 
 
@@ -126,15 +126,15 @@ def swap(
             name_or_path=target.name_or_path if undo is None else undo.name_or_path,
             pipeline=(undo and undo.pipeline) or settings(model),
         )
+        own = (p for module in surgery.position_modules(target, architecture) for p in module.parameters())
+        if has_adapters(target) and any(p.requires_grad for p in own):
+            what = "the new positions train beside the adapters, and PEFT's save_pretrained leaves them out"
+            warnings.warn(f"{what}: freeze them, or swap, save and load the model before PEFT", stacklevel=2)
     except BaseException:
         surgery.revert(target, architecture, before)
         raise
     reads = None if asked is None else max_positions
     change(model, text=reads, document=reads)
-    own = (p for module in surgery.position_modules(target, architecture) for p in module.parameters())
-    if hasattr(model, "unload") and any(p.requires_grad for p in own):
-        what = "the new positions train beside the adapters, and PEFT's save_pretrained leaves them out"
-        warnings.warn(f"{what}: freeze them, or swap, save and load the model before PEFT", stacklevel=2)
     _set_name(target, "")  # the path holds the original: an adapter saved with it as its base would load onto that
     return model
 
@@ -182,7 +182,7 @@ def _install(target, architecture: Architecture, scheme: Scheme, geometry, span:
             embedding.fit_table(table)
             if type(embedding) is type(kept[0]) is Constant:  # whose mean is known, not that of its rows
                 embedding.mean.copy_(kept[0].mean)
-    own = scheme_entry.digest(scheme.to_dict(), geometry.trained_positions, span)
+    own = scheme_entry.digest(scheme, geometry.trained_positions, span)
     scheme_entry.sign(embedding, own.to(embedding.weight.device))
     for attention, (query, key), order in zip(attentions, moments, orders or (), strict=orders is not None):
         if order is not None:
@@ -287,7 +287,7 @@ def original(model: PreTrainedModel, *, share_weights: bool = False, keep_traini
     with torch.inference_mode(False):  # a copy made inside could not be restored; what is in its memo deepcopy does not copy
         twin = copy.deepcopy(model if tuned or is_pipeline(model) else target, shared)
     for one in twin.modules() if tuned else ():
-        if isinstance(getattr(one, "original_module", None), torch.nn.Module):  # PEFT's `unload` would keep the trained copy
+        if isinstance(getattr(one, "modules_to_save", None), torch.nn.ModuleDict):  # PEFT's `unload` keeps the trained copy
             one.modules_to_save.update({name: one.original_module for name in one.modules_to_save})
     twin = twin.unload() if tuned else twin
     restore(twin, keep_training=keep_training)

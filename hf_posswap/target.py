@@ -113,9 +113,14 @@ def find_target(model, *, dispatched: bool = False) -> tuple[PreTrainedModel, Ar
     return model, architecture
 
 
+def has_adapters(model: PreTrainedModel) -> bool:
+    """Whether PEFT's adapters or prompts are beside the weights; `model` may be PEFT's, or a pipeline."""
+    return any(re.search(r"\.base_layer\.|lora_|prompt_encoder\.", name) for name, _ in model.named_parameters())
+
+
 def check_no_adapters(model: PreTrainedModel) -> None:
-    """Raise if PEFT's adapters are still beside the weights; `model` may be PEFT's, or a pipeline."""
-    if any(re.search(r"\.base_layer\.|lora_|prompt_encoder\.", name) for name, _ in model.named_parameters()):
+    """Raise if there are."""
+    if has_adapters(model):
         what = "there are adapters or learned prompts beside the model's weights"
         raise UnsupportedModelError(f"{what}: merge them first (merge_and_unload), or take them off")
 

@@ -5,7 +5,7 @@ import os
 import pickle
 import re
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from operator import attrgetter
 
 import pytest
@@ -330,18 +330,6 @@ def test_an_edited_config_that_is_meant(make_swapped, tmp_path):
     edit_config(tmp_path, {"trained_positions": 31, "edited": True})
     model = auto_class("gpt2").from_pretrained(tmp_path, vocab_size=50, ignore_mismatched_sizes=True)
     assert posswap.describe(model).trained_positions == 31 and model.get_input_embeddings().num_embeddings == 50
-
-
-def test_a_scheme_that_has_grown(make_swapped, monkeypatch, tmp_path):
-    """An option that its class has got since, with a default, is not a config edited since."""
-    make_swapped("gpt2", "alibi").save_pretrained(tmp_path)
-
-    @dataclass(frozen=True)
-    class Grown(posswap.Alibi):
-        power: int = 1
-
-    monkeypatch.setitem(posswap.SCHEMES, "alibi", Grown)
-    assert auto_class("gpt2").from_pretrained(tmp_path).position_scheme.power == 1
 
 
 @pytest.mark.parametrize("auto", [AutoModel, auto_class("gpt2")])

@@ -290,7 +290,7 @@ def test_its_card(make_model, family, tmp_path):
         values = [f"{kind[name]:.4f}" for kind in (*kinds, report.reading.before, report.reading.after)]
         assert f"{name}{' tokens' * (family == 'bert')} | {' | '.join(values)} |\n" in text
     copy.deepcopy(model).half().save_pretrained(tmp_path, variant="fp16")  # beside what was fitted
-    report.save(tmp_path), posswap.write_card(tmp_path, base_model="local:tiny")
+    posswap.write_card(tmp_path, base_model="local:tiny"), report.save(tmp_path)
     for spoil in (lambda file: file.write_text('{"model_type": "roformer"}'), Path.unlink):
         spoil(tmp_path / "config.json")
         refused("holds no swapped model", report.save, tmp_path, error=posswap.CheckpointError)

@@ -136,7 +136,7 @@ VALIDATION = {"train_file": "good.csv", "validation_file": "t.csv"}
         (GOOD, {"dataset_config": "cola"}, "one of them"),
         (GOOD, {"validation_file": "missing.csv"}, "no such file: missing.csv"),
         (GOOD, {"validation_file": "./t.csv"}, "both to train on and to measure on"),
-        (GOOD, {"train_file": None, "dataset": "./reviews"}, "no name on the Hub: give local data as files"),
+        (GOOD, {"train_file": None, "dataset": "/home/my/reviews"}, "no name on the Hub: give local data as files"),
         (GOOD, {"train_file": None, "dataset": "glue/cola", "validation_split": "train"}, "leave it out to hold out a tenth"),
         (GOOD, {"max_train_samples": 1}, "is the same in all 1 rows taken of the train part .* raise max_"),
         ("text,label\n" + "".join(f"x,{n % 15}.0\n" for n in range(60)), {}, r"holds 0.0, .*9.0, ...: .*Pass task=class"),

@@ -59,8 +59,14 @@ def test_what_else_a_folder_holds(tmp_path):
     assert read_documents(tmp_path, split=None) == ["A.TXT", "folder.txt/b.txt"]
     (tmp_path / "link.txt").symlink_to("nowhere.txt")
     refused("link.txt", read_documents, tmp_path, split=None, error=FileNotFoundError)
-    (tmp_path / "more").symlink_to(tmp_path)
-    refused("more is a link to a folder", read_documents, tmp_path, split=None)
+    (tmp_path / "link.txt").unlink()
+    (tmp_path / "again").symlink_to(tmp_path)  # of what is read anyway
+    assert read_documents(tmp_path, split=None)
+    (tmp_path.parent / "elsewhere").mkdir()
+    (tmp_path / "more").symlink_to(tmp_path.parent / "elsewhere")
+    assert read_documents(tmp_path, split=None)
+    (tmp_path.parent / "elsewhere" / "b.txt").write_text("more")
+    refused("more is a link to a folder with text", read_documents, tmp_path, split=None)
     for name in "books/ data/my/books/ data/my/old/books my.txt C:/my/rows.csv".split():  # no names of data sets on the Hub
         refused(f"no such file or folder: {name}", read_documents, name)
     with patch("hf_posswap.data.text.read_hub", side_effect=DataError("asked the Hub")) as hub:

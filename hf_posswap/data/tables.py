@@ -216,8 +216,9 @@ def read_hub(name: str, config: str | None, split: str | None) -> "datasets.Data
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError, HTTPError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         place = name + (f", {config}" if config else "")
-        other = "give it as train_file, and text to measure on as validation_file" if "Unknown split" in reason else None
-        raise DataError(f"cannot read the Hub data set {place}: {reason}; {other or 'a local file needs no network'}") from None
+        lacks = split == "validation" and "Unknown" in reason
+        way = "give it as train_file, other text as validation_file" if lacks else "a local file needs no network"
+        raise DataError(f"cannot read the Hub data set {place}: {reason}; {way}") from None
 
 
 def read_texts(table: "datasets.Dataset", column: str, source, option: str = "text_column") -> list[str]:
@@ -250,11 +251,11 @@ def _column(table: "datasets.Dataset", column: str, source, option: str) -> list
 
 
 def _hub_tables(config: TableConfig) -> dict[str, "datasets.Dataset"]:
-    if config.dataset.startswith(("/", ".", "~")) or Path(config.dataset).is_dir():
-        raise DataError(f"dataset={config.dataset} is no name on the Hub: give local data as files, such as train_file")
     if config.validation_split == "train":
         raise DataError("validation_split=train: what is trained on cannot measure; leave it out to hold out a tenth of train")
     name, part = hub_name(config.dataset)
+    if config.dataset.startswith(("/", "~")) or (config.dataset.startswith(".") and part):
+        raise DataError(f"dataset={config.dataset} is no name on the Hub: give local data as files, such as train_file")
     if part and config.dataset_config:
         raise DataError(f"{config.dataset} names a configuration, and dataset_config={config.dataset_config} another: give one")
     splits = read_hub(name, part or config.dataset_config, None)

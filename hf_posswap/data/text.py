@@ -131,8 +131,9 @@ def read_documents(source: str | Path, *, split: Split | None = "train", text_co
 def _text_files(folder: Path) -> list[Path]:
     """Return the .txt files in a folder: names in capitals too, but none of the copies that other programs hide there."""
     shown = [one for one in folder.rglob("*") if not any(part.startswith(".") for part in one.relative_to(folder).parts)]
-    if linked := [one for one in shown if one.is_symlink() and one.is_dir()]:
-        raise DataError(f"{linked[0]} is a link to a folder, and links are not followed: give that folder apart")
+    beyond = (one for one in shown if one.is_symlink() and one.is_dir() and not one.resolve().is_relative_to(folder.resolve()))
+    if linked := next((one for one in beyond if any(one.rglob("*.txt"))), None):
+        raise DataError(f"{linked} is a link to a folder with text, and is not followed: put its files here, or remove it")
     found = [one for one in shown if one.suffix.lower() == ".txt" and not one.is_dir()]
     return sorted(found, key=lambda one: one.parts)  # paths themselves sort without case on Windows
 

@@ -196,7 +196,7 @@ def _parts(batches: torch.Tensor | Iterable, target: PreTrainedModel) -> calibra
         parts = [*calibration.split_batches(calibration.check_batches(batches, target, longest)), []]
     small = (calibration.few_tokens(part, _TOKENS_A_BATCH) for part in parts)
     # A lone token says nothing of positions, and has no spread to divide an error by.
-    text = calibration.TextBatches(*([batch for batch in part if batch["attention_mask"].sum() > 1] for part in small))
+    text = calibration.TextBatches(*([batch for batch in part if batch["attention_mask"].sum(1).max() > 1] for part in small))
     if _tokens(text) < 4 * size or not text.select:
         sequences = sum(len(batch["input_ids"]) for batch in (*text, *text.select))
         what = f"{_tokens(text):,} tokens to fit on in {sequences} sequences, less copies of those held out, are too few"

@@ -206,8 +206,9 @@ def saved_hashes(folder: Path) -> tuple[str, dict[str, str]]:
     if family is None:
         raise CheckpointError(f"{folder} holds no swapped model: save the fitted model there first")
     prefix = f"{family.file_prefix or family.base_class.base_model_prefix}."
-    files = [one for one in folder.glob("*.safetensors") if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", one.name)]
-    found = {name: value for path in files for name, value in load_file(path).items()}  # mapped only; no variants
+    there = [*folder.glob("*.safetensors")]  # where variants lie beside it, the one without a name is what was fitted
+    files = [one for one in there if re.fullmatch(r"model(-\d{5}-of-\d{5})?\.safetensors", one.name)] or there
+    found = {name: value for path in files for name, value in load_file(path).items()}  # mapped only
     inside = {name for name in found if name.startswith(prefix)} or {*found}  # a headless model's names have no prefix
     base = {plain: found[name] for name in inside if _counts(plain := name.removeprefix(prefix))}
     return _hash(base), {name: _hash({name: found[name]}) for name in sorted(found.keys() - inside)}

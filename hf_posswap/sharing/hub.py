@@ -35,9 +35,8 @@ NAMES = OF_ONE_MODEL | {
     *("vocab.txt", "vocab.json", "merges.txt", "bpe.codes"),
 }
 MODULE = r"\d+_\w+/(\w*config\.json|model\.safetensors)"  # the further modules of a sentence-transformers pipeline
-PATTERNS = (
-    rf"[\w.-]+\.(safetensors|png|index\.\w+\.json)|{PICTURES}/[\w.-]+\.png|{re.escape(EVAL_RESULTS)}/[\w.-]+\.yaml|{MODULE}"
-)
+VARIANT = r"model\.safetensors\.index\.\w+\.json"
+PATTERNS = rf"[\w.-]+\.(safetensors|png)|{PICTURES}/[\w.-]+\.png|{re.escape(EVAL_RESULTS)}/[\w.-]+\.yaml|{MODULE}|{VARIANT}"
 IGNORED = {".git", ".cache", ".DS_Store", "__pycache__"}
 
 _WAITS = (1, 2, 4, 8, 16)  # seconds between tries of a commit
@@ -126,7 +125,7 @@ def check_files(folder: Path) -> list[str]:
                 raise CheckpointError(f"{path} cannot be read ({error}): save the model again") from None
         found.append(name)
     _check_code(folder, found)
-    for path in folder.glob("*.safetensors.index.json"):
+    for path in folder.glob("*.safetensors.index*.json"):
         shards = read_json(path).get("weight_map")
         if not isinstance(shards, dict) or not {file.name for file in folder.iterdir()}.issuperset(map(str, shards.values())):
             raise CheckpointError(f"{path} names what is no file next to it: save the model again")
@@ -155,7 +154,7 @@ def _check_code(folder: Path, files: Sequence[str]) -> None:
 
 def _of_a_model(name: str) -> bool:
     """Whether a file on the Hub belongs to the model there; others, such as a licence, belong to the repository."""
-    weights = rf"{MODULE}|[\w.-]+\.safetensors|.*\.index\.(\w+\.)?json|pytorch_model.*\.bin|adapter_(config\.json|model\.bin)"
+    weights = rf"{MODULE}|[\w.-]+\.safetensors|.*\.index\.json|{VARIANT}|pytorch_model.*\.bin|adapter_(config\.json|model\.bin)"
     drawn = rf"{PICTURES}/\d+-.*\.png|{re.escape(EVAL_RESULTS)}/hf_posswap\.yaml"
     return name in OF_ONE_MODEL or re.fullmatch(f"{weights}|{drawn}", name) is not None
 

@@ -148,7 +148,8 @@ def _report(path: Path, name: str, scheme: Scheme | None = None) -> dict | None:
     found = read_json(path)
     report = found.get(name)
     weights = found.get("weights")  # a variant may lie beside them
-    if not isinstance(report, dict) or not weights or not weights.items() <= weight_hashes(path.parent).items():
+    same = isinstance(weights, dict) and weights and weights.items() <= weight_hashes(path.parent).items()
+    if not isinstance(report, dict) or not same:
         raise CheckpointError(f"{path} is of other weights than the folder's, or broken: write it again, or remove it")
     entry = report.get("position_scheme")
     if scheme is not None and (not isinstance(entry, dict) or scheme_of(entry, path) != scheme):
