@@ -4,12 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from accelerate.state import AcceleratorState
 from conftest import refused
 
 import hf_posswap as posswap
 from hf_posswap.schemes import parse_scheme
+from hf_posswap.schemes.relative import RelativePositions
 
 
 @pytest.fixture
@@ -26,26 +26,18 @@ def config(benchmark):
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_models_are_what_they_are_called(benchmark, config, family):
-    """Schemes, backends and implementations reach the model, tables count, and one scheme is one sum however computed."""
-    config = replace(config, family=family)
-    tokens = torch.randint(0, 50, (2, 24), generator=torch.Generator().manual_seed(0))
-    outputs = {}
+    """Schemes, backends and implementations reach the model, and tables count."""
     for scheme, attention, implementation in (
-        ("original", "sdpa", None), ("original", "eager", None), ("rotary", "sdpa", None), ("relative:clip=3", "sdpa", None),
-        ("relative:clip=3", "eager", None), ("relative:clip=3", "sdpa", "window"), ("relative:clip=3", "sdpa", "fused"),
+        ("original", "eager", None), ("rotary", "sdpa", None), ("relative:clip=3", "eager", None),
+        ("relative:clip=3", "sdpa", "window"),
     ):  # fmt: skip
-        one = replace(config, scheme=scheme, attention=attention, implementation=implementation)
+        one = replace(config, family=family, scheme=scheme, attention=attention, implementation=implementation)
         model = benchmark.build_model(one, 512)
         assert model.config._attn_implementation == attention and not model.training
-        if scheme != "original":
-            assert posswap.describe(model).new == parse_scheme(scheme)
-        tables = [p for name, p in model.named_parameters() if name.endswith("_table")]
-        assert len(tables) == (2 if scheme.startswith("relative") else 0) and all(table.std() > 0 for table in tables)
-        outputs.setdefault(scheme, []).append(model(tokens).last_hidden_state)
-    for same in outputs.values():
-        assert all(torch.allclose(same[0], other, atol=1e-4) for other in same)
-    first = [same[0] for same in outputs.values()]
-    assert not any(torch.allclose(first[a], first[b], atol=1e-4) for a in range(3) for b in range(a))
+        assert posswap.describe(model).new == parse_scheme("learned" if scheme == "original" else scheme)
+        layers = [part for part in model.modules() if isinstance(part, RelativePositions)]
+        assert [part.implementation for part in layers] == [implementation or "auto"] * scheme.startswith("relative")
+        assert all(table.std() > 0 for part in layers for table in part.parameters())
 
 
 @pytest.mark.parametrize(("phase", "family"), [("forward", "bert"), ("train", "bert"), ("decode", "gpt2")])

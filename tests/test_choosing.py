@@ -64,17 +64,6 @@ def test_trials_are_what_the_model_will_be(make_model, monkeypatch, watch):
     assert seen == [(16, 7, [[100, 10], [10], []])] * 3 and [one.kwargs for one in swaps] == [options] * 3
 
 
-def test_real_fits_decide(make_model):
-    """With real fits the choice is the candidate whose own fit ends with the least damage."""
-    model = make_model("gpt2")
-    damages = {}
-    for fraction in posswap.Rotary.choices["fraction"]:
-        swapped = posswap.swap(make_model("gpt2"), posswap.Rotary(fraction=fraction))
-        damages[fraction] = posswap.fit(swapped, _text(), steps=3, progress=False).after.total
-    chosen = posswap.choose(model, posswap.Rotary(fraction="auto"), _text(), steps=3, progress=False)
-    assert chosen.fraction == min(damages, key=damages.get) and len(set(damages.values())) == 3
-
-
 def test_auto_is_settled_or_refused(make_model):
     """An open option is an error in swap that names the way out; a scheme without one is an error in choose."""
     scheme = posswap.schemes.parse_scheme("rotary:theta=auto")

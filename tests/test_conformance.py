@@ -349,19 +349,14 @@ def test_one_backend():
     [
         (posswap.Mixed(layers=["rotary:span=false"]), "- attention span: a span holds in none of its layers"),
         (scheme(Sinking, shift_invariant=False), "- shift invariance: it is not claimed, but holds"),
+        ("self-extend", "it is not claimed, and does not hold"),  # which shows beyond the trained length alone
+        ("rotary:scaling={rope_type=dynamic,factor=2}", "it is not claimed, and does not hold"),
     ],
 )
 def test_what_is_not_asked(unasked, says):
     """A span that no layer takes, and a shift invariance that is not claimed: pointed out, and no failure."""
     found = check_scheme(unasked, models=ONE)
     assert found.passed and says in str(found)
-
-
-@pytest.mark.parametrize("other", ["self-extend", "rotary:scaling={rope_type=dynamic,factor=2}"])
-def test_shifts_beyond_the_trained_length(other):
-    """What groups or scales by length does not claim to see distances alone, and a check sees that it does not."""
-    found = check_scheme(other, models=ONE)
-    assert found.passed and "it is not claimed, and does not hold" in str(found)
 
 
 def test_the_table():

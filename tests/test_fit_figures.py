@@ -223,7 +223,7 @@ def test_report(make_model, capsys):
             assert f"{value:.4f}" in printed
     assert all(f"{value:.4f}" in printed for layer in report.layers for value in (layer.before, layer.solved, layer.after))
     assert "given" in printed and f"{report.tokens:,}" in printed and "the fit won back" in printed
-    assert (report.longest, report.trained_positions) == (20, 32)
+    assert (report.longest, report.trained_positions, report.score) == (20, 32, report.after.total)
     short = "no sequence was longer than 20 tokens, and the original reads 32"
     assert short in printed and short not in str(replace(report, longest=32))
     assert " ".join(printed.split()).endswith("more steps win more, and so may training the whole model")

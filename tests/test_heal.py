@@ -1,5 +1,7 @@
 """The healing recipe: what it measures on the way, tokens to a mark, and text that teaches."""
 
+import math
+
 import pytest
 import torch
 from conftest import refused
@@ -7,6 +9,7 @@ from transformers import BertModel
 
 from hf_posswap.experiments import models
 from hf_posswap.fitting.distillation import distillation_loss
+from hf_posswap.measure import kl_divergence, perplexity
 
 
 @pytest.fixture
@@ -38,7 +41,7 @@ def test_healing_end_to_end(recipe, heal, watch, name):
     span = heal(name, scheme="rotary", start="cold", span=4)
     assert span["figures"]["damage_0"] == pytest.approx(span["details"]["cold_damage"], rel=1e-4)
     for scheme, start in (("rotary", "cold"), ("rotary", "swap"), ("relative:clip=4", "fit"), ("original", "swap")):
-        result = heal(name, scheme=scheme, start=start, max_steps=20, fit_learning_rate=2e-3)
+        result = heal(name, scheme=scheme, start=start, max_steps=20, fit_learning_rate=2e-3, seed=3)
         curve, details, figures = result["details"]["curve"], result["details"], result["figures"]
         assert [point["step"] for point in curve] == [0, *recipe.measured_steps(20)]
         assert curve[-1]["tokens"] == result["cost"]["tokens"] == 20 * 4 * details["block_size"]
@@ -56,7 +59,7 @@ def test_healing_end_to_end(recipe, heal, watch, name):
             assert details["cold_damage"] is None and figures["damage_0"] == pytest.approx(0, abs=1e-6)
             assert not any(figure.startswith("to_") for figure in figures)
     assert len(marks) == 1
-    assert [(fit.kwargs["steps"], fit.kwargs["learning_rate"]) for fit in fits] == [(20, 2e-3)]
+    assert [[fit.kwargs[name] for name in ("steps", "learning_rate", "seed")] for fit in fits] == [[20, 2e-3, 3]]
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
@@ -119,6 +122,8 @@ def test_distillation_loss(make_model, make_swapped, tokens):
     model, other = make_model("gpt2"), make_swapped("gpt2", "rotary")
     p, q = (m(input_ids=tokens).logits.double().log_softmax(-1) for m in (model, other))
     divergence, text = (p.exp() * (p - q)).sum(-1).mean().item(), other(input_ids=tokens, labels=tokens).loss.item()
+    assert kl_divergence(other, model, tokens) == pytest.approx(divergence, rel=1e-4)
+    assert math.log(perplexity(other, tokens)) == pytest.approx(text, rel=1e-4)
     for weight in (0.0, 0.3):
         found = distillation_loss(model, text_weight=weight)(other, {"input_ids": tokens}).item()
         assert found == pytest.approx((1 - weight) * divergence + weight * text, rel=1e-5)

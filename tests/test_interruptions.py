@@ -1,25 +1,23 @@
-"""Training that stops, and goes on: no numbers, signals, full disks, and -9 at random moments, again and again."""
+"""Training that stops, and goes on: no numbers, signals, full disks, and deaths inside a save."""
 
-import json
+import itertools
 import os
-import random
 import resource
 import shutil
 import signal
 import subprocess
 import time
-import traceback
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import refused, rewrite
 from test_training import even_rows, trained
 
 from hf_posswap import PosswapError
 from hf_posswap.commands.compare import run_all
-from hf_posswap.contract.subject import tiny_model
 from hf_posswap.errors import Interrupted
 from hf_posswap.provenance import write_json
 from hf_posswap.training import TrainingConfig, train
@@ -188,63 +186,34 @@ def test_a_checkpoint_that_is_cut_off(make_model, tmp_path):
     assert trained(make_model("gpt2"), config, output=tmp_path, resume=True)[1].losses == whole.losses
 
 
-EVERY = 2  # steps between the checkpoints of runs that are killed
+WHOLE = {"progress.json", "model.safetensors", "optimizer.bin", "scheduler.bin"}
 
 
-def _fork(output, resume=False, die=None):
-    """Start a run in a copy of this process that dies after step `die`; return its id, and a pipe with a byte for each step."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child:
-        os.close(write)
-        return child, read
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),  # in the third checkpoint: written, named, the oldest put aside, that removed
+    [(Accelerator, "save_state", 3), (Path, "rename", 3), (Path, "rename", 4), (shutil, "rmtree", 1)],
+)
+def test_a_killed_run(make_model, tmp_path, monkeypatch, owner, name, call):
+    """Wherever a run dies, checkpoints are whole, only steps since the last are lost, and the end is the same bit for bit."""
+    config = TrainingConfig(max_steps=5, batch_size=8, checkpoint_every=1)
+    real, calls = getattr(owner, name), itertools.count(1)
 
-    def note(model, run):
-        os.write(write, b".")
-        if len(run.losses) == die:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def dies(first, *given, **options):
+        last = next(calls) == call
+        if last and name == "rmtree":
+            (first / "model.safetensors").unlink()
+        elif not last or name == "save_state":  # progress.json comes after it
+            real(first, *given, **options)
+        if last:
+            raise KeyboardInterrupt  # nothing tidies up after it, as after kill -9
 
-    try:
-        config = TrainingConfig(max_steps=20, batch_size=8, learning_rate=1e-2, checkpoint_every=EVERY)
-        model, run = trained(tiny_model("gpt2"), config, output=output, resume=resume, after_step=note)
-        weights = {name: tensor.double().sum().item() for name, tensor in model.state_dict().items()}
-        (output / "end.json").write_text(json.dumps([run.losses, run.tokens, weights]))
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
-def _newest(output):
-    folders = sorted((output / "checkpoints").glob("step-*"))
-    for folder in folders:  # whole, every one of them
-        json.loads((folder / "progress.json").read_text())
-        assert {"model.safetensors", "optimizer.bin", "scheduler.bin"} <= {path.name for path in folder.iterdir()}
-    return int(folders[-1].name[5:]) if folders else 0
-
-
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # of Python 3.12 and newer
-def test_kill_9(tmp_path):
-    """No more than the steps since the last checkpoint are lost, none is ever broken, and the end is the same bit for bit."""
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    child, _ = _fork(whole)
-    assert os.waitpid(child, 0)[1] == 0
-    draw, lost = random.Random(0), []
-    for die in (3, None, None, None, None):  # between two checkpoints for certain, then by chance
-        begun = _newest(cut)
-        child, steps = _fork(cut, resume=begun > 0, die=die)
-        seen = sum(len(os.read(steps, 1)) for _ in range(die or draw.randint(1, 3)))
-        time.sleep(draw.uniform(0, 0.06))  # in a step, in a save, in a removal
-        os.kill(child, signal.SIGKILL)
-        killed = os.waitpid(child, 0)[1] == signal.SIGKILL
-        while more := len(os.read(steps, 1000)):
-            seen += more
-        lost.append(begun + seen - _newest(cut))
-        if not killed:
-            break
-    child, _ = _fork(cut, resume=_newest(cut) > 0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert lost[0] == 1 and len(lost) >= 2 and max(lost) <= EVERY
-    assert sorted(path.name for path in (cut / "checkpoints").iterdir()) == ["step-00000018", "step-00000020"]
-    ends = [json.loads((folder / "end.json").read_text()) for folder in (whole, cut)]
-    assert ends[0] == ends[1] and len(ends[0][0]) == 20
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(owner, name, dies)
+        trained(make_model("gpt2"), config, output=tmp_path)
+    left = sorted((tmp_path / "checkpoints").glob("step-*"))
+    assert left[-1].name >= "step-00000002" and all(WHOLE <= {file.name for file in folder.iterdir()} for folder in left)
+    resumed, run = trained(make_model("gpt2"), config, output=tmp_path, resume=True)
+    expected, whole = trained(make_model("gpt2"), config)
+    assert run.losses == whole.losses and checkpoint_names(tmp_path) == ["step-00000004", "step-00000005"]
+    for ours, theirs in zip(resumed.state_dict().values(), expected.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)

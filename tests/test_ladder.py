@@ -28,30 +28,22 @@ def written_out(rung: str, p: int, max_positions: int, size: int) -> list[float]
     }[rung]
 
 
-@pytest.mark.parametrize("rung", RUNGS)
-@pytest.mark.parametrize("max_positions", [64, 1000])
-def test_codes_equal_their_formulas(rung, max_positions):
-    """Each rung is what its row of the table of formulas says, in a batch of any shape."""
-    positions = torch.tensor([[0, 1, 2, 3, 31], [62, 63, 7, 8, 40]])
-    expected = torch.tensor([[written_out(rung, int(p), max_positions, 8) for p in row] for row in positions])
-    assert_close(rung_code(positions, rung, max_positions=max_positions, size=8), expected, rtol=0, atol=1e-6)
-
-
 RAW = [f"sinusoidal:project=false,layout={layout}" for layout in ("interleaved", "halves", "tensor2tensor")]
 
 
 @pytest.mark.parametrize("scheme", [f"ladder:rung={rung}" for rung in RUNGS] + RAW)
-def test_added_codes_stand_in_the_models_table(make_model, family, scheme):
-    """Warm or cold, the printed numbers come first and zeros behind, and one number everywhere; sinusoids as they are."""
-    positions, option = torch.tensor([[0, 3, 50]]), scheme.rpartition("=")[2]
+@pytest.mark.parametrize(("warm_start", "longest"), [(True, 64), (False, 1000)])
+def test_added_codes_stand_in_the_models_table(make_model, family, scheme, warm_start, longest):
+    """Warm or cold, each rung is its formula with zeros behind, one number everywhere; sinusoids as they are; in a batch."""
+    positions, option = torch.tensor([[0, 1, 2, 3, 31], [62, 63, 7, 8, 40]]), scheme.rpartition("=")[2]
     if option in RUNGS:
-        code = torch.tensor([written_out(option, p, 64, 32) for p in (0, 3, 50)])
-        expected = code.expand(3, 32) if code.shape[1] == 1 else torch.nn.functional.pad(code, (0, 32 - code.shape[1]))
+        code = torch.tensor([[written_out(option, int(p), longest, 32) for p in row] for row in positions])
+        width = code.shape[-1]
+        expected = code.expand(-1, -1, 32) if width == 1 else torch.nn.functional.pad(code, (0, 32 - width))
     else:
-        expected = sinusoids(positions[0], 32, layout=option)
-    for warm_start in (True, False):
-        model = posswap.swap(make_model(family), scheme, max_positions=64, warm_start=warm_start)
-        assert_close(model.architecture.table(model.base_model)(positions), expected[None], rtol=0, atol=1e-6)
+        expected = sinusoids(positions, 32, layout=option)
+    model = posswap.swap(make_model(family), scheme, max_positions=longest, warm_start=warm_start)
+    assert_close(model.architecture.table(model.base_model)(positions), expected, rtol=0, atol=1e-6)
 
 
 def test_concatenating_is_adding_a_projected_code():

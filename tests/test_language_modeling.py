@@ -174,18 +174,6 @@ def test_select_text(tmp_path):
     assert rows and aside and not rows & aside
 
 
-def test_from_scratch(gpt2, text, result, tmp_path):
-    """The control has none of the checkpoint's weights, and is longer than it where that is asked for."""
-    options = {"model": gpt2, "train_file": text, "scheme": "rotary", **TINY, "lengths": (16, 64)}
-    losses = {}
-    for start, seed in (("swap", 0), ("swap", 1), ("scratch", 0), ("scratch", 1)):
-        run = {"start": start, "seed": seed, "output": tmp_path / f"{start}-{seed}"}
-        found = result("language_modeling", **options, **run)
-        losses[start, seed] = found["figures"]["start_loss"]
-        assert set(found["details"]["loss"]) == {"16", "32", "64"}
-    assert losses["swap", 0] == losses["swap", 1] and len(set(losses.values())) == 3
-
-
 def test_masked_language_modeling(bert, text, result, tmp_path):
     """A head is trained before the swap, the same for each scheme and seed, and can be given; so are evaluation masks."""
     common = {"model": bert, "train_file": text, "head_steps": 20, "head_learning_rate": 1e-2, **TINY}
@@ -194,7 +182,7 @@ def test_masked_language_modeling(bert, text, result, tmp_path):
         "plain": {},
         "rotary": {"scheme": "rotary", "start": "fit", "seed": 3},
         "given": {"scheme": "rotary", "start": "fit", "seed": 3, "head": tmp_path / "plain" / "head.safetensors"},
-        "longer": {"scheme": "rotary", "block_size": 48},
+        "longer": {"scheme": "rotary", "block_size": 48, "lengths": 64},
     }.items():
         runs[name] = result("language_modeling", **common, **options, output=tmp_path / name)
     heads = {name: run["details"]["new_head"] for name, run in runs.items()}

@@ -4,6 +4,7 @@ import ast
 import json
 import ntpath
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path, PurePath, PureWindowsPath
@@ -54,24 +55,32 @@ def test_text_files_name_their_encoding():
     assert not wrong, "\n".join(wrong)
 
 
-def test_without_posix_calls(monkeypatch, recipe, tmp_path):
-    """Where processes have no groups, a comparison ends after its run, which has got the Ctrl-C, too; a GPU step is killed."""
-    real, wait = subprocess.Popen, []
+SLEEPS = ["-c", "import time; time.sleep(60)"]
 
-    class Run(real):
-        def wait(self, *arguments):
-            wait.append(1)
-            if len(wait) == 1:
-                self.terminate()  # as the terminal stops it
-                raise KeyboardInterrupt
-            return super().wait(*arguments)
 
-    monkeypatch.delattr(os, "killpg")
-    sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
+def test_ctrl_c_without_groups(monkeypatch, tmp_path):
+    """Where processes have no groups, the run gets the Ctrl-C itself, and is waited for."""
+    begun = []
+
+    class Run(subprocess.Popen):
+        def wait(self, *given):
+            begun.append(self)
+            if len(begun) > 1:
+                return super().wait(*given)
+            self.terminate()  # as the terminal stops it
+            raise KeyboardInterrupt
+
     monkeypatch.setattr(subprocess, "Popen", Run)
-    refused("the same command does the rest", compare.run_all, sleeps, [("none", "swap", 0)], tmp_path, error=Interrupted)
-    monkeypatch.setattr(subprocess, "Popen", real)
-    assert recipe("gpu").run(sleeps[1:], 0, tmp_path / "log", on_cpu=True) == "not done after 0 s"
+    monkeypatch.delattr(os, "killpg")
+    command = [sys.executable, *SLEEPS]
+    refused("the same command does the rest", compare.run_all, command, [("none", "swap", 0)], tmp_path, error=Interrupted)
+    assert begun[0].returncode == -signal.SIGTERM
+
+
+def test_a_gpu_step_without_groups(monkeypatch, recipe, tmp_path):
+    """Where processes have no groups, a step whose time is over is killed itself."""
+    monkeypatch.delattr(os, "killpg")
+    assert recipe("gpu").run(SLEEPS, 0, tmp_path / "log", on_cpu=True) == "not done after 0 s"
 
 
 def test_python_may_lie_in_a_folder_with_spaces(monkeypatch, tmp_path):

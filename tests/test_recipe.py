@@ -297,6 +297,7 @@ def test_models_by_start(checkpoint, monkeypatch):
             assert (one == other) is torch.allclose(seen[one], seen[other], atol=1e-4), (one, other)
     assert torch.equal(build(seed=1).bert(ids).last_hidden_state, plain.bert(ids).last_hidden_state)
     assert not torch.equal(build(seed=1).classifier.weight, plain.classifier.weight)
+    assert not torch.equal(build(scheme="rotary", start="scratch", seed=1).bert(ids).last_hidden_state, seen["scratch"])
     assert build(scheme="rotary", max_positions=99).config.max_position_embeddings == 99
     refused("learned:extend=tile", build, max_positions=999)
     for needed, longest in ((None, 32), (9, 32), (40, 40)):

@@ -113,7 +113,7 @@ def test_swap_leaves_other_weights_alone(make_model, family, case):
 
 
 def test_warm_start_keeps_what_the_table_was(make_model, family):
-    """Warm, a new scheme keeps the table's mean and first row, or its other rows up to a weighted least-squares fit."""
+    """Warm, a new scheme keeps the table's mean and its first row; cold, neither."""
     model = make_model(family)
     owner, name = posswap.ARCHITECTURES[model.config.model_type].table_owner(model.base_model)
     table = getattr(owner, name).weight.detach().clone()
@@ -125,13 +125,6 @@ def test_warm_start_keeps_what_the_table_was(make_model, family):
         assert torch.equal(vectors[0], table[0]) and torch.equal(vectors[5], vectors[31])
         posswap.swap(model, scheme, warm_start=False)
         assert getattr(owner, name)(positions).abs().max() == 0
-    posswap.swap(model, "sinusoidal")
-    fitted = getattr(owner, name)(positions)[0]
-    assert torch.nn.functional.cosine_similarity(fitted, table, dim=1).mean() > 0.5
-    assert torch.equal(fitted[0], table[0])
-    weights = 1 / (torch.arange(1, 32.0)[:, None] + 4)
-    weights = weights / weights.sum()
-    torch.testing.assert_close((weights * fitted[1:]).sum(0), (weights * table[1:]).sum(0), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "roberta", "opt", "esm", "biogpt", "distilbert"])
