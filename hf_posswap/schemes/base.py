@@ -220,8 +220,7 @@ class Scheme(ABC):
     resizable: ClassVar[bool] = True
     # Attention implementations the scheme works with; None: whatever the model is set to.
     implementations: ClassVar[tuple[str, ...] | None] = None
-    # What `attention_module` makes of the scheme and the geometry; None: attention stays as it is.
-    in_attention: ClassVar[type[AttentionPositions] | None] = None
+    in_attention: ClassVar[type[AttentionPositions] | None] = None  # made by `attention_module`, of a scheme and a Geometry
 
     def __post_init__(self):
         """Check options declared as bool or Literal; subclasses with checks of their own call this first."""
@@ -250,7 +249,7 @@ class Scheme(ABC):
         return Constant(geometry)
 
     def attention_module(self, geometry: Geometry) -> AttentionPositions | None:
-        """Build one layer's attention-side module, or None to leave attention as it is."""
+        """Build one layer's attention-side module, or None to leave attention as it is; by default of class `in_attention`."""
         return None if self.in_attention is None else self.in_attention(self, geometry)
 
     def kinds(self) -> "list[tuple[Scheme, bool]]":
