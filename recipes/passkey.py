@@ -48,13 +48,7 @@ class PasskeyConfig(RecipeConfig):
     train: Annotated[bool, "Train on generated texts first, or test the checkpoint as it is."] = True
     train_lengths: Annotated[tuple[int, ...], "Tokens of training texts; each text draws one; repeatable."] = (256,)
     lengths: Annotated[tuple[int, ...], "Tokens of test texts; repeatable."] = (128, 256, 512, 1024, 2048, 4096, 8192)
-    depths: Annotated[tuple[float, ...], "Where in the filler the key is hidden, 0 to 1; repeatable."] = (
-        0.0,
-        0.25,
-        0.5,
-        0.75,
-        1.0,
-    )
+    depths: Annotated[tuple[float, ...], "Where in the filler the key is, 0 to 1; repeatable."] = (0.0, 0.25, 0.5, 0.75, 1.0)
     examples: Annotated[int, "Test texts for each length and depth."] = 20
     filler: Annotated[Literal["repeat", "text"], "repeat: the paper's five sentences; text: the standard library's."] = "repeat"
     decoys: Annotated[int, "Number of other keys in each text, with other names."] = 0

@@ -53,9 +53,7 @@ class Config(TextOptions, SwapOptions):
     tune_steps: Annotated[int, "Training steps on next-token prediction, after the fit; 0: none."] = 0
     tune_tokens: Annotated[int, "Tokens per training step."] = 4096
     learning_rate: Annotated[float, "Peak rate, after warm-up over a tenth of the steps; then a cosine to 0."] = 6e-4
-    generate: Annotated[
-        int, "Also time so many generated tokens, the first and last thousand, and reading; original: its window."
-    ] = 0
+    generate: Annotated[int, "Time so many generated tokens, the first and last 1,000, and reading; original: its window."] = 0
 
     def __post_init__(self):
         super().__post_init__()

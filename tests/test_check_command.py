@@ -11,7 +11,7 @@ from conftest import fails, refused, works
 import hf_posswap as posswap
 from hf_posswap.contract import report
 from hf_posswap.contract.report import check_scheme
-from hf_posswap.schemes.importing import import_schemes, load_scheme
+from hf_posswap.schemes.importing import import_schemes
 
 MINE = """
 from dataclasses import dataclass
@@ -99,19 +99,6 @@ def test_command_refuses(program, folder, source, says):
     code, out, err = program("check", source)
     assert code == 2 and says in err and "Traceback" not in err and out == ""
     assert sys.path == path
-
-
-def test_files_are_read_anew(folder):
-    """A file that registers its scheme can be read twice, and helpers next to it are its own; nothing stays behind."""
-    known, path = dict(posswap.SCHEMES), list(sys.path)
-    for place, who in (("mine.py", "one"), ("mine.py", "one"), ("below/mine.py", "two")):
-        assert load_scheme(f"{place}:Mine").summary == who
-    assert posswap.SCHEMES == known and "beside" not in sys.modules and sys.path == path
-    for name in ("packed/__init__", "packed/inside", "bare/inside"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / f"{name}.py").touch()
-    (folder / "uses.py").write_text(f"import bare.inside, packed.inside\n{MINE}")
-    assert load_scheme("uses.py:Mine") and not [name for name in sys.modules if name.startswith(("packed", "bare"))]
 
 
 def test_schemes_of_a_file_stay_known(folder):

@@ -4,6 +4,7 @@ import cmath
 import math
 import re
 from dataclasses import dataclass, field, make_dataclass
+from typing import Literal
 from unittest.mock import patch
 
 import pytest
@@ -178,9 +179,11 @@ def test_schemes_of_ones_own():
             assert posswap.register_scheme(kind) is kind and type(parse_scheme("mine")) is kind
         names, options = {"name": "needy", "summary": "needs a size"}, {"frozen": True, "kw_only": True}
         given = [("size", int), ("half", int, field(init=False, compare=False))]  # the second is none that is asked for
+        given += [("side", Literal["left", "right"], "left")]
         kind = posswap.register_scheme(make_dataclass("Needy", given, bases=(posswap.Scheme,), namespace=names, **options))
         refused("needy needs size: write needy:size=value", parse_scheme, "needy")
-        assert parse_scheme("needy:size=3") == kind(size=3)
+        refused("needy: side='up' is not one of 'left', 'right'", parse_scheme, "needy:size=3,side=up")
+        assert parse_scheme("needy:size=3,side=left") == kind(size=3)
 
 
 GEOMETRY = Geometry(hidden_size=48, num_heads=6, head_dim=8, max_positions=300, trained_positions=64)

@@ -43,4 +43,4 @@ def longest_input(config: PreTrainedConfig) -> int:
 _KNOWN = (
     Albert, Bert, BioGpt, Camembert, ClipText, DistilBert, Electra, Ernie, Esm, GPT2, OPT, Roberta, XLMRoberta, XLMRobertaXL,
 )  # fmt: skip
-ARCHITECTURES: dict[str, Architecture] = {family.model_type: family() for family in _KNOWN}
+ARCHITECTURES: dict[str, Architecture] = {family.model_type: family for family in (kind() for kind in _KNOWN)}

@@ -13,7 +13,6 @@ from hf_posswap.architectures.bert import Bert
 class Albert(Bert):
     """The ALBERT family as transformers has it (`model_type` "albert")."""
 
-    model_type = "albert"
     config_class = AlbertConfig
     base_class = AlbertModel
     attention_class = AlbertAttention

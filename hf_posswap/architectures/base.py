@@ -15,16 +15,21 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 class Architecture(ABC):
     """One family. Stateless: an instance describes the family, and every method is handed the modules it looks at.
 
+    A family has `config_class`, `base_class`, `attention_class`, `output`, and dotted names: `table_name` and `layers_name`
+    lead from the `reader` to the table and the list of layers, `attention_name` from a layer to its self-attention.
+
     Its attention modules have a `config`, and its layers pass keywords that they do not know on to them. Whether a description
     is right shows in `hf_posswap.contract.report.check_scheme("learned", models=[(model_type, "sdpa")])`, and with "rotary" and
     "relative" in place of "learned".
     """
 
-    model_type: ClassVar[str]  # as in config.json
     config_class: ClassVar[type[PreTrainedConfig]]
     base_class: ClassVar[type[PreTrainedModel]]  # the headless model inside every head
-    file_prefix: ClassVar[str | None] = None  # before names of its weights in files; None: its `base_model_prefix`
     attention_class: ClassVar[type[nn.Module]]  # the self-attention that schemes patch
+    table_name: ClassVar[str]
+    layers_name: ClassVar[str]
+    attention_name: ClassVar[str]
+    file_prefix: ClassVar[str | None] = None  # before names of its weights in files; None: its `base_model_prefix`
     table_class: ClassVar[type[nn.Embedding]] = nn.Embedding  # if it takes more than ids, it takes `position_ids=`
     projections: ClassVar[tuple[str, str, str]] = ("query", "key", "value")  # names in self-attention
     # Whether embeddings use the attention mask, too: then it must stay as it was given, (B, L).
@@ -33,25 +38,31 @@ class Architecture(ABC):
     # Classes that transformers has but its Auto mappings do not list.
     further_classes: ClassVar[tuple[type[PreTrainedModel], ...]] = ()
 
+    @property
+    def model_type(self) -> str:
+        """As in config.json."""
+        return self.config_class.model_type
+
     def reader(self, base: PreTrainedModel) -> PreTrainedModel:
         """Return the module that all heads call, with ids and mask; `base` may be this module already, here and below."""
         return base
 
-    @abstractmethod
     def table_owner(self, base: PreTrainedModel) -> tuple[nn.Module, str]:
         """Return the module that holds the position table and the attribute's name."""
+        *owner, name = self.table_name.split(".")
+        return _inside(self.reader(base), owner), name
 
     def table(self, base: PreTrainedModel) -> nn.Module:
         """Return the position table, or what a swap has put in its place."""
         return getattr(*self.table_owner(base))
 
-    @abstractmethod
     def layers(self, base: PreTrainedModel) -> list[nn.Module]:
         """Return the layers in the order in which they run, each as often as it does; they map hidden states to new ones."""
+        return list(_inside(self.reader(base), self.layers_name.split(".")))
 
-    @abstractmethod
     def self_attentions(self, base: PreTrainedModel) -> list[nn.Module]:
         """Return the self-attention modules, first layer first, each once; never cross-attention."""
+        return [_inside(layer, self.attention_name.split(".")) for layer in self.layers(base)]
 
     def attention_of_layers(self, base: PreTrainedModel) -> list[nn.Module]:
         """Return the self-attention of each of `layers`: one that they share is there as often as it runs."""
@@ -109,9 +120,9 @@ class Architecture(ABC):
     def output(self, attention: nn.Module, attention_output: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map (B, L, H * D) to what the family's own forward returns first; `hidden_states` (B, L, E) are what it was given."""
 
-    @abstractmethod
     def dropout(self, attention: nn.Module) -> float:
         """Return the dropout rate on attention probabilities while training."""
+        return getattr(attention.dropout, "p", attention.dropout)
 
     def backend(self, attention: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
         """Return the attention function that the family's own forward would call."""
@@ -131,6 +142,12 @@ class Architecture(ABC):
     def is_causal(self, config: PreTrainedConfig) -> bool:
         """Whether self-attention looks only to the left: `is_causal` in the config takes that away from any model."""
         return False
+
+
+def _inside(module: nn.Module, names: list[str]) -> nn.Module:
+    for name in names:  # not `get_submodule`, where torch.compile breaks the graph
+        module = getattr(module, name)
+    return module
 
 
 class Inputs(NamedTuple):

@@ -15,19 +15,10 @@ from hf_posswap.architectures.base import Architecture
 class Bert(Architecture):
     """The BERT family as transformers has it (`model_type` "bert")."""
 
-    model_type = "bert"
     config_class = BertConfig
     base_class = BertModel
     attention_class = BertSelfAttention
-
-    def table_owner(self, base):
-        return base.embeddings, "position_embeddings"
-
-    def layers(self, base):
-        return list(base.encoder.layer)
-
-    def self_attentions(self, base):
-        return [layer.attention.self for layer in base.encoder.layer]
+    table_name, layers_name, attention_name = "embeddings.position_embeddings", "encoder.layer", "attention.self"
 
     def resize(self, base, max_positions):
         position_ids = torch.arange(max_positions, device=base.embeddings.position_ids.device).expand((1, -1))
@@ -38,9 +29,6 @@ class Bert(Architecture):
     def output(self, attention, attention_output, hidden_states):
         return attention_output
 
-    def dropout(self, attention):
-        return attention.dropout.p
-
     def is_causal(self, config):
         return config.is_decoder and getattr(config, "is_causal", True)
 
@@ -48,7 +36,6 @@ class Bert(Architecture):
 class Ernie(Bert):
     """ERNIE (`model_type` "ernie"): BERT with a table of tasks besides, which stays."""
 
-    model_type = "ernie"
     config_class = ErnieConfig
     base_class = ErnieModel
     attention_class = ErnieSelfAttention

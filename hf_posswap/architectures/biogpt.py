@@ -9,7 +9,6 @@ from hf_posswap.architectures.opt import OPT
 class BioGpt(OPT):
     """The BioGPT family as transformers has it (`model_type` "biogpt")."""
 
-    model_type = "biogpt"
     config_class = BioGptConfig
     base_class = BioGptModel
     reader_class = None

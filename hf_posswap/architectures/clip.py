@@ -15,23 +15,14 @@ from hf_posswap.architectures.base import Architecture
 class ClipText(Architecture):
     """CLIP's text model as transformers has it (`model_type` "clip_text_model"), also with its projection."""
 
-    model_type = "clip_text_model"
     config_class = CLIPTextConfig
     base_class = CLIPTextModel
     file_prefix = "text_model"
     attention_class = CLIPAttention
+    table_name, layers_name, attention_name = "embeddings.position_embedding", "encoder.layers", "self_attn"
     projections = ("q_proj", "k_proj", "v_proj")
     # In transformers 5.17 its `base_model` is itself, not the headless model in it.
     further_classes = (CLIPTextModelWithProjection,) if CLIPTextModelWithProjection.base_model_prefix == "text_model" else ()
-
-    def table_owner(self, base):
-        return base.embeddings, "position_embedding"
-
-    def layers(self, base):
-        return list(base.encoder.layers)
-
-    def self_attentions(self, base):
-        return [layer.self_attn for layer in base.encoder.layers]
 
     def resize(self, base, max_positions):
         embeddings = base.embeddings
@@ -46,9 +37,6 @@ class ClipText(Architecture):
 
     def output(self, attention, attention_output, hidden_states):
         return attention.out_proj(attention_output)
-
-    def dropout(self, attention):
-        return attention.dropout
 
     def is_causal(self, config):
         return True

@@ -12,17 +12,11 @@ from hf_posswap.architectures.bert import Bert
 class DistilBert(Bert):
     """The DistilBERT family as transformers has it (`model_type` "distilbert")."""
 
-    model_type = "distilbert"
     config_class = DistilBertConfig
     base_class = DistilBertModel
     attention_class = DistilBertSelfAttention
+    layers_name, attention_name = "transformer.layer", "attention"
     projections = ("q_lin", "k_lin", "v_lin")
-
-    def layers(self, base):
-        return list(base.transformer.layer)
-
-    def self_attentions(self, base):
-        return [layer.attention for layer in base.transformer.layer]
 
     def set_longest_input(self, config, positions):
         super().set_longest_input(config, positions)

@@ -9,7 +9,6 @@ from hf_posswap.architectures.bert import Bert
 class Electra(Bert):
     """The ELECTRA family as transformers has it (`model_type` "electra"), discriminators and generators."""
 
-    model_type = "electra"
     config_class = ElectraConfig
     base_class = ElectraModel
     attention_class = ElectraSelfAttention

@@ -13,7 +13,6 @@ from hf_posswap.architectures.roberta import Roberta
 class Esm(Roberta):
     """The ESM family as transformers has it (`model_type` "esm"), with `position_embedding_type` "absolute"."""
 
-    model_type = "esm"
     config_class = EsmConfig
     base_class = EsmModel
     attention_class = EsmSelfAttention
@@ -29,6 +28,3 @@ class Esm(Roberta):
 
     def scaling(self, attention):
         return attention.attention_head_size**-0.5
-
-    def dropout(self, attention):
-        return attention.dropout

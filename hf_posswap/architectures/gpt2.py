@@ -14,20 +14,11 @@ from hf_posswap.architectures.base import Architecture, QueryKey
 class GPT2(Architecture):
     """The GPT-2 family as transformers has it (`model_type` "gpt2")."""
 
-    model_type = "gpt2"
     config_class = GPT2Config
     base_class = GPT2Model
     attention_class = GPT2Attention
+    table_name, layers_name, attention_name = "wpe", "h", "attn"
     further_classes = (GPT2DoubleHeadsModel,)
-
-    def table_owner(self, base):
-        return base, "wpe"
-
-    def layers(self, base):
-        return list(base.h)
-
-    def self_attentions(self, base):
-        return [block.attn for block in base.h]
 
     def project(self, attention, hidden_states):
         shape = (*hidden_states.shape[:-1], -1, attention.head_dim)

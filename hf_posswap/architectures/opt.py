@@ -15,25 +15,16 @@ from hf_posswap.architectures.base import Architecture
 class OPT(Architecture):
     """The OPT family as transformers has it (`model_type` "opt"), and Galactica, which has no biases."""
 
-    model_type = "opt"
     config_class = OPTConfig
     base_class = OPTModel
     reader_class = OPTDecoder
     attention_class = OPTAttention
+    table_name, layers_name, attention_name = "embed_positions", "layers", "self_attn"  # in the reader, the decoder
     table_class = OPTLearnedPositionalEmbedding
     projections = ("q_proj", "k_proj", "v_proj")
 
     def reader(self, base):
         return getattr(base, "decoder", base)
-
-    def table_owner(self, base):
-        return self.reader(base), "embed_positions"
-
-    def layers(self, base):
-        return list(self.reader(base).layers)
-
-    def self_attentions(self, base):
-        return [layer.self_attn for layer in self.layers(base)]
 
     def first_row(self, config):
         return 2
@@ -49,9 +40,6 @@ class OPT(Architecture):
 
     def output(self, attention, attention_output, hidden_states):
         return attention.out_proj(attention_output)
-
-    def dropout(self, attention):
-        return attention.dropout
 
     def is_causal(self, config):
         return getattr(config, "is_causal", True)

@@ -16,7 +16,6 @@ from hf_posswap.architectures.bert import Bert
 class Roberta(Bert):
     """The RoBERTa family as transformers has it (`model_type` "roberta")."""
 
-    model_type = "roberta"
     config_class = transformers.RobertaConfig
     base_class = transformers.RobertaModel
     attention_class = RobertaSelfAttention
@@ -37,7 +36,6 @@ class Roberta(Bert):
 class XLMRoberta(Roberta):
     """XLM-RoBERTa (`model_type` "xlm-roberta")."""
 
-    model_type = "xlm-roberta"
     config_class = transformers.XLMRobertaConfig
     base_class = transformers.XLMRobertaModel
     attention_class = XLMRobertaSelfAttention
@@ -46,7 +44,6 @@ class XLMRoberta(Roberta):
 class Camembert(Roberta):
     """CamemBERT (`model_type` "camembert")."""
 
-    model_type = "camembert"
     config_class = transformers.CamembertConfig
     base_class = transformers.CamembertModel
     attention_class = CamembertSelfAttention
@@ -55,7 +52,6 @@ class Camembert(Roberta):
 class XLMRobertaXL(Roberta):
     """XLM-RoBERTa-XL (`model_type` "xlm-roberta-xl")."""
 
-    model_type = "xlm-roberta-xl"
     config_class = transformers.XLMRobertaXLConfig
     base_class = transformers.XLMRobertaXLModel
     attention_class = XLMRobertaXLSelfAttention

@@ -11,16 +11,10 @@ from hf_posswap.sharing.hub import share
 from hf_posswap.sharing.leaderboard import leaderboard
 
 Folder = Annotated[Path, typer.Argument(help="A folder that swap or export wrote, or a delta.")]
-Results = Annotated[
-    list[Path] | None, typer.Option(help="A folder of compare or of a recipe, with runs of this model's scheme; repeatable.")
-]
-BaseModel = Annotated[
-    str | None, typer.Option(help="What was swapped, if the folder does not say: owner/name[@revision], or local:name.")
-]
+Results = Annotated[list[Path] | None, typer.Option(help="Folder of compare or a recipe with runs of this scheme; repeatable.")]
+BaseModel = Annotated[str | None, typer.Option(help="What was swapped, if not said: owner/name[@revision], or local:name.")]
 License = Annotated[str | None, typer.Option(help="Licence of the weights, such as apache-2.0; usually the base model's.")]
-EvalResult = Annotated[
-    list[str] | None, typer.Option(help="DATASET:TASK:FIGURE for .eval_results/ and the Hub's leaderboards; repeatable.")
-]
+EvalResult = Annotated[list[str] | None, typer.Option(help="DATASET:TASK:FIGURE for the Hub's leaderboards; repeatable.")]
 
 
 def card_command(

@@ -31,9 +31,7 @@ def swap_command(
     output: Annotated[Path, typer.Option(help="A new folder for the swapped model and its tokenizer.")],
     max_positions: Annotated[int | None, typer.Option(help="The longest input; the checkpoint's own by default.")] = None,
     span: Annotated[int | None, typer.Option(help="Attend only to keys at a distance below this. Default: to all.")] = None,
-    first: Annotated[
-        int | None, typer.Option(help="With --span: every token also sees this many at the beginning. Default: 4; encoders 1.")
-    ] = None,
+    first: Annotated[int | None, typer.Option(help="With --span: first tokens that all see. Default: 4; encoders 1.")] = None,
     cold: Annotated[bool, typer.Option("--cold", help="Drop the old table without a warm start.")] = False,
     fit: Annotated[
         str | None,
@@ -47,9 +45,7 @@ def swap_command(
         int | None,
         typer.Option("--fit-steps", "--reconstruct", min=0, help="Steps per layer; 0: only the closed form. Default: 100."),
     ] = None,
-    window: Annotated[
-        int | None, typer.Option(help="Tokens the original reads at once in a fit. Default: its longest.")
-    ] = None,
+    window: Annotated[int | None, typer.Option(help="Tokens the original reads at once in fits. Default: its longest.")] = None,
     text_column: Annotated[str | None, typer.Option(help="The column of a table with the text. Default: text.")] = None,
     trust_remote_code: Trust = False,
 ):

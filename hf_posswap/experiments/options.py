@@ -67,9 +67,7 @@ class SwapOptions(RunOptions):
     def __post_init__(self):
         super().__post_init__()
         if self.span is None and self.first not in (None, 1, 4):  # files of older runs have one of these all the same
-            raise PosswapError(
-                f"first={self.first} is about a span, of which there is none: give span, too, or leave first out"
-            )
+            raise PosswapError(f"first={self.first} is about a span, of which there is none: give span, or leave first out")
 
 
 @dataclass(frozen=True, kw_only=True)

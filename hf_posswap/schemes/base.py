@@ -7,7 +7,7 @@ key position minus query position.
 from abc import ABC
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin
 
 import torch
 from torch import nn
@@ -220,6 +220,15 @@ class Scheme(ABC):
     resizable: ClassVar[bool] = True
     # Attention implementations the scheme works with; None: whatever the model is set to.
     implementations: ClassVar[tuple[str, ...] | None] = None
+    in_attention: ClassVar[type[AttentionPositions] | None] = None  # made by `attention_module`, of a scheme and a Geometry
+
+    def __post_init__(self):
+        """Check options declared as bool or Literal; subclasses with checks of their own call this first."""
+        for option in (one for one in fields(self) if one.init):
+            choices = (True, False) if option.type is bool else get_args(option.type) * (get_origin(option.type) is Literal)
+            given = getattr(self, option.name)
+            if choices and (given not in choices or isinstance(given, bool) != isinstance(choices[0], bool)):
+                raise UnknownSchemeError(f"{self.name}: {option.name}={given!r} is not one of {', '.join(map(repr, choices))}")
 
     def check(self, geometry: Geometry) -> None:
         """Raise PosswapError when the options do not fit the model."""
@@ -240,8 +249,8 @@ class Scheme(ABC):
         return Constant(geometry)
 
     def attention_module(self, geometry: Geometry) -> AttentionPositions | None:
-        """Build one layer's attention-side module, or None to leave attention as it is."""
-        return None
+        """Build one layer's attention-side module, or None to leave attention as it is; by default of class `in_attention`."""
+        return None if self.in_attention is None else self.in_attention(self, geometry)
 
     def kinds(self) -> "list[tuple[Scheme, bool]]":
         """Return the schemes that layers have, and whether a span holds in those layers; one, except in a mix."""
@@ -259,13 +268,6 @@ class Scheme(ABC):
         changed = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
         options = ",".join(f"{name}={'null' if value is None else value}" for name, value in changed.items())
         return f"{self.name}:{options}" if options else self.name
-
-
-def check_choice(scheme: Scheme, field: str, choices: tuple) -> None:
-    """Raise unless the field holds one of the choices."""
-    given = getattr(scheme, field)
-    if given not in choices or isinstance(given, bool) != isinstance(choices[0], bool):
-        raise UnknownSchemeError(f"{scheme.name}: {field}={given!r} is not one of {', '.join(map(repr, choices))}")
 
 
 LARGEST = 1e30  # upper bound of all options: values near the largest float would overflow

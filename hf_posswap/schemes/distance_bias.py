@@ -28,7 +28,7 @@ from torch import nn
 
 from hf_posswap.errors import PosswapError
 from hf_posswap.functional.closed_form import missing_scores, solve_with_ridge, sum_keys_by_distance
-from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_choice, check_number, is_traced
+from hf_posswap.schemes.base import AttentionPositions, Geometry, Scheme, check_number, is_traced
 
 
 class DistanceBias(AttentionPositions):
@@ -167,15 +167,10 @@ class Alibi(Scheme):
     slopes: Literal["fitted", "fixed"] = "fitted"
 
     name: ClassVar[str] = "alibi"
+    in_attention: ClassVar = AlibiPositions
     summary: ClassVar[str] = "ALiBi: scores fall off linearly with the distance"
     shift_invariant: ClassVar[bool] = True
     implementations: ClassVar[tuple[str, ...] | None] = ("eager", "flex_attention", "sdpa")
-
-    def __post_init__(self):
-        check_choice(self, "slopes", ("fitted", "fixed"))
-
-    def attention_module(self, geometry: Geometry) -> AttentionPositions:
-        return AlibiPositions(self, geometry)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +189,7 @@ class Buckets(Scheme):
     reach: int = 128
 
     name: ClassVar[str] = "buckets"
+    in_attention: ClassVar = BucketPositions
     summary: ClassVar[str] = "T5's bias: a number for each bucket of distances"
     shift_invariant: ClassVar[bool] = True
     implementations: ClassVar[tuple[str, ...] | None] = ("eager", "flex_attention", "sdpa")
@@ -203,6 +199,3 @@ class Buckets(Scheme):
         check_number(self, "reach", int, 2, most=10**9)
         if self.reach <= self.buckets // 2:
             raise PosswapError(f"buckets: reach={self.reach} must be above buckets / 2 = {self.buckets // 2}, the exact ones")
-
-    def attention_module(self, geometry: Geometry) -> AttentionPositions:
-        return BucketPositions(self, geometry)

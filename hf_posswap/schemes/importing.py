@@ -15,8 +15,6 @@ from hf_posswap.schemes import SCHEMES, Scheme, nearest, parse_scheme
 def load_scheme(source: str) -> Scheme | type[Scheme]:
     """Return the scheme that a string names: a registered one, or a class or instance in a module or a file.
 
-    Nothing stays registered or imported, so a file can be read again after a change.
-
     PosswapError: there is no such module or file, it cannot be imported, or what is named in it is no scheme.
 
     >>> load_scheme("hf_posswap.schemes:Rotary")
@@ -25,17 +23,8 @@ def load_scheme(source: str) -> Scheme | type[Scheme]:
     if source.partition(":")[0].strip() in SCHEMES:
         return parse_scheme(source)
     place, name = (source, "") if _is_file(source) or ":" not in source else source.rsplit(":", 1)
-    known, modules, folders = dict(SCHEMES), set(sys.modules), []
-    try:
-        with _importing(place) as folders:
-            found = runpy.run_path(place, run_name=Path(place).stem) if _is_file(place) else vars(_module(place))
-    finally:
-        SCHEMES.clear()
-        SCHEMES.update(known)
-        new = set(sys.modules) - modules  # its helper modules: another folder's may have the same names
-        helpers = {one for one in new if "." not in one and _lies_in(sys.modules[one], folders)}
-        for key in [one for one in new if one.partition(".")[0] in helpers]:
-            del sys.modules[key]
+    with _importing(place):
+        found = runpy.run_path(place, run_name=Path(place).stem) if _is_file(place) else vars(_module(place))
     schemes = {key: value for key, value in found.items() if _is_scheme(value)}
     if name not in schemes:
         what = f"is {found[name]!r}, no scheme" if name in found else "is not there" if name else "does not say which scheme"
@@ -98,9 +87,3 @@ def _is_file(place: str) -> bool:
 
 def _is_scheme(value: Any) -> bool:
     return isinstance(value, Scheme) or (isinstance(value, type) and issubclass(value, Scheme) and value is not Scheme)
-
-
-def _lies_in(module: Any, folders: list[str]) -> bool:
-    place = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")  # a folder may have no file
-    file = Path(place)
-    return str((file.parent if file.stem == "__init__" else file).resolve().parent) in folders and file.name != ""

@@ -40,7 +40,7 @@ import torch
 from torch import nn
 
 from hf_posswap.errors import PosswapError
-from hf_posswap.schemes.base import Geometry, PositionEmbedding, Scheme, check_choice
+from hf_posswap.schemes.base import Geometry, PositionEmbedding, Scheme
 from hf_posswap.schemes.sinusoidal import Code, ProjectedCode
 
 RUNGS = ("count", "normalised", "binary", "centred", "dials", "slowed")
@@ -97,16 +97,12 @@ class Ladder(Scheme):
     'ladder:rung=binary,combine=concatenate'
     """
 
-    rung: Literal["count", "normalised", "binary", "centred", "dials", "slowed"] = "count"
+    rung: Literal[RUNGS] = "count"
     combine: Literal["add", "concatenate"] = "add"
 
     name: ClassVar[str] = "ladder"
     resizable: ClassVar[bool] = False  # the code depends on N: what was learned for one N is wrong for another
     summary: ClassVar[str] = "counts, bits and dials: what textbooks try before sinusoids, for understanding"
-
-    def __post_init__(self):
-        check_choice(self, "rung", RUNGS)
-        check_choice(self, "combine", ("add", "concatenate"))
 
     def check(self, geometry: Geometry) -> None:
         width = rung_code(torch.tensor(0), self.rung, max_positions=geometry.max_positions, size=geometry.hidden_size).shape[-1]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_posswap.errors import PosswapError
-from hf_posswap.schemes.base import Geometry, PositionEmbedding, Scheme, check_choice
+from hf_posswap.schemes.base import Geometry, PositionEmbedding, Scheme
 
 
 class Table(nn.Embedding):
@@ -51,13 +51,10 @@ class Learned(Scheme):
     'learned:extend=tile'
     """
 
-    extend: Literal["tile", "interpolate"] | None = None
+    extend: Literal["tile", "interpolate", None] = None
 
     name: ClassVar[str] = "learned"
     summary: ClassVar[str] = "the checkpoint's own table, as it is, tiled or interpolated"
-
-    def __post_init__(self):
-        check_choice(self, "extend", ("tile", "interpolate", None))
 
     def check(self, geometry: Geometry) -> None:
         if self.extend is None and geometry.max_positions > geometry.trained_positions:

@@ -35,7 +35,7 @@ from hf_posswap.functional.closed_form import (
     wide,
 )
 from hf_posswap.functional.relative_attention import IMPLEMENTATIONS, relative_attention
-from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number, is_plain, weigh
+from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_number, is_plain, weigh
 from hf_posswap.schemes.sinusoidal import sinusoids
 
 
@@ -257,15 +257,11 @@ class Relative(Scheme):
     vectors: Literal["learned", "sinusoidal"] = "learned"
 
     name: ClassVar[str] = "relative"
+    in_attention: ClassVar = RelativePositions
     summary: ClassVar[str] = "Shaw's clipped relative vectors in keys and values"
     shift_invariant: ClassVar[bool] = True
     implementations: ClassVar[tuple[str, ...] | None] = ("eager", "sdpa")  # it reads the mask that these two get
 
     def __post_init__(self):
+        super().__post_init__()
         check_number(self, "clip", int, 1, most=65_536)
-        for field in ("values", "share_heads", "key_query"):
-            check_choice(self, field, (True, False))
-        check_choice(self, "vectors", ("learned", "sinusoidal"))
-
-    def attention_module(self, geometry: Geometry) -> AttentionPositions:
-        return RelativePositions(self, geometry)

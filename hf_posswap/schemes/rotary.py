@@ -20,7 +20,7 @@ import torch
 
 from hf_posswap.errors import PosswapError, UnknownSchemeError
 from hf_posswap.functional.closed_form import balance, fit_kernel, kernel_moments, missing_scores, second_moment, write_kernel
-from hf_posswap.schemes.base import AttentionPositions, Constant, Geometry, Scheme, check_choice, check_number
+from hf_posswap.schemes.base import AttentionPositions, Constant, Geometry, Scheme, check_number
 
 
 class RotaryPositions(AttentionPositions):
@@ -192,17 +192,17 @@ class Rotary(Scheme):
     mark_first: bool = True
 
     name: ClassVar[str] = "rotary"
+    in_attention: ClassVar = RotaryPositions
     choices: ClassVar[dict[str, tuple]] = {"theta": (10_000, 1_000, 100, 100_000), "fraction": (1.0, 0.5, 0.25)}
     summary: ClassVar[str] = "RoPE, whole or partial, with transformers' length scalings"
     shift_invariant: ClassVar[bool] = True
 
     def __post_init__(self):
+        super().__post_init__()
         check_number(self, "theta", float, 1, above=True)
         check_number(self, "fraction", float, 0, above=True)
         if self.fraction != "auto" and self.fraction > 1:
             raise PosswapError(f"rotary: fraction={self.fraction} must lie in (0, 1]")
-        check_choice(self, "layout", ("interleaved", "half"))
-        check_choice(self, "mark_first", (True, False))
         if self.scaling is not None:
             self._check_scaling()
             object.__setattr__(self, "scaling", copy.deepcopy(self.scaling))  # the caller may change its own dict
@@ -254,6 +254,3 @@ class Rotary(Scheme):
 
     def embedding_module(self, geometry: Geometry) -> Constant:
         return Constant(geometry, mark_first=self.mark_first)
-
-    def attention_module(self, geometry: Geometry) -> AttentionPositions:
-        return RotaryPositions(self, geometry)

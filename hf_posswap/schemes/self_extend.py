@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from hf_posswap.errors import PosswapError
-from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_choice, check_number, is_traced, weigh
+from hf_posswap.schemes.base import AttentionPositions, Geometry, Places, Scheme, check_number, is_traced, weigh
 from hf_posswap.schemes.rotary import Rotary, RotaryPositions
 
 _QUERIES = 256  # in a block: scores of one block are all that is in memory
@@ -146,17 +146,18 @@ class SelfExtend(Scheme):
     mark_first: bool = True
 
     name: ClassVar[str] = "self-extend"
+    in_attention: ClassVar = SelfExtendPositions
     summary: ClassVar[str] = "RoPE with far distances in groups, for long texts"
     implementations: ClassVar[tuple[str, ...] | None] = ("eager", "sdpa")  # it reads the mask that these two get
 
     def __post_init__(self):
+        super().__post_init__()
         for field in ("near", "group"):
             if getattr(self, field) is not None:
                 check_number(self, field, int, 1)
         check_number(self, "temper", float, 0)
         check_number(self, "theta", float, 1, above=True)  # `choose` knows no "auto" of this scheme
         check_number(self, "fraction", float, 0, above=True)
-        check_choice(self, "mark_first", (True, False))
         self.rotary()
 
     def rotary(self) -> Rotary:
@@ -181,6 +182,3 @@ class SelfExtend(Scheme):
 
     def embedding_module(self, geometry: Geometry):
         return self.rotary().embedding_module(geometry)
-
-    def attention_module(self, geometry: Geometry) -> AttentionPositions:
-        return SelfExtendPositions(self, geometry)

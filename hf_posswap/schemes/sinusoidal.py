@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from hf_posswap.errors import PosswapError
-from hf_posswap.schemes.base import Geometry, PositionEmbedding, Scheme, check_choice, check_number
+from hf_posswap.schemes.base import Geometry, PositionEmbedding, Scheme, check_number
 
 
 def sinusoids(positions: torch.Tensor, size: int, *, base: float = 10_000.0, layout: str = "interleaved") -> torch.Tensor:
@@ -144,9 +144,8 @@ class Sinusoidal(Scheme):
     summary: ClassVar[str] = "sines and cosines, projected onto the checkpoint's table or as printed"
 
     def __post_init__(self):
+        super().__post_init__()
         check_number(self, "base", float, 1, above=True)
-        check_choice(self, "layout", ("interleaved", "cosine_first", "halves", "tensor2tensor"))
-        check_choice(self, "project", (True, False))
 
     def check(self, geometry: Geometry) -> None:
         if geometry.hidden_size % 2 and self.layout != "tensor2tensor":

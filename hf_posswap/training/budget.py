@@ -76,9 +76,7 @@ class TrainingConfig:
         if self.warmup_ratio > 1:  # the rate would never reach its peak
             raise PosswapError(f"warmup_ratio={self.warmup_ratio} must be a share of the steps, from 0 to 1")
         if self.lr_scheduler_type == "polynomial" and self.learning_rate <= 1e-7:
-            raise PosswapError(
-                f"learning_rate={self.learning_rate} must be above 1e-7, where lr_scheduler_type polynomial ends"
-            )
+            raise PosswapError(f"learning_rate={self.learning_rate} must be above 1e-7, where a polynomial schedule ends")
         if self.max_grad_norm == 0:  # in transformers, 0 is no clipping
             raise PosswapError("max_grad_norm=0 would clip gradients to nothing: give a large number to clip none")
         if self.batch_size % (parts := self.gradient_accumulation_steps):
