@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from conftest import refused
+from transformers import PreTrainedTokenizerFast
 
 from hf_posswap.data.tables import Rows
 from hf_posswap.data.text import stdlib_prose
@@ -168,12 +169,17 @@ def test_pairs_and_cuts(bert_tokenizer, gpt2_tokenizer):
         ({"train_file": None}, "one of them"),
         ({"eval_steps": -1}, "eval_steps=-1"),
         ({"max_train_samples": 0}, "max_train_samples=0 must be at least 1"),
+        ({"model": "gpt2", "scheme": "rotary"}, "its tokenizer has no token to pad batches with: set pad_token"),
     ],
 )
 def test_bad_options(recipe, folder, options, says, monkeypatch):
     """What cannot be run is refused before anything is trained."""
     module = recipe("downstream_classification")
     monkeypatch.setattr(classification, "train", lambda *given, **options: pytest.fail("it has trained"))
+    if options.get("model") == "gpt2":
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "gpt2")
+        tokenizer.pad_token = tokenizer.eos_token = None
+        monkeypatch.setattr(classification, "load_tokenizer", lambda name: tokenizer)
     refused(says, lambda: module.run(module.Config(**_files(folder, **{"max_steps": 1, **options})), folder / "out", False))
 
 
