@@ -1,4 +1,4 @@
-"""The one file that changes a model: put a scheme in, and take it out again.
+"""The one file that puts modules into a model and takes them out again.
 
 `swap` checks before and warms up after it. It changes instances, never transformers' classes.
 """

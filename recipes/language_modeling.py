@@ -93,7 +93,8 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         elif config.head:
             raise PosswapError(f"{config.model} has a head of its own: leave out --head")
 
-    model = text.load(None if causal else AutoModelForMaskedLM, max_positions=lengths[-1], prepare=prepare)
+    longest = max(lengths[-1], config.skip_to or 0)
+    model = text.load(None if causal else AutoModelForMaskedLM, max_positions=longest, prepare=prepare)
     start = {n: token_losses(model, *cut) for n, cut in held.items()}
     compute_loss = None if causal else text_tasks.masked_lm_loss
     model, done = train(model, rows, config, compute_loss=compute_loss, output=folder, resume=resume)

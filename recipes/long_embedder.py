@@ -83,7 +83,7 @@ class Config(EmbedderOptions):
 
 
 def run(config: Config, folder: Path, resume: bool) -> dict:
-    if config.batch_size % PartialState().num_processes:
+    if config.max_steps and config.batch_size % PartialState().num_processes:
         raise PosswapError(f"batch_size={config.batch_size} does not divide into {PartialState().num_processes} processes")
     set_seed(config.seed)
     original = load_embedder(config.model)
@@ -169,7 +169,8 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
         options = {"num_negatives": config.hard, "output_format": "n-tuple", "batch_size": 8, "verbose": False}
         dataset = mine_hard_negatives(dataset, embedder, **options)
     announce("tuning")
-    dataset = dataset.add_column("label", original.encode(list(dataset["anchor"])).tolist())
+    with original.truncate_embeddings(None):  # as the trainer's own vectors are
+        dataset = dataset.add_column("label", original.encode(list(dataset["anchor"])).tolist())
     if getattr(unwrap(embedder), "pooler", None) is not None:  # it gets no gradient, and DDP waits for every gradient
         unwrap(embedder).pooler.requires_grad_(False)
     cpu, output = PartialState().device.type == "cpu", folder / "trainer"

@@ -34,6 +34,7 @@ from hf_posswap.experiments.recipe import ORIGINAL, SwapOptions, announce, avera
 from hf_posswap.experiments.text_tasks import RunText, TextOptions, check_enough
 from hf_posswap.measure.losses import row_losses, sliding_window_losses, token_losses
 from hf_posswap.training import TrainingConfig, train
+from hf_posswap.training.launching import check_launch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,8 @@ class Config(TextOptions, SwapOptions):
     tune_steps: Annotated[int, "Training steps on next-token prediction, after the fit; 0: none."] = 0
     tune_tokens: Annotated[int, "Tokens per training step."] = 4096
     learning_rate: Annotated[float, "Peak rate, after warm-up over a tenth of the steps; then a cosine to 0."] = 6e-4
-    generate: Annotated[int, "Time so many generated tokens, the first and last 1,000, and reading; original: its window."] = 0
+    mixed_precision: Annotated[str | None, "Of training: bf16 or fp16. Default: float32, or the launcher's."] = None
+    generate: Annotated[int, "Time so many generated tokens, the ends, and reading. It swaps to as many: more to a group."] = 0
 
     def __post_init__(self):
         super().__post_init__()
@@ -75,8 +77,9 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
         budget = TrainingConfig(
             max_steps=config.tune_steps, batch_size=config.tune_tokens // rows.shape[1], dropout=False,
             learning_rate=config.learning_rate, table_learning_rate_factor=1.0, seed=config.seed,
+            mixed_precision=config.mixed_precision,
         )  # fmt: skip
-        check_enough(rows, budget)
+        check_enough(rows, budget), check_launch(budget, 1)
     model = text.load(
         max_positions=max(longest, config.generate) if swapped else None,
         fit_batches=lambda: text.fit_batches(fit_length, window=trained),

@@ -3,7 +3,7 @@
     python recipes/retrieval.py --scheme rotary --start fit --span 128                 # MiniLM, 256 to 4,096 tokens
     python recipes/retrieval.py --scheme original --read truncated                     # baseline: documents are cut
     python recipes/retrieval.py --scheme original --read chunks --chunk 128            # baseline: mean over chunks
-    python recipes/retrieval.py --model runs/long-embedder/model --scheme original --read whole --beir nfcorpus --sts sts.csv
+    python recipes/retrieval.py --model runs/long-embedder/model --scheme original --read whole --beir nfcorpus --lengths 1024
 
 Figures come from sentence-transformers' evaluators, so they can be compared with other embedders' figures. --read whole is for
 models that read enough tokens, such as those of recipes/long_embedder.py.

@@ -229,7 +229,14 @@ def config(recipe, checkpoint):
 
 
 @pytest.mark.parametrize(
-    "options", [{"scheme": "relative:clip=4"}, {"start": "fit", "seed": 3}, {"filler": "text", "decoys": 1}, {"model": "bert"}]
+    "options",
+    [
+        {"scheme": "relative:clip=4"},
+        {"start": "fit", "seed": 3},
+        {"filler": "text", "decoys": 1},
+        {"model": "bert"},
+        {"skip_to": 200},
+    ],
 )
 def test_end_to_end(recipe, config, checkpoint, tmp_path, watch, options):
     """Figures for each depth and length, means, picture and cost; of encoders the first. The seed draws a fit's text, too."""

@@ -230,6 +230,9 @@ def test_refusals(make_pipeline, bert_tokenizer):
     pipeline.tokenizer.pad_token = None
     refused("no padding token", posswap.swap, pipeline, "rotary", max_positions=64)
     pipeline.tokenizer.pad_token = "[PAD]"
+    pipeline[0].processing_kwargs = {"text": {"max_length": 24}}
+    refused("cut texts by max_length", posswap.swap, pipeline, "rotary", max_positions=64)
+    pipeline[0].processing_kwargs = {}
     assert not posswap.describe(pipeline).swapped and np.array_equal(says(pipeline), before)
     posswap.swap(pipeline, "rotary", max_positions=64).max_seq_length = 128
     refused("set up for 64", pipeline.encode, LONG, error=posswap.SequenceTooLongError)

@@ -132,13 +132,13 @@ def test_ways_of_reading(folder, way):
     """Parts of a text give what each gives by itself; short texts are read as ever; pieces too long are refused."""
     pipeline, plain = (library.SentenceTransformer(str(folder), device="cpu") for _ in range(2))
     long, short = text(50, seed=3), "the cat sat"
-    for wrong, size in (("whole", 16), (way, 64)):
-        refused("reads 32 tokens at once, not 64", read_as, plain, wrong, size, 64)
+    for wrong, size, other in (("whole", 16, "--lengths"), (way, 64, "smaller chunks")):
+        refused(f"reads 32 tokens at once, not 64: .*{other}", read_as, plain, wrong, size, 64)
     read_as(pipeline, way, 20, 64)
     found = pipeline.encode([long, short])
     words = long.split()
     parts = {"truncated": [words[:18]], "ends": [words[:9] + words[-9:]], "chunks": [words[:16], words[16:33], words[33:]]}[way]
-    vectors = plain.encode([" ".join(part) for part in parts])
+    vectors = plain.encode([" ".join(part) for part in parts], normalize_embeddings=True)
     wanted = vectors.mean(0)
     assert np.allclose(found[0], wanted / np.linalg.norm(wanted), atol=1e-5)
     assert np.allclose(pipeline.encode([short, long], output_value=None)[1]["pieces"], vectors, atol=1e-5)
@@ -148,7 +148,8 @@ def test_ways_of_reading(folder, way):
         pipeline = library.SentenceTransformer(str(folder), device="cpu")
         for one in (pipeline, plain):
             one.set_pooling_include_prompt(False)
-        vectors = plain.encode([" ".join(part) for part in (words[:16], words[16:33], words[33:])], prompt="dog ")
+        parts = [" ".join(part) for part in (words[:16], words[16:33], words[33:])]
+        vectors = plain.encode(parts, prompt="dog ", normalize_embeddings=True)
         read_as(pipeline, way, 21, 64)
         found = pipeline.encode([long], prompt="dog ", output_value=None)[0]["pieces"]
         assert np.allclose(found, vectors, atol=1e-5)
@@ -253,6 +254,9 @@ def test_long_embedder(long_embedder, watch):
     by_chunk = next(given.args for given in asked if given.args[0][0].dim() == 2)
     assert {len(vectors) for vectors in by_chunk[0]} == {5}  # 62 tokens, 14 at most in each
     assert np.mean(recall(*by_chunk).tolist()) == pytest.approx(untuned["figures"]["by_chunk"])
+    smaller = library.SentenceTransformer(str(folder / "tiny"), truncate_dim=8, device="cpu")
+    smaller.save_pretrained(str(folder / "smaller"))  # with that: vectors are of 8, and what is trained is not
+    assert 0 <= run("smaller-out", scheme="original", model=str(folder / "smaller"))["figures"]["by_chunk"] <= 1
     tuned = run("tuned", scheme="original", cached=2, brake=0.0)
     assert untuned["figures"]["kept"] == pytest.approx(1, abs=1e-5) and tuned["figures"]["kept"] < 1 - 1e-6
     assert untuned["figures"]["sts"] == pytest.approx(untuned["figures"]["sts_original"])
@@ -336,6 +340,15 @@ def test_hard_negatives(long_embedder, watch, monkeypatch):
 def test_refusals(long_embedder, change, says):
     """What cannot be run is said before anything is tuned."""
     refused(says, long_embedder[0], **change)
+
+
+def test_without_pooling(long_embedder):
+    """A pipeline that makes no vector of a text is refused before it is fitted."""
+    run, folder = long_embedder
+    bare = library.SentenceTransformer(str(folder / "tiny"), device="cpu")
+    del bare[1]
+    bare.save_pretrained(str(folder / "bare"))
+    refused("whose modules pool", run, model=str(folder / "bare"))
 
 
 def test_a_launcher_says_the_precision(recipe, monkeypatch):

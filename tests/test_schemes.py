@@ -179,11 +179,14 @@ def test_schemes_of_ones_own():
             assert posswap.register_scheme(kind) is kind and type(parse_scheme("mine")) is kind
         names, options = {"name": "needy", "summary": "needs a size"}, {"frozen": True, "kw_only": True}
         given = [("size", int), ("half", int, field(init=False, compare=False))]  # the second is none that is asked for
-        given += [("side", Literal["left", "right"], "left")]
+        given += [("side", Literal["left", "right"], "left"), ("flag", Literal[True, "maybe"], True)]
+        names["choices"] = {"side": ("left", "right")}  # so that it may also be "auto"
         kind = posswap.register_scheme(make_dataclass("Needy", given, bases=(posswap.Scheme,), namespace=names, **options))
         refused("needy needs size: write needy:size=value", parse_scheme, "needy")
         refused("needy: side='up' is not one of 'left', 'right'", parse_scheme, "needy:size=3,side=up")
+        refused("needy: flag=1 is not one of True, 'maybe'", parse_scheme, "needy:size=3,flag=1")
         assert parse_scheme("needy:size=3,side=left") == kind(size=3)
+        assert parse_scheme("needy:size=3,side=auto,flag=maybe").open_options() == ["side"]
 
 
 GEOMETRY = Geometry(hidden_size=48, num_heads=6, head_dim=8, max_positions=300, trained_positions=64)

@@ -343,6 +343,7 @@ def test_gradients_in_linear_time(causal):
         ("rotary", {"span": 8, "first": -1}, "first=-1 must be an integer from 0"),
         ("rotary", {"span": 2.5}, "span=2.5 must be"),
         ("rotary", {"span": True}, "span=True must be"),
+        ("rotary", {"span": 6, "first": 65}, "first=65 must be"),
         ("rotary", {"first": 8}, "first=8 is about a span"),
         ("mixed:layers=[none:span=false]", {"span": 6}, "span=6 holds in no layer"),
     ],

@@ -147,12 +147,11 @@ def _run(command: list[str]) -> int:
     except KeyboardInterrupt:
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
-            with suppress(ProcessLookupError, PermissionError):  # the group is empty
-                for _ in range(600):  # a minute at most: accelerate's launcher ends at once, and the run it started still saves
-                    os.killpg(process.pid, 0)
-                    time.sleep(0.1)
         process.wait()
+        with suppress(AttributeError, ProcessLookupError, PermissionError):  # no groups, or this one is empty
+            for _ in range(600):  # a minute at most: accelerate's launcher ends at once, and the run it began still saves
+                os.killpg(process.pid, 0)
+                time.sleep(0.1)
         return 130
 
 

@@ -49,7 +49,12 @@ class EmbedderOptions(TextOptions, SwapOptions):
 def load_embedder(name: str) -> SentenceTransformer:
     """Load a pipeline, or a plain encoder with mean pooling."""
     with one_line(f"{name} cannot be loaded as an embedder", "give the folder or Hub id of one, or of an encoder"):
-        return SentenceTransformer(model_source(name), device=str(PartialState().device))
+        embedder = SentenceTransformer(model_source(name), device=str(PartialState().device))
+    try:
+        embedder.encode("a")
+    except KeyError:
+        raise PosswapError(f"{name} makes no vector of a text: give one whose modules pool, such as Pooling") from None
+    return embedder
 
 
 def swap_embedder(

@@ -77,9 +77,10 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
         config = read_config(config_class, file, {name: value for name, value in given.items() if value is not None})
         if isinstance(config, SwapOptions) and config.span is not None and config.first is None and config.scheme != ORIGINAL:
             config = replace(config, first=usual_first(load_family(config.model)[1]))  # that which `swap` takes
+        launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if getattr(config, "mixed_precision", "") is None and launched != "no":
+            config = replace(config, mixed_precision=launched)  # results tell it, and --resume keeps it
         if isinstance(config, TrainingConfig):
-            if config.mixed_precision is None and (launched := os.environ.get("ACCELERATE_MIXED_PRECISION", "no")) != "no":
-                config = replace(config, mixed_precision=launched)  # results tell it, and --resume keeps it
             check_launch(config, config.gradient_accumulation_steps)  # not only after a fit
         if PartialState().is_main_process:
             if output.is_file():

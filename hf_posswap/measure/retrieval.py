@@ -126,7 +126,8 @@ def read_as(pipeline, way: Way, size: int, longest: int) -> None:
     tokenizer, counts, config = pipeline.tokenizer, [], unwrap(pipeline).config
     asked = longest if way == "whole" else size
     if find_family(config.model_type) is not None and asked > (most := longest_input(config)):
-        raise PosswapError(f"the model reads {most} tokens at once, not {asked}: choose smaller chunks, or another way to read")
+        other = "take shorter texts (--lengths, --tokens)" if way == "whole" else "choose smaller chunks"
+        raise PosswapError(f"the model reads {most} tokens at once, not {asked}: {other}, or another way to read")
     pipeline.max_seq_length = longest
 
     def cut(module, arguments):
@@ -141,7 +142,7 @@ def read_as(pipeline, way: Way, size: int, longest: int) -> None:
         return kept | padded, *rest
 
     def join(module, arguments, features):
-        pieces, places = features["sentence_embedding"].split(counts), torch.arange(max(counts))
+        pieces, places = functional.normalize(features["sentence_embedding"], dim=-1).split(counts), torch.arange(max(counts))
         features["sentence_embedding"] = functional.normalize(torch.stack([part.mean(0) for part in pieces]), dim=-1)
         features["pieces"] = torch.stack([part[places.clamp(max=len(part) - 1)] for part in pieces])
         # sentence-transformers 6.0 takes an item of every feature for each text, of strings, too, which may be shorter.
@@ -154,7 +155,8 @@ def read_as(pipeline, way: Way, size: int, longest: int) -> None:
 
 def piece_vectors(encode: Callable, texts: Sequence[str]) -> list[torch.Tensor]:
     """Return the vectors of each text's pieces, (N, E); `encode` is of a SentenceTransformer that `read_as` has changed."""
-    return [one["pieces"].cpu() for one in encode(texts, batch_size=8, output_value=None)]
+    found = encode(texts, batch_size=8, output_value=None)
+    return [one["pieces"][:, : one["sentence_embedding"].shape[-1]].cpu() for one in found]  # of a model with a truncate_dim
 
 
 def recall(documents: Sequence[torch.Tensor], queries: torch.Tensor, answers: Sequence[int]) -> torch.Tensor:

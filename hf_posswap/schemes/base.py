@@ -223,11 +223,12 @@ class Scheme(ABC):
     in_attention: ClassVar[type[AttentionPositions] | None] = None  # made by `attention_module`, of a scheme and a Geometry
 
     def __post_init__(self):
-        """Check options declared as bool or Literal; subclasses with checks of their own call this first."""
+        """Check options declared as bool or Literal (not as strings); subclasses with checks of their own call this first."""
         for option in (one for one in fields(self) if one.init):
             choices = (True, False) if option.type is bool else get_args(option.type) * (get_origin(option.type) is Literal)
+            choices += ("auto",) * bool(choices and option.name in self.choices)
             given = getattr(self, option.name)
-            if choices and (given not in choices or isinstance(given, bool) != isinstance(choices[0], bool)):
+            if choices and not any(given == one and isinstance(given, bool) == isinstance(one, bool) for one in choices):
                 raise UnknownSchemeError(f"{self.name}: {option.name}={given!r} is not one of {', '.join(map(repr, choices))}")
 
     def check(self, geometry: Geometry) -> None:

@@ -195,6 +195,7 @@ class Buckets(Scheme):
     implementations: ClassVar[tuple[str, ...] | None] = ("eager", "flex_attention", "sdpa")
 
     def __post_init__(self):
+        super().__post_init__()
         check_number(self, "buckets", int, 2, most=4096)
         check_number(self, "reach", int, 2, most=10**9)
         if self.reach <= self.buckets // 2:

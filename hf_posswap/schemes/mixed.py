@@ -36,6 +36,7 @@ class Mixed(Scheme):
     summary: ClassVar[str] = "a scheme for each layer, in a pattern that repeats"
 
     def __post_init__(self):
+        super().__post_init__()
         if not isinstance(self.layers, (list, tuple)) or not self.layers:
             raise PosswapError(f"mixed: layers={self.layers!r} must be a list of schemes, such as [rotary, none:span=false]")
         read = [(str(scheme), spans) for scheme, spans in map(_read, self.layers)]

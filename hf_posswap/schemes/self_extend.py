@@ -15,7 +15,8 @@ length T (Chiang and Cholak 2022, section 5.3, https://arxiv.org/abs/2202.12172)
 
     s_ij = (1 + temper * ln(max(1, n_i / T))) * scale * q_i . k_j
 
-It is a way to read, not to learn: while a model trains, and in a fit, all distances are exact and no score is sharpened.
+It is a way to read, not to learn: in training mode, and in a fit, all distances are exact and no score is sharpened. Recipes
+that train without dropout do so in evaluation mode, and so with groups, as the model will read.
 
 Keys are rotated by their own position before they enter the cache, as in `rotary`. For far scores they are turned again, by
 j // G - j, and the query by i // G - i plus or minus s: rotations add up.

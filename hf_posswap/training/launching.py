@@ -53,6 +53,8 @@ def check_launch(config: TrainingConfig, accumulation_steps: int) -> None:
     gpu = torch.accelerator.is_available() and not utils.parse_flag_from_env("ACCELERATE_USE_CPU")
     if config.mixed_precision in ("fp16", "fp8") and not gpu:  # fp16 would be left out
         raise PosswapError(f"mixed_precision={config.mixed_precision!r} needs a GPU: on a CPU give bf16, or leave it out")
+    if config.auto_find_batch_size and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise PosswapError("auto_find_batch_size works on one process: find gradient_accumulation_steps there, then pass it")
     micro_batch, count = config.batch_size // accumulation_steps, int(os.environ.get("WORLD_SIZE", 1))
     if micro_batch % count:
         raise PosswapError(f"{micro_batch} sequences do not divide into {count} processes: choose a multiple as batch_size")

@@ -7,7 +7,6 @@ and 0.95.
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -208,8 +207,6 @@ class _Loop:
 def _with_fitting_batches(loop: _Loop, *, resume: bool) -> tuple[torch.nn.Module, TrainingRun]:
     """Run; when out of memory, undo everything and start again with parts of the batch at most half as large."""
     config, model = loop.config, loop.model
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise PosswapError("auto_find_batch_size works on one process: find gradient_accumulation_steps there, then pass it")
     resumed = resume and accumulation_steps_of(loop.output)
     parts = resumed or config.gradient_accumulation_steps
     start = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
