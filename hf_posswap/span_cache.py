@@ -68,8 +68,7 @@ class SpanLayer(DynamicLayer):
         self.seen = self.keys.shape[-2] if self.is_initialized else 0
 
     def reset(self) -> None:
-        super().reset()
-        self.seen, self.in_order = 0, True
+        self.__init__(self.span)  # transformers 5.17 keeps the keys, as zeros
 
 
 def keep_span(cache: Cache | None, spans: list[Span | None], *, counted: bool, in_order: bool, hidden: bool) -> Cache | None:

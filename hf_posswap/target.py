@@ -19,7 +19,7 @@ _BUCKETS = "it has no table: its positions are a bias on scores already"
 _ROTARY = "it has no table: its positions are rotary already"
 WHY_NOT = {
     "bart": _PAIRS,
-    "clip": "load its text model by itself, as a CLIPTextModel or CLIPTextModelWithProjection, and swap that",
+    "clip": "load its text model by itself, as a CLIPTextModel (from 5.21 on also ...WithProjection), and swap that",
     "encoder-decoder": "swap its encoder and its decoder, each by itself, then compose them",
     **dict.fromkeys(("gpt_neox", "llama", "mistral", "modernbert", "qwen2", "qwen3", "roformer"), _ROTARY),
     "gpt_neo": "it has local layers and attention that takes no other implementation, so a scheme cannot be put in",

@@ -70,7 +70,7 @@ def schemes() -> str:
     found = table(["in Python", "as a string", "options", "what it is", "attention"], rows, align="---")
     kinds = [kind.config_class.model_type for kind in SWAPPED_CLASSES]
     heads = ", ".join(f"{family} {kinds.count(family)}" for family in sorted(ARCHITECTURES))
-    said = f"Families, with the number of their classes (`mixed` not in ALBERT, whose layers are one): {heads}."
+    said = f"Families and their classes (ALBERT: no `mixed`; CLIP's second: Transformers 5.21): {heads}."
     return f"{found}\n\n{fill(said, 128, break_on_hyphens=False)}"
 
 

@@ -7,6 +7,7 @@ import torch
 from conftest import CASES, KINDS, refused
 from transformers import DynamicCache, StaticCache
 
+import hf_posswap as posswap
 from hf_posswap import forward
 from hf_posswap.attention import CACHE
 
@@ -53,6 +54,15 @@ def test_generate_equals_recomputing(model, prompt, left):
     ways = [{}, {"cache_implementation": "static", "disable_compile": True}, {"use_cache": False}]
     for options in ways + ([] if left else [{"prefill_chunk_size": 7}]):
         assert torch.equal(generate(model, prompt, attention_mask=mask, **options), expected), options
+
+
+@pytest.mark.only(cases=("rotary",), families=("gpt2",))
+def test_a_cache_with_a_span_is_reset(make_model, prompt):
+    """What was read before is forgotten, keys and count."""
+    model, cache = posswap.swap(make_model("gpt2"), "rotary", span=8), DynamicCache()
+    first = model(prompt[:, :4], **{CACHE: cache}).logits
+    cache.reset()
+    torch.testing.assert_close(model(prompt[:, :4], **{CACHE: cache}).logits, first)
 
 
 @pytest.mark.only(cases=("rotary", "relative", "buckets"))

@@ -21,7 +21,7 @@ class ClipText(Architecture):
     attention_class = CLIPAttention
     table_name, layers_name, attention_name = "embeddings.position_embedding", "encoder.layers", "self_attn"
     projections = ("q_proj", "k_proj", "v_proj")
-    # In transformers 5.17 its `base_model` is itself, not the headless model in it.
+    # Before transformers 5.21 its `base_model` is itself, not the headless model in it.
     further_classes = (CLIPTextModelWithProjection,) if CLIPTextModelWithProjection.base_model_prefix == "text_model" else ()
 
     def resize(self, base, max_positions):

@@ -299,7 +299,7 @@ def gradient_checkpointing(subject: Subject) -> None:
         raise NotApplicable("transformers has none for this family")
     expected = tools.gradients_of(model)
     # transformers 5.23 renamed it, and warns of the old name
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     for reentrant in (False, True):
         enable({"use_reentrant": reentrant})
         tools.same_gradients(tools.gradients_of(model), expected, f"with and without checkpointing, use_reentrant={reentrant}")
