@@ -94,7 +94,7 @@ def check_reads(model, longest: int | None) -> None:
     if tokenizer_of(model) is None or tokenizer_of(model).pad_token is None:
         raise PosswapError("the tokenizer has no padding token, to batch texts: set model.tokenizer.pad_token to its eos_token")
     options = getattr(model[0], "processing_kwargs", None) or {}
-    if any("max_length" in (options.get(part) or {}) for part in ("text", "common")):  # which overrules every other limit
+    if any((options.get(part) or {}).get("max_length") for part in ("text", "common")):  # which overrules every other limit
         raise PosswapError("processing_kwargs of this pipeline cut texts by max_length: take that out, and set max_seq_length")
     if longest is not None and (given := reads(model, sys.maxsize)) > longest:
         more = f"max_seq_length={given:,} is more than the {longest:,} tokens that the swapped model would take"

@@ -158,7 +158,7 @@ class PairsWithBrake(nn.Module):
         else:
             short, *long = (self.model(part)["sentence_embedding"] for part in features)
             loss = self.pairs.compute_loss_from_embeddings([short, *long], None)
-        return loss + self.brake * (1 - functional.cosine_similarity(short, labels, dim=-1)).mean()
+        return loss + self.brake * (1 - functional.cosine_similarity(short, labels[:, : short.shape[-1]], dim=-1)).mean()
 
 
 def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: bool) -> None:
@@ -169,7 +169,7 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
         options = {"num_negatives": config.hard, "output_format": "n-tuple", "batch_size": 8, "verbose": False}
         dataset = mine_hard_negatives(dataset, embedder, **options)
     announce("tuning")
-    with original.truncate_embeddings(None):  # as the trainer's own vectors are
+    with original.truncate_embeddings(None):  # whole, as the trainer's own vectors are but of chunks
         dataset = dataset.add_column("label", original.encode(list(dataset["anchor"])).tolist())
     if getattr(unwrap(embedder), "pooler", None) is not None:  # it gets no gradient, and DDP waits for every gradient
         unwrap(embedder).pooler.requires_grad_(False)

@@ -80,7 +80,7 @@ def run(config: PasskeyConfig, folder: Path, resume: bool) -> dict:
         return text_batches(embedded_documents("train", causal=causal), tokenizer, longest_input(checkpoint), **options)
 
     auto_class = AutoModelForCausalLM if causal else AutoModelForQuestionAnswering
-    longest = max(lengths[-1], config.skip_to or 0)
+    longest = max(lengths[-1], (config.train and config.skip_to) or 0)
     model = load_model(config, auto_class, max_positions=longest, fit_batches=fit_batches, tokenizer=tokenizer)
     done = None
     if config.train:

@@ -59,6 +59,8 @@ class Config(TextOptions, SwapOptions):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.mixed_precision and not self.tune_steps:
+            raise PosswapError("mixed_precision is about training, of which there is none: give tune_steps, or leave it out")
         if self.factor & (self.factor - 1):
             raise PosswapError(f"factor={self.factor} must be a power of two: 1, 2, 4, ...")
 

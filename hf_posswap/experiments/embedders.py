@@ -19,7 +19,7 @@ from hf_posswap.experiments.options import SwapOptions
 from hf_posswap.experiments.text_tasks import TextOptions
 from hf_posswap.extras import extra
 from hf_posswap.measure.retrieval import Way
-from hf_posswap.pipelines import unwrap
+from hf_posswap.pipelines import check_reads, unwrap
 
 with extra():
     from sentence_transformers import SentenceTransformer
@@ -50,6 +50,7 @@ def load_embedder(name: str) -> SentenceTransformer:
     """Load a pipeline, or a plain encoder with mean pooling."""
     with one_line(f"{name} cannot be loaded as an embedder", "give the folder or Hub id of one, or of an encoder"):
         embedder = SentenceTransformer(model_source(name), device=str(PartialState().device))
+    check_reads(embedder, None)
     try:
         embedder.encode("a")
     except KeyError:

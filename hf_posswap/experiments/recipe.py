@@ -78,7 +78,7 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
         if isinstance(config, SwapOptions) and config.span is not None and config.first is None and config.scheme != ORIGINAL:
             config = replace(config, first=usual_first(load_family(config.model)[1]))  # that which `swap` takes
         launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        if getattr(config, "mixed_precision", "") is None and launched != "no":
+        if getattr(config, "mixed_precision", "") is None and getattr(config, "tune_steps", 1) and launched != "no":
             config = replace(config, mixed_precision=launched)  # results tell it, and --resume keeps it
         if isinstance(config, TrainingConfig):
             check_launch(config, config.gradient_accumulation_steps)  # not only after a fit

@@ -142,7 +142,8 @@ def read_as(pipeline, way: Way, size: int, longest: int) -> None:
         return kept | padded, *rest
 
     def join(module, arguments, features):
-        pieces, places = functional.normalize(features["sentence_embedding"], dim=-1).split(counts), torch.arange(max(counts))
+        vectors = features["sentence_embedding"][:, : pipeline.truncate_dim]  # a Matryoshka model's first numbers; None: all
+        pieces, places = functional.normalize(vectors, dim=-1).split(counts), torch.arange(max(counts))
         features["sentence_embedding"] = functional.normalize(torch.stack([part.mean(0) for part in pieces]), dim=-1)
         features["pieces"] = torch.stack([part[places.clamp(max=len(part) - 1)] for part in pieces])
         # sentence-transformers 6.0 takes an item of every feature for each text, of strings, too, which may be shorter.
@@ -155,8 +156,7 @@ def read_as(pipeline, way: Way, size: int, longest: int) -> None:
 
 def piece_vectors(encode: Callable, texts: Sequence[str]) -> list[torch.Tensor]:
     """Return the vectors of each text's pieces, (N, E); `encode` is of a SentenceTransformer that `read_as` has changed."""
-    found = encode(texts, batch_size=8, output_value=None)
-    return [one["pieces"][:, : one["sentence_embedding"].shape[-1]].cpu() for one in found]  # of a model with a truncate_dim
+    return [one["pieces"].cpu() for one in encode(texts, batch_size=8, output_value=None)]
 
 
 def recall(documents: Sequence[torch.Tensor], queries: torch.Tensor, answers: Sequence[int]) -> torch.Tensor:
