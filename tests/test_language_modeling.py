@@ -265,6 +265,10 @@ def test_read_on(gpt2, text, result, tmp_path, monkeypatch):
         }.items()
     }
     tuned = results.pop("tuned")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as a launcher does: noted where it trains in that
+    for steps, noted in ((1, "bf16"), (0, None)):
+        again = result("read_on", **options, scheme="rotary", tune_steps=steps, tune_tokens=512, output=tmp_path / f"{steps}")
+        assert again["config"]["mixed_precision"] == noted
     assert tuned["cost"]["tokens"] == 8 * 512 and tuned["figures"]["loss_64"] < tuned["figures"]["start_loss_64"]
     assert tuned["figures"]["select_loss"] < tuned["figures"]["start_loss_64"]
     for one in results.values():
@@ -323,6 +327,7 @@ def test_length_extrapolation_without_a_fine_tune(gpt2, text, result):
         ("language_modeling", {"lengths": 1}, "lengths=1 must be at least 4"),
         ("read_on", {"factor": 4, "tune_steps": 2, "tune_tokens": 192}, "tune_tokens=192 must be a multiple of 128"),
         ("read_on", {"generate": -1}, "generate=-1 must be at least 0"),
+        ("read_on", {"mixed_precision": "bf16"}, "about training, of which there is none"),
         ("length_extrapolation", {"start": "scratch"}, "language_modeling.py"),
         ("length_extrapolation", {"factors": (2, 1)}, "in rising order"),
         ("length_extrapolation", {"stride": 32}, "from 1 to 31"),
