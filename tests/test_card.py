@@ -194,20 +194,10 @@ def test_what_the_user_wrote_stays(swapped, results):
     ("kind", "family", "scheme", "says"),
     [
         ("native", "bert", "rotary:mark_first=false", "RoFormerForMaskedLM|largest absolute differences|no position_ids"),
-        (
-            "delta",
-            "bert",
-            "relative:clip=4",
-            'posswap.load_delta(base,|the positions alone|from_pretrained("path/to/tiny", dtype="float32")',
-        ),
+        ("delta", "bert", "relative:clip=4", 'load_delta(base,|the positions alone|("path/to/tiny", dtype="float32")'),
         ("swapped", "bert", "relative:clip=4", "There is no third way|eager or sdpa|were not compared with the base model's"),
         ("swapped", "gpt2", "rotary", "from hf_posswap.checkpoint import PosswapGPT2DoubleHeadsModel|no Auto class for it"),
-        (
-            "native",
-            "gpt2",
-            "sinusoidal",
-            "import GPT2DoubleHeadsModel|= GPT2DoubleHeadsModel.from_pretrained",
-        ),
+        ("native", "gpt2", "sinusoidal", "import GPT2DoubleHeadsModel|= GPT2DoubleHeadsModel.from_pretrained"),
     ],
 )
 def test_other_kinds(make_model, tmp_path, kind, family, scheme, says):

@@ -254,6 +254,7 @@ def test_read_on(gpt2, text, result, tmp_path, monkeypatch):
     given = {name: value for name, value in TINY.items() if name in ("evaluation_tokens", "fit_tokens", "fit_steps")}
     options = {"model": gpt2, "train_file": text, **given, "factor": 4, "fit_factor": 2, "fit_tokens": 4096}
     monkeypatch.chdir(tmp_path)
+    training = {"scheme": "rotary", "tune_steps": 8, "tune_tokens": 512, "learning_rate": 0.01}
     Path("text").write_text("A file called as the text column is.")
     results = {
         name: result("read_on", **options, output=tmp_path / name, **more)
@@ -261,10 +262,12 @@ def test_read_on(gpt2, text, result, tmp_path, monkeypatch):
             "original": {"generate": 1},
             "whole": {"scheme": "rotary", "start": "fit", "generate": 1},
             "near": {"scheme": "rotary", "start": "fit", "span": 8, "first": 2, "generate": 60},
-            "tuned": {"scheme": "rotary", "tune_steps": 8, "tune_tokens": 512, "learning_rate": 0.01},
+            "tuned": training,
+            "half": training | {"mixed_precision": "bf16"},
         }.items()
     }
-    tuned = results.pop("tuned")
+    tuned, half = (results.pop(name) for name in ("tuned", "half"))
+    assert half["figures"]["loss_64"] not in (tuned["figures"]["loss_64"], half["figures"]["start_loss_64"])
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as a launcher does: noted where it trains in that
     for steps, noted in ((1, "bf16"), (0, None)):
         again = result("read_on", **options, scheme="rotary", tune_steps=steps, tune_tokens=512, output=tmp_path / f"{steps}")
