@@ -65,7 +65,7 @@ def test_what_else_a_folder_holds(tmp_path):
     (tmp_path.parent / "elsewhere").mkdir()
     (tmp_path / "more").symlink_to(tmp_path.parent / "elsewhere")
     assert read_documents(tmp_path, split=None)
-    (tmp_path.parent / "elsewhere" / "b.txt").write_text("more")
+    (tmp_path.parent / "elsewhere" / "B.TXT").write_text("more")
     refused("more is a link to a folder with text", read_documents, tmp_path, split=None)
     for name in "books/ data/my/books/ data/my/old/books my.txt C:/my/rows.csv".split():  # no names of data sets on the Hub
         refused(f"no such file or folder: {name}", read_documents, name)

@@ -78,9 +78,10 @@ def main(config_class: type[RunOptions], run: Callable[[RunOptions, Path, bool],
         if isinstance(config, SwapOptions) and config.span is not None and config.first is None and config.scheme != ORIGINAL:
             config = replace(config, first=usual_first(load_family(config.model)[1]))  # that which `swap` takes
         launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        if getattr(config, "mixed_precision", "") is None and getattr(config, "tune_steps", 1) and launched != "no":
+        trains = getattr(config, "tune_steps", getattr(config, "train", True))
+        if getattr(config, "mixed_precision", "") is None and trains and launched != "no":
             config = replace(config, mixed_precision=launched)  # results tell it, and --resume keeps it
-        if isinstance(config, TrainingConfig):
+        if isinstance(config, TrainingConfig) and trains:
             check_launch(config, config.gradient_accumulation_steps)  # not only after a fit
         if PartialState().is_main_process:
             if output.is_file():

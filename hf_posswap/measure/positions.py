@@ -117,10 +117,11 @@ def translation(scheme: Scheme, shift: int, size: int) -> tuple[torch.Tensor, fl
     scheme.check(geometry)
     attention = scheme.attention_module(geometry)
     if attention is not None and type(attention).rotate is not AttentionPositions.rotate:
-        places = torch.full((1, size), shift)
-        shared = attention.prepare(places, places, geometry.max_positions, None)
-        matrix = attention.rotate(torch.eye(size)[None, None], shared)[0, 0].T
-        return matrix / matrix.norm(dim=0), 0.0  # without the factor of yarn, which all positions have
+        turned = []
+        for places in (torch.full((1, size), shift), torch.zeros(1, size, dtype=torch.long)):
+            shared = attention.prepare(places, places, geometry.max_positions, None)
+            turned.append(attention.rotate(torch.eye(size)[None, None], shared)[0, 0].T)
+        return turned[0] / turned[1].norm(dim=0), 0.0  # without the factor of yarn, which all positions have
     if isinstance(scheme, Sinusoidal):
         matrix = torch.zeros(size, size)
         turned = pair_rotation(shift * frequencies(scheme, geometry))
