@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from conftest import WORDS, fails, refused, works
 from safetensors.torch import load_file
 from transformers import AutoModelForMaskedLM, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM
@@ -255,6 +256,7 @@ def test_read_on(gpt2, text, result, tmp_path, monkeypatch):
     options = {"model": gpt2, "train_file": text, **given, "factor": 4, "fit_factor": 2, "fit_tokens": 4096}
     monkeypatch.chdir(tmp_path)
     training = {"scheme": "rotary", "tune_steps": 8, "tune_tokens": 512, "learning_rate": 0.01}
+    AcceleratorState._reset_state()  # a process keeps the precision that other tests began with
     Path("text").write_text("A file called as the text column is.")
     results = {
         name: result("read_on", **options, output=tmp_path / name, **more)
@@ -272,6 +274,7 @@ def test_read_on(gpt2, text, result, tmp_path, monkeypatch):
     for steps, noted in ((1, "bf16"), (0, None)):
         again = result("read_on", **options, scheme="rotary", tune_steps=steps, tune_tokens=512, output=tmp_path / f"{steps}")
         assert again["config"]["mixed_precision"] == noted
+    AcceleratorState._reset_state()
     assert tuned["cost"]["tokens"] == 8 * 512 and tuned["figures"]["loss_64"] < tuned["figures"]["start_loss_64"]
     assert tuned["figures"]["select_loss"] < tuned["figures"]["start_loss_64"]
     for one in results.values():
