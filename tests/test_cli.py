@@ -85,7 +85,8 @@ def test_a_fit_leaves_its_report(folder, tmp_path, watch, program):
     options = ("--scheme", "relative:clip=4", "--fit", tmp_path / "some[one].txt", "--fit-tokens", "2000", "--fit-steps", "5")
     options += ("--max-positions", 64)
     draws = watch(commands_swap, "text_batches")
-    said = works(program, "swap", folder, *options, "--output", output)
+    code, said, err = program("swap", folder, *options, "--output", output)
+    assert code == 0 and "fit: 100%" in err, err  # a log file shows how far it is, too
     assert draws[-1].kwargs["window"] == 32  # there are blocks, too, that the original reads at once
     assert "some[one].txt" in said
     assert re.search(r"damage: 1 - cosine of .*\n.*\n(.*\n)*?the fit won back \d+% of what the swap had lost", said)

@@ -1,6 +1,5 @@
 """`hf-posswap swap`: swap the positions of a checkpoint, fit them, and save the result."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -65,21 +64,21 @@ def swap_command(
         whole = open_whole(model, trust_remote_code=trust_remote_code)
         loaded, piped = unwrap(whole), is_pipeline(whole)
         tokenizer = open_tokenizer(model, trust_remote_code=trust_remote_code)
-        report, bar = None, sys.stderr.isatty()
+        report = None
         if fit is not None:
             longest = max_positions or reads(whole, longest_input(loaded.config))  # as a pipeline does
             lengths = {"longest": longest, "window": window}
             batches, words = _calibration(fit, text_column or "text", loaded, tokenizer, fit_tokens or 65_536, **lengths)
             if chosen.open_options():
                 say(f"choosing {', '.join(chosen.open_options())} of {chosen.name} by short fits")
-                chosen = choose(loaded, chosen, batches, **options, progress=bar, window=window)
+                chosen = choose(loaded, chosen, batches, **options, window=window)
         say(f"swapping to {chosen}")
         swap(whole, chosen, **options)
         if fit is not None:
             steps = 100 if fit_steps is None else fit_steps
             layers = loaded.config.num_hidden_layers
             say(f"fitting {layers} layers, {steps} steps each, on {words}: minutes on a CPU for a small model")
-            report = fit_swapped(loaded, batches, steps=steps, progress=bar, window=window)
+            report = fit_swapped(loaded, batches, steps=steps, window=window)
             report = replace(report, text=words)
         say(f"saving to {output}")
         whole.save_pretrained(str(folder))
