@@ -91,7 +91,7 @@ def end(program: str, error: Exception) -> NoReturn:
     except Exception as told:
         error, words = told, str(told)
     if "allocate memory" in words or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        words = "there is not enough memory for this: take fewer positions, shorter text or a smaller model"
+        words = "there is not enough memory for this: take smaller batches, fewer positions, shorter text or a smaller model"
     elif "No space left" in words and not getattr(error, "filename", None):
         words += f": free some, where the command writes (--output) or in {gettempdir()}, where a fit keeps states (TMPDIR)"
     # HTTPError: a connection to the Hub that breaks. SafetensorError: a disk that is full, a file that is cut off.

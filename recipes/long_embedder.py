@@ -39,7 +39,7 @@ with extra():
     from sentence_transformers.sentence_transformer import losses
     from sentence_transformers.util import cos_sim, mine_hard_negatives
 
-EACH = 6  # passages drawn from each document in the evaluation
+EACH = 6  # passages drawn from each document in the evaluation, two from each third
 TEMPERATURE = 0.05
 
 
@@ -49,6 +49,7 @@ class Config(EmbedderOptions):
     FIGURES = {
         "recall": "share of passages whose document is the nearest of all",
         "early": "the same, of passages from the first third of the document",
+        "middle": "of passages from its second third",
         "late": "of passages from its last third",
         "by_chunk": "recall if each chunk has a vector, and the nearest chunk tells the document",
         "select": "recall on text that tells which rates to take",
@@ -228,8 +229,7 @@ def measure(embedder, original, config: Config, asked: dict[str, tuple[list, lis
         hits = recall(long, short, [one.document for one in passages]).float().view(len(texts), EACH)
         figures[name] = hits.mean(1)
         if name == "recall":
-            third = max(1, EACH // 3)
-            figures |= {"early": hits[:, :third].mean(1), "late": hits[:, -third:].mean(1)}
+            figures |= dict(zip(("early", "middle", "late"), hits.view(len(texts), 3, -1).mean(2).unbind(1), strict=True))
             if config.scheme == ORIGINAL and config.read == "chunks" and 2 * config.chunk <= config.tokens:  # two or more
                 hits = recall(piece_vectors(embedder.encode, texts), short, [one.document for one in passages])
                 figures["by_chunk"] = hits.float().view(len(texts), EACH).mean(1)

@@ -114,7 +114,7 @@ def texts(data: Path) -> None:
 def embedder(data: Path, folder: Path) -> list[float]:
     """Tune an embedder for long documents; return what each of its parameters sums up to, squared."""
     module = importlib.import_module("long_embedder")
-    module.EACH = 2
+    module.EACH = 3
     files = {"model": str(data), "train_file": str(data / "train.txt"), "validation_file": str(data / "validation.txt")}
     fitted = {"scheme": "rotary", "tokens": 128, "passage": 8, "window": 16, "span": 8, "fit_tokens": 1500, "fit_steps": 5}
     # Fewer documents than pairs: none may be twice in a batch of all processes.

@@ -185,7 +185,7 @@ def test_recall():
 def long_embedder(recipe, monkeypatch, folder, tmp_path):
     """The function that runs the recipe on a tiny pipeline and text, with some options, and the recipe itself."""
     module = recipe("long_embedder")
-    monkeypatch.setattr(module, "EACH", 2)
+    monkeypatch.setattr(module, "EACH", 3)
     (tmp_path / "text.txt").write_text(text(3000, seed=1))
     (tmp_path / "test.txt").write_text(text(500, seed=2))
     rows = "".join(f"{text(4, seed=i)},{text(4, seed=i + 1)},{i % 5}\n" for i in range(9))
@@ -243,9 +243,9 @@ def test_long_embedder(long_embedder, watch):
     """From text to a pipeline that reads long documents, next to the original tuned alike."""
     run, folder = long_embedder
     found = run(scheme="rotary")
-    names = {"recall", "early", "late", "select", "kept", "sts", "sts_original"}
+    names = {"recall", "early", "middle", "late", "select", "kept", "sts", "sts_original"}
     assert set(found["figures"]) == names and all(abs(value) <= 1 for value in found["figures"].values())
-    assert len(found["items"]["recall"]) == 6 and found["details"]["queries"] == 12 and found["model"].max_seq_length == 64
+    assert len(found["items"]["recall"]) == 6 and found["details"]["queries"] == 18 and found["model"].max_seq_length == 64
     assert posswap.describe(found["model"]).span.span == 16
     found["model"].save_pretrained(str(folder / "swapped"))
     refused("has been swapped already", run, "again", scheme="alibi", first=1, model=str(folder / "swapped"))
@@ -280,10 +280,10 @@ def test_the_brake_and_the_select_text(long_embedder, watch, monkeypatch):
     exact = torch.nn.functional.cross_entropy(library.util.cos_sim(short, long) / module.TEMPERATURE, torch.arange(2))
     torch.testing.assert_close(half, [exact.float()] * 2)
     monkeypatch.setattr(module, "tune", lambda *given: None)
-    monkeypatch.setattr(module, "recall", lambda long, short, documents: torch.tensor([True, False] * len(long)))
+    monkeypatch.setattr(module, "recall", lambda long, short, documents: torch.tensor([1.0, 0.5, 0.0] * len(long)))
     tuned, measured = watch(module, "tune"), watch(module, "measure")
     figures = run(scheme="original", max_steps=40)["figures"]
-    assert (figures["early"], figures["late"], figures["recall"]) == (1.0, 0.0, 0.5)  # of each two passages the first is found
+    assert [figures[name] for name in ("early", "middle", "late", "recall")] == [1.0, 0.5, 0.0, 0.5]
     trained = {long for _, long in tuned[-1].args[2]}
     select, report = (set(measured[-1].args[-1][name][0]) for name in ("select", "recall"))
     assert len(trained) > 20 and select and report
@@ -328,7 +328,7 @@ def test_hard_negatives(long_embedder, watch, monkeypatch):
         ({"chunk": 2}, "chunk=2 must be at least 3"),
         ({"batch_size": 400}, "do not fill a batch, which takes 400"),
         ({"hard": 2}, "8 different documents do not fill a batch, which takes 12"),
-        ({"tokens": 15}, "too few for 2 passages of 12"),
+        ({"tokens": 15}, "too few for 3 passages of 12"),
         ({"learning_rate": -0.1}, "learning_rate=-0.1 must be"),
         ({"scheme": "rotary", "start": "swap", "max_positions": 48}, "max_positions=48 is less than the 64 tokens"),
         ({"scheme": "original", "max_positions": 48}, "max_positions=48 is less than the 64 tokens"),
