@@ -117,7 +117,7 @@ def test_bold_needs_seeds_and_items(tmp_path):
     assert cells["none, swap"].p == pytest.approx(wanted, rel=1e-3) and wanted > 0.05
     table, says = paired_table(runs).split("\n\n")
     assert table.count("**") == 2 and "| rotary, swap | **-0.1" in table
-    assert "for the 2 with items" in says and says.endswith("Holm's correction for 2).")
+    assert "each by itself" in says and "for the 2 with items" in says and says.endswith("Holm's correction for 2).")
     assert "(paired t-test over seeds, and test over items, p < 0.05): rotary, swap (-0." in verdict(runs)
     intervals = interval_table(runs)
     low, high = stats.t.interval(0.95, 39, loc=theirs[0].mean(), scale=stats.sem(theirs[0]))

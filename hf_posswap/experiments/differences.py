@@ -20,11 +20,15 @@ class Difference:
 
     seeds: list[float]  # seed by seed
     items: np.ndarray | None  # item by item, means over seeds; None if they were not kept
-    p: float = 0.0  # of the items, by Holm's correction for all differences of a table; 0 without items
+    p: float = 1.0  # over items, or seeds if there are none, by Holm's correction for all of a table that are tested so
+
+    @property
+    def tested(self) -> np.ndarray:
+        return np.array(self.seeds) if self.items is None else self.items
 
     @property
     def sure(self) -> bool:
-        """Whether it is unlike zero: over seeds by a t-test, if they differ, and over items, if they were kept (p < 0.05)."""
+        """Whether it is unlike zero: over seeds by a t-test, if they differ, and by its p, which is corrected (p < 0.05)."""
         if len(self.seeds) < 2:
             return False
         middle = abs(mean(self.seeds))
@@ -40,9 +44,11 @@ def differences(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence
         if row[0] != ORIGINAL and original is not None:
             names = figure_names(runs, figures)
             found[label_of(row)] = {name: _difference(members, rows[original], name) for name in names}
-    tested = [one for cells in found.values() for one in cells.values() if one.items is not None]
-    for one, p in zip(tested, holm([paired_p(one.items) for one in tested]), strict=True):
-        one.p = p
+    cells = [one for row in found.values() for one in row.values()]
+    for kept in (True, False):  # apart: F1 has no items, says little that accuracy does not, and would weaken its test
+        tested = [one for one in cells if (one.items is not None) == kept and len(one.tested)]
+        for one, p in zip(tested, holm([paired_p(one.tested) for one in tested]), strict=True):
+            one.p = p
     return found
 
 
@@ -80,13 +86,15 @@ def paired_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequenc
     if not rows:
         return ""
     cells = [one for row in found.values() for one in row.values()]
-    said, tested = "", sum(one.items is not None for one in cells)
+    said, kept = "", sum(one.items is not None for one in cells)
     if max(len(one.seeds) for one in cells) > 1:
-        said = "\n\nDifferences are taken seed by seed; bold ones are unlike zero by a t-test (p < 0.05, each by itself)"
+        rest = sum(one.items is None and len(one.seeds) > 0 for one in cells)
+        how = f"after Holm's correction for the {rest} without items" if rest else "each by itself"
+        said = f"\n\nDifferences are taken seed by seed; bold ones are unlike zero by a t-test (p < 0.05, {how})"
         said += (
-            f" and, for the {tested} with items, by a paired test over these: McNemar's for right and wrong answers of one "
-            f"seed, else a t-test (p < 0.05 after Holm's correction for {tested})"
-        ) * (tested > 0) + "."
+            f" and, for the {kept} with items, by a paired test over these: McNemar's for right and wrong answers of one "
+            f"seed, else a t-test (p < 0.05 after Holm's correction for {kept})"
+        ) * (kept > 0) + "."
     return table(["less the original", *(name.replace("_", " ") for name in names)], rows) + said
 
 
@@ -183,7 +191,7 @@ def _judged(rows: dict[tuple, list[dict]], found: dict[str, dict[str, Difference
     ranked = sorted(by_label, key=of.get, reverse=better is max)
     if known == "best" and ranked[0] == best and len(ranked) > 1:
         gap = _difference(by_label[best], by_label[ranked[1]], name)
-        gap.p = 0.0 if gap.items is None else paired_p(gap.items)
+        gap.p = paired_p(gap.tested)
         said += f" The next, {ranked[1]} ({of[ranked[1]]:.4g}), is not surely behind." * (not gap.sure)
     cells = {label: cells[name] for label, cells in found.items() if cells[name].seeds}
     if not cells:
