@@ -12,7 +12,8 @@ trained length that slides by a quarter of it, so it reads each token several ti
 positions in the block: a model that can read on has about the same loss in all of them.
 
 With --tune-steps both are then trained on next-token prediction, on equal tokens of the same text: the swapped model in blocks
-as long as the fit's, the original in blocks of its trained length. Choose the --learning-rate of each by select_loss.
+as long as the fit's, the original in blocks of its trained length. Choose the --learning-rate of each by select_loss. With
+--brake 0.5 half of the loss is the divergence from the original as it was, which reads long blocks through its window.
 
 loss_N is of positions from N / 2 (the first: from 0) up to N.
 """
@@ -30,8 +31,9 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_posswap.architectures import longest_input
 from hf_posswap.attention import CACHE
 from hf_posswap.errors import PosswapError
-from hf_posswap.experiments.recipe import ORIGINAL, SwapOptions, announce, averaged, cost, main
+from hf_posswap.experiments.recipe import ORIGINAL, SwapOptions, announce, averaged, cost, load_original, main
 from hf_posswap.experiments.text_tasks import RunText, TextOptions, check_enough
+from hf_posswap.fitting.distillation import distillation_loss
 from hf_posswap.measure.losses import row_losses, sliding_window_losses, token_losses
 from hf_posswap.training import TrainingConfig, train
 from hf_posswap.training.launching import check_launch
@@ -54,13 +56,17 @@ class Config(TextOptions, SwapOptions):
     tune_steps: Annotated[int, "Training steps on next-token prediction, after the fit; 0: none."] = 0
     tune_tokens: Annotated[int, "Tokens per training step."] = 4096
     learning_rate: Annotated[float, "Peak rate, after warm-up over a tenth of the steps; then a cosine to 0."] = 6e-4
+    brake: Annotated[float, "Weight of the divergence from the untuned original in the loss of training, from 0 to 1."] = 0.0
     mixed_precision: Annotated[str | None, "Of training: bf16 or fp16. Default: float32, or the launcher's."] = None
     generate: Annotated[int, "Time so many generated tokens, the ends, and reading. It swaps to as many: more to a group."] = 0
 
     def __post_init__(self):
         super().__post_init__()
-        if self.mixed_precision and not self.tune_steps:
-            raise PosswapError("mixed_precision is about training, of which there is none: give tune_steps, or leave it out")
+        for name in ("mixed_precision", "brake"):
+            if getattr(self, name) and not self.tune_steps:
+                raise PosswapError(f"{name} is about training, of which there is none: give tune_steps, or leave it out")
+        if not 0 <= self.brake <= 1:
+            raise PosswapError(f"brake={self.brake} must be from 0 to 1")
         if self.factor & (self.factor - 1):
             raise PosswapError(f"factor={self.factor} must be a power of two: 1, 2, 4, ...")
 
@@ -100,7 +106,10 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     figures, done = {}, None
     if config.tune_steps:
         figures = by_position("start_loss")
-        model, done = train(model, [{"input_ids": row, "labels": row} for row in rows], budget, output=folder, resume=resume)
+        examples, loss = [{"input_ids": row, "labels": row} for row in rows], None
+        if config.brake:
+            loss = distillation_loss(load_original(config.model), text_weight=1 - config.brake, window=trained)
+        model, done = train(model, examples, budget, compute_loss=loss, output=folder, resume=resume)
         figures["select_loss"] = row_losses(read(aside))
     figures = by_position("loss") | figures
     details = {"trained_length": trained, "evaluation_tokens": blocks.numel()}

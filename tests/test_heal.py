@@ -127,6 +127,13 @@ def test_distillation_loss(make_model, make_swapped, tokens):
     for weight in (0.0, 0.3):
         found = distillation_loss(model, text_weight=weight)(other, {"input_ids": tokens}).item()
         assert found == pytest.approx((1 - weight) * divergence + weight * text, rel=1e-5)
+    window = distillation_loss(model, window=8)(other, {"input_ids": tokens}).item()
+    through = p.clone()  # windows start at 0, 2, 4, ...: later ones say their last two tokens
+    for end in range(10, tokens.shape[1] + 1, 2):
+        through[:, end - 2 : end] = model(tokens[:, end - 8 : end]).logits[:, -2:].double().log_softmax(-1)
+    assert window == pytest.approx((through.exp() * (through - q)).sum(-1).mean().item(), rel=1e-5)
+    assert window != pytest.approx(divergence, rel=1e-3)
+    refused("window=8 needs a causal model", distillation_loss, headless, window=8)
     for wrong in (-0.1, 1.5):
         refused("from 0 to 1", distillation_loss, model, text_weight=wrong)
     refused("which predicts the next", distillation_loss, make_model("bert"), text_weight=0.5)

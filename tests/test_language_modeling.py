@@ -266,9 +266,11 @@ def test_read_on(gpt2, text, result, tmp_path, monkeypatch):
             "near": {"scheme": "rotary", "start": "fit", "span": 8, "first": 2, "generate": 60},
             "tuned": training,
             "half": training | {"mixed_precision": "bf16"},
+            "braked": training | {"brake": 0.9},
         }.items()
     }
-    tuned, half = (results.pop(name) for name in ("tuned", "half"))
+    tuned, half, braked = (results.pop(name) for name in ("tuned", "half", "braked"))
+    assert braked["cost"]["tokens"] == 8 * 512 and braked["figures"]["loss_64"] > tuned["figures"]["loss_64"]
     assert half["figures"]["loss_64"] not in (tuned["figures"]["loss_64"], half["figures"]["start_loss_64"])
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # as a launcher does: noted where it trains in that
     for steps, noted in ((1, "bf16"), (0, None)):
@@ -334,6 +336,8 @@ def test_length_extrapolation_without_a_fine_tune(gpt2, text, result):
         ("read_on", {"factor": 4, "tune_steps": 2, "tune_tokens": 192}, "tune_tokens=192 must be a multiple of 128"),
         ("read_on", {"generate": -1}, "generate=-1 must be at least 0"),
         ("read_on", {"mixed_precision": "bf16"}, "about training, of which there is none"),
+        ("read_on", {"brake": 0.5}, "about training, of which there is none"),
+        ("read_on", {"brake": 1.5, "tune_steps": 1}, "brake=1.5 must be from 0 to 1"),
         ("length_extrapolation", {"start": "scratch"}, "language_modeling.py"),
         ("length_extrapolation", {"factors": (2, 1)}, "in rising order"),
         ("length_extrapolation", {"stride": 32}, "from 1 to 31"),
