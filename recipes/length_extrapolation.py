@@ -64,7 +64,7 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
     swapped, stride = config.scheme != ORIGINAL, config.stride or max(1, trained // 4)
     if not 1 <= stride < trained:
         raise PosswapError(f"stride={stride} must be from 1 to {trained - 1}, less than the trained length")
-    needed = trained * max(*config.factors, config.finetune_factor)
+    needed = max(trained * max(*config.factors, config.finetune_factor), config.skip_to or 0)
     cuts = text.held(*(trained * factor for factor in config.factors))
     if config.finetune_factor:
         (rows, aside), budget = text.parts(trained * config.finetune_factor), config
