@@ -115,11 +115,12 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
                 embedder.save_pretrained(str(whole))
     elif config.scheme == ORIGINAL:
         read_as(embedder, config.read, config.chunk, longest_text(config, config.tokens))
+    spent = {}
     if config.max_steps:
-        tune(embedder, original, pairs(config, training, tokenizer), config, folder, resume)
+        spent = tune(embedder, original, pairs(config, training, tokenizer), config, folder, resume)
     announce("measuring")
     figures, speed = measure(embedder, original, config, asked)
-    spent = cost(unwrap(embedder)) | {"documents_per_second": speed}
+    spent = cost(unwrap(embedder)) | spent | {"documents_per_second": speed}
     details = dict(zip(("documents", "queries"), map(len, asked["recall"]), strict=True))
     return {**averaged(figures), "cost": spent, "model": embedder, "details": details}
 
@@ -162,13 +163,15 @@ class PairsWithBrake(nn.Module):
         return loss + self.brake * (1 - functional.cosine_similarity(short, labels[:, : short.shape[-1]], dim=-1)).mean()
 
 
-def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: bool) -> None:
-    """Tune an embedder on pairs, in place, with sentence-transformers' trainer."""
+def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: bool) -> dict:
+    """Tune an embedder on pairs, in place, with sentence-transformers' trainer; return how many tokens they have."""
     dataset = Dataset.from_dict(dict(zip(("anchor", "positive"), zip(*drawn, strict=True), strict=True)))
     if config.hard:
         announce("looking for hard negatives")
         options = {"num_negatives": config.hard, "output_format": "n-tuple", "batch_size": 8, "verbose": False}
         dataset = mine_hard_negatives(dataset, embedder, **options)
+    texts = [text for name in dataset.column_names for text in dataset[name]]
+    tokens = sum(int(embedder.preprocess(texts[i : i + 64])["attention_mask"].sum()) for i in range(0, len(texts), 64))
     announce("tuning")
     with original.truncate_embeddings(None):  # whole, as the trainer's own vectors are but of chunks
         dataset = dataset.add_column("label", original.encode(list(dataset["anchor"])).tolist())
@@ -205,11 +208,13 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
     newest = max(whole, key=lambda place: int(place.name.removeprefix("checkpoint-")), default=None)
     if newest:
         read_json(newest / "trainer_state.json", "remove this checkpoint: tuning goes on from what was before it")
-    trainer.train(resume_from_checkpoint=newest and str(newest))
+    begun = int(newest.name.removeprefix("checkpoint-")) if newest else 0
+    seconds = trainer.train(resume_from_checkpoint=newest and str(newest)).metrics["train_runtime"]
     if (done := trainer.state.global_step) < config.max_steps:  # the sampler leaves out batches that it cannot fill
         what = f"{done} steps of {config.max_steps}: too few documents differ, of pairs and hard negatives, to fill batches"
         raise DataError(f"{what}: give more text, more steps, or a smaller batch")
     embedder.eval()
+    return {"tokens": tokens, "tokens_per_second": tokens * (1 - begun / config.max_steps) / seconds}
 
 
 def spread(items: list, count: int) -> list:

@@ -258,6 +258,7 @@ def test_long_embedder(long_embedder, watch):
     smaller.save_pretrained(str(folder / "smaller"))  # with that: vectors are of 8, and what is trained is not
     assert 0 <= run("smaller-out", scheme="original", model=str(folder / "smaller"))["figures"]["by_chunk"] <= 1
     tuned = run("tuned", scheme="original", cached=2, brake=0.0)
+    assert tuned["cost"]["tokens"] == found["cost"]["tokens"] == 8 * (12 + 2 + 64) and "tokens" not in untuned["cost"]
     assert untuned["figures"]["kept"] == pytest.approx(1, abs=1e-5) and tuned["figures"]["kept"] < 1 - 1e-6
     assert untuned["figures"]["sts"] == pytest.approx(untuned["figures"]["sts_original"])
     tuned["model"].similarity_fn_name = "dot"  # as of an embedder that is compared so: rho stays that of cosines
@@ -279,7 +280,7 @@ def test_the_brake_and_the_select_text(long_embedder, watch, monkeypatch):
         short, long = (model(part)["sentence_embedding"].double() for part in features)
     exact = torch.nn.functional.cross_entropy(library.util.cos_sim(short, long) / module.TEMPERATURE, torch.arange(2))
     torch.testing.assert_close(half, [exact.float()] * 2)
-    monkeypatch.setattr(module, "tune", lambda *given: None)
+    monkeypatch.setattr(module, "tune", lambda *given: {})
     monkeypatch.setattr(module, "recall", lambda long, short, documents: torch.tensor([1.0, 0.5, 0.0] * len(long)))
     tuned, measured = watch(module, "tune"), watch(module, "measure")
     figures = run(scheme="original", max_steps=40)["figures"]
