@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median_high
 from typing import Annotated
 
+import psutil  # which accelerate needs
 import torch
 from torch.utils.benchmark import timer
 from transformers import DynamicCache, PreTrainedModel
@@ -125,7 +126,9 @@ def run(config: Config, folder: Path, resume: bool) -> dict:
 
 @torch.no_grad()
 def generation(model: PreTrainedModel, prompt: torch.Tensor, tokens: int) -> dict[str, float]:
-    """Return median milliseconds per token of the first and last thousand tokens, how many were written, and cached keys."""
+    """Return median milliseconds per token of the first and last thousand tokens, how many were written, cached keys, and what
+    the process then holds: memory in bytes, of a GPU that of tensors, after the first thousand and at the end.
+    """
     model = model.eval()
     cache, token = DynamicCache(config=model.config), prompt.to(model.device)
 
@@ -133,9 +136,17 @@ def generation(model: PreTrainedModel, prompt: torch.Tensor, tokens: int) -> dic
         nonlocal token
         token = model(token, **{CACHE: cache}).logits[:, -1:].argmax(-1)
 
-    written = milliseconds(write, min(tokens, longest_input(model.config) - prompt.shape[1]))
+    def held() -> int:
+        gpu = model.device.type == "cuda"
+        return torch.cuda.memory_allocated(model.device) if gpu else psutil.Process().memory_info().rss
+
+    count = min(tokens, longest_input(model.config) - prompt.shape[1])
+    written = milliseconds(write, min(count, 1001))
+    memory = {"bytes after 1,000": held()}
+    written += milliseconds(write, count - len(written))
     times = {"first": median_high(written[1:1001] or written), "last": median_high(written[-1000:])}
-    return times | {"tokens": len(written), "keys in the cache": cache.layers[0].keys.shape[-2]}
+    keys = {"tokens": len(written), "keys in the cache": cache.layers[0].keys.shape[-2]}
+    return times | keys | memory | {"bytes at the end": held()}
 
 
 @torch.no_grad()

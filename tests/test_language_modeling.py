@@ -291,6 +291,7 @@ def test_read_on(gpt2, text, result, tmp_path, monkeypatch):
     generation = results["near"]["details"]["generation"]
     assert list(results["near"]["details"]["milliseconds a token read"]) == ["32", "64", "128"]
     assert generation["tokens"] == 60 and generation["keys in the cache"] == 8 + 2 - 1
+    assert 2**20 < generation["bytes after 1,000"] and 2**20 < generation["bytes at the end"]
     window = results["original"]["details"]["generation"]
     assert 0 < window["window that slides"] and list(window) == ["window read for each token", "window that slides"]
 
