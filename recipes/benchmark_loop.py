@@ -24,7 +24,7 @@ import hf_posswap as posswap
 from hf_posswap.assets import model_source
 from hf_posswap.experiments.recipe import ORIGINAL, RunOptions, announce, main
 from hf_posswap.training import TrainingConfig, train
-from hf_posswap.training.batching import BatchOrder, MicroBatches
+from hf_posswap.training.batching import BatchOrder
 
 
 def bare_loop(model: PreTrainedModel, rows: list[dict], config: TrainingConfig, device: torch.device) -> tuple[float, float]:
@@ -35,7 +35,7 @@ def bare_loop(model: PreTrainedModel, rows: list[dict], config: TrainingConfig, 
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     scheduler = get_scheduler("cosine", optimizer, math.ceil(config.warmup_ratio * config.max_steps), config.max_steps)
     order = BatchOrder(len(rows), config.batch_size, config.seed)
-    loader = DataLoader(rows, batch_sampler=MicroBatches(order, 1, 0, config.max_steps))
+    loader = DataLoader(rows, batch_sampler=[order[step] for step in range(config.max_steps)])
     started = time.perf_counter()
     for batch in loader:
         with autocast:

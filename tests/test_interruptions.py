@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from conftest import refused, rewrite
 from test_training import even_rows, trained
+from torch.utils.data import default_collate
 
 from hf_posswap import PosswapError
 from hf_posswap.commands.compare import run_all
@@ -49,12 +50,16 @@ def test_nan_keeps_the_last_good_checkpoint(make_model, tmp_path, bad):
 
 @pytest.mark.parametrize(("number", "at", "saved"), [(signal.SIGTERM, 3, 4), (signal.SIGINT, 3, 4), (signal.SIGTERM, 6, 6)])
 def test_signals_save_and_stop(make_model, tmp_path, number, at, saved, monkeypatch):
-    """The step is finished, a checkpoint saved, handlers are put back; resumed, the run is the uninterrupted one. A signal
-    while the last step is measured is heard, too.
+    """The step is finished, a checkpoint saved, handlers are put back; resumed, the run is the uninterrupted one, with the
+    tokens that a collate masks at random. A signal while the last step is measured is heard, too.
     """
     monkeypatch.setattr("hf_posswap.training.run_state._ONE_PRESS", 600.0)  # a busy machine may stand still between two
     config, before = TrainingConfig(max_steps=6, batch_size=8, learning_rate=1e-2), signal.default_int_handler
     outside = signal.signal(number, before)  # a shell's background jobs are born ignoring Ctrl-C
+
+    def mask(rows):
+        batch = default_collate(rows)
+        return batch | {"input_ids": batch["input_ids"].masked_fill(torch.rand(batch["input_ids"].shape) < 0.2, 3)}
 
     def stop(model, run):
         if len(run.losses) == at:
@@ -63,13 +68,14 @@ def test_signals_save_and_stop(make_model, tmp_path, number, at, saved, monkeypa
 
     try:
         with pytest.raises(Interrupted, match="--resume"):
-            trained(make_model("gpt2", resid_pdrop=0.1), config, output=tmp_path, after_step=stop)
+            trained(make_model("gpt2", resid_pdrop=0.1), config, collate=mask, output=tmp_path, after_step=stop)
         assert signal.getsignal(number) is before
     finally:
         signal.signal(number, outside)
     assert checkpoint_names(tmp_path) == [f"step-0000000{saved}"]
-    resumed, run = trained(make_model("gpt2", seed=9, resid_pdrop=0.1), config, output=tmp_path, resume=True)
-    expected, whole = trained(make_model("gpt2", resid_pdrop=0.1), config)
+    again = {"collate": mask, "output": tmp_path, "resume": True}
+    resumed, run = trained(make_model("gpt2", seed=9, resid_pdrop=0.1), config, **again)
+    expected, whole = trained(make_model("gpt2", resid_pdrop=0.1), config, collate=mask)
     assert run.losses == whole.losses
     for ours, theirs in zip(resumed.state_dict().values(), expected.state_dict().values(), strict=True):
         assert torch.equal(ours, theirs)

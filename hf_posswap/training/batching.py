@@ -3,11 +3,10 @@
 Shapes: B rows in a batch, L tokens in a row.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Sampler
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_posswap.errors import DataError
@@ -47,25 +46,6 @@ class BatchOrder:
             longest = max(batches, key=lambda batch: self.lengths[batch[0]])
             batches.insert(0, batches.pop(batches.index(longest)))
         return batches
-
-
-class MicroBatches(Sampler[list[int]]):
-    """The batches of steps first to last - 1, each split into equal parts; accelerate splits every part over processes."""
-
-    drop_last = True
-
-    def __init__(self, order: BatchOrder, parts: int, first: int, last: int):
-        self.order, self.parts, self.first, self.last = order, parts, first, last
-        self.batch_size = order.batch_size // parts
-
-    def __len__(self) -> int:
-        return (self.last - self.first) * self.parts
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self.first, self.last):
-            batch = self.order[step]
-            for start in range(0, len(batch), self.batch_size):
-                yield batch[start : start + self.batch_size]
 
 
 def pad(rows: list[dict], pad_token_id: int = 0) -> dict[str, torch.Tensor]:

@@ -28,8 +28,8 @@ def start_accelerator(config: TrainingConfig, accumulation_steps: int, output: P
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision,
         gradient_accumulation_plugin=utils.GradientAccumulationPlugin(num_steps=accumulation_steps, sync_with_dataloader=False),
-        # split_batches: the global batch stays batch_size.
-        dataloader_config=utils.DataLoaderConfiguration(split_batches=True, non_blocking=True),
+        # split_batches: without it, a schedule takes as many steps at once as there are processes.
+        dataloader_config=utils.DataLoaderConfiguration(split_batches=True),
         log_with=list(config.report_to) or None,
         project_dir=output and str(output),
     )

@@ -13,16 +13,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from accelerate.utils import set_seed
+from accelerate.utils import send_to_device, set_seed
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset, default_collate
 from tqdm import tqdm
 from transformers import get_scheduler
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_posswap.errors import Interrupted, PosswapError
 from hf_posswap.schemes import AttentionPositions
-from hf_posswap.training.batching import IGNORED, BatchOrder, MicroBatches, count_terms, count_tokens, predicts_next
+from hf_posswap.training.batching import IGNORED, BatchOrder, count_terms, count_tokens, predicts_next
 from hf_posswap.training.budget import TrainingConfig, TrainingRun
 from hf_posswap.training.launching import make_whole, sharable, start_accelerator
 from hf_posswap.training.run_log import RunLog
@@ -136,12 +136,6 @@ class _Loop:
     def _take_steps(self, accelerator, model, optimizer, scheduler, run: TrainingRun, checkpoints: Checkpoints | None) -> None:
         config, parts = self.config, run.gradient_accumulation_steps
         shifted = predicts_next(self.model)
-        # A loader draws a number from its generator when it starts. From the global one, that would change the dropout of a
-        # resumed run, which starts its loader once more.
-        generator = torch.Generator().manual_seed(config.seed)
-        sampler = MicroBatches(self.order, parts, len(run.losses), config.max_steps)
-        loader = DataLoader(self.dataset, batch_sampler=sampler, collate_fn=self.collate, generator=generator)
-        loader = accelerator.prepare(loader)
         hidden = None if self.progress and accelerator.is_main_process else True  # None: drawn in a terminal only
         steps = {"total": config.max_steps, "initial": len(run.losses), "unit": "step"}
         bar = tqdm(desc=self.description, leave=False, disable=hidden, **steps)
@@ -149,7 +143,8 @@ class _Loop:
         with bar, StopRequest(active=self.output is not None) as stop:
             every_step, description = self.after_step is not None, self.description if self.progress else None
             log = RunLog(accelerator, run, bar, stop, every_step=every_step, description=description)
-            for batches in zip(*[iter(loader)] * parts, strict=False):  # the parts of a step
+            for step in range(len(run.losses), config.max_steps):
+                batches = self._parts(accelerator, step, parts)
                 log.pending.append(self._step(accelerator, model, optimizer, scheduler, batches, shifted))
                 last = log.steps == config.max_steps
                 save = bool(config.checkpoint_every) and checkpoints and log.steps % config.checkpoint_every == 0
@@ -172,6 +167,19 @@ class _Loop:
                 if log.stopping:
                     where = f"step {len(run.losses)} of {config.max_steps}, the checkpoint is in {self.output}"
                     raise Interrupted(f"stopped after {where}: continue with resume=True (--resume) and the same output")
+
+    def _parts(self, accelerator, step: int, parts: int) -> list[dict]:
+        """Return this process's share of each part of a step's batch.
+
+        Nothing is read ahead: a resumed run would draw the random numbers of a `collate` that masks tokens once more.
+        """
+        part = self.config.batch_size // parts
+        share = part // accelerator.num_processes
+        batches = []
+        for start in range(share * accelerator.process_index, self.config.batch_size, part):
+            rows = [self.dataset[place] for place in self.order[step][start : start + share]]
+            batches.append(send_to_device((self.collate or default_collate)(rows), accelerator.device, non_blocking=True))
+        return batches
 
     def _step(self, accelerator, model, optimizer, scheduler, batches: Sequence[dict], shifted: bool):
         """Take one optimizer step; return this process's share of the loss, the gradient norm, tokens and learning rate."""
