@@ -111,7 +111,8 @@ class _Loop:
                 groups = _parameter_groups(model, config)
                 optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
                 warmup_steps = math.ceil(config.warmup_ratio * config.max_steps)
-                scheduler = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, config.max_steps)
+                end = max(config.max_steps, warmup_steps + 1)  # a polynomial schedule divides by the steps after the warm-up
+                scheduler = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, end)
                 model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
                 if accelerator.is_fsdp2:  # gives it a class of another name, by which transformers finds hidden states
                     recorded = getattr(self.model, "_can_record_outputs", None)
