@@ -337,7 +337,9 @@ def test_trackers(make_model, tmp_path, monkeypatch):
     assert [(event.step, event.value) for event in seen.Scalars("loss")] == [
         (step, pytest.approx(loss, rel=1e-6)) for step, loss in enumerate(run.losses, 1)
     ]
-    assert {"learning_rate", "gradient_norm", "tokens_per_second"} <= set(seen.Tags()["scalars"])
+    rates = [event.value for event in seen.Scalars("learning_rate")]  # those that the steps took: one warms up, then a cosine
+    assert rates == pytest.approx([0, 3e-4, 2.25e-4, 0.75e-4])
+    assert {"gradient_norm", "tokens_per_second"} <= set(seen.Tags()["scalars"])
     refused("not a tracker", trained, make_model("gpt2"), TrainingConfig(report_to=("tensorbord",)), output=tmp_path / "b")
     monkeypatch.setattr("hf_posswap.training.launching.get_available_trackers", lambda: [])
     refused("pip install comet-ml", trained, make_model("gpt2"), TrainingConfig(report_to=("comet_ml",)), output=tmp_path / "b")

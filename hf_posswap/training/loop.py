@@ -192,6 +192,7 @@ class _Loop:
         averaged_over = len(batches) * accelerator.num_processes
         weights = terms * averaged_over / all_terms.clamp(min=1)
         step_loss, norm = 0.0, None
+        rate = scheduler.get_last_lr()[-1]  # of this step; position tables, which come first, have a multiple of it
         for batch, weight in zip(batches, weights, strict=True):
             with accelerator.accumulate(model):
                 loss = self.compute_loss(model, batch) if self.compute_loss else getattr(model(**batch), "loss", None)
@@ -209,7 +210,6 @@ class _Loop:
         if hasattr(norm, "full_tensor"):  # FSDP2
             norm = norm.full_tensor()
         norm = torch.as_tensor(-1.0 if norm is None else norm, device=step_loss.device).float()  # -1: DeepSpeed may hide it
-        rate = scheduler.get_last_lr()[-1]  # position tables, which come first, have a multiple of it
         return step_loss / averaged_over, norm, all_tokens, rate
 
 
