@@ -62,7 +62,7 @@ def token_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.
         if not causal:
             raise PosswapError("this is a masked language model: call token_losses with the labels that it is to predict")
         labels = input_ids
-    input_ids, labels = input_ids.cpu(), labels.cpu()
+    input_ids, labels = input_ids.cpu(), labels.cpu().long()  # cross entropy takes no int32, which a fit does
     dtype = torch.promote_types(model.dtype, torch.float32)
     losses = torch.full(labels.shape, torch.nan, dtype=dtype, device="cpu")
     first = 1 if causal else 0  # the states of token p - 1 predict token p
