@@ -200,7 +200,7 @@ def test_gpt2_variants(make_swapped, changes):
 
 @pytest.mark.parametrize("family", ["opt", "esm", "gpt2"])
 def test_padding_inside_a_text(make_swapped, family):
-    """Where the stock class counts it and ours does not, the certificate says so."""
+    """Where the stock class counts it and ours does not, the certificate says so; also where it reads no token types."""
     options = {"do_layer_norm_before": True, "word_embed_proj_dim": 32} if family == "opt" else {}
     model = make_swapped(family, posswap.Rotary(mark_first=False), **options)
     native, mask = posswap.export_native(model), torch.ones(1, 12, dtype=torch.long)
@@ -210,6 +210,11 @@ def test_padding_inside_a_text(make_swapped, family):
         ours, theirs = (one(input_ids=tokens, attention_mask=mask)[0][mask > 0] for one in (model, native.model))
     said = any("padding before or after a text" in words for words in native.certificate.holds_for)
     assert said == (family != "gpt2") == bool((ours - theirs).abs().max() > 0.1)
+    typed = any("without token_type_ids" in words for words in native.certificate.holds_for)
+    assert typed == (family == "gpt2")
+    if typed:
+        ours, theirs = (one(tokens, token_type_ids=torch.zeros_like(tokens))[0] for one in (model, native.model))
+        assert (ours - theirs).abs().max() > 0.1
 
 
 def test_the_folder(make_swapped, bert_tokenizer, tmp_path):

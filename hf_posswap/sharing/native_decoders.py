@@ -21,6 +21,8 @@ GPT_NEOX |= native.pairs_of_heads(("GPT2", "BioGpt"), "GPTNeoX", ("ForTokenClass
 GPT_NEOX |= native.pairs_of_heads(("OPT", "BioGpt"), "GPTNeoX", ("ForCausalLM",))
 GPT_NEOX |= {GPT2LMHeadModel: GPTNeoXForCausalLM}
 
+# Chinese GPT-2s have BERT's tokenizer, which gives them.
+TYPES = "inputs without token_type_ids: GPT-2 adds the words of these ids to its own, and GPT-NeoX does not read them"
 _LAST_NORM = {"gpt2": "ln_f", "opt": "final_layer_norm", "biogpt": "layer_norm"}
 _IN_A_LAYER = {  # what a layer of GPT-NeoX has -> its name in GPT-2, and in OPT and BioGPT
     "input_layernorm": ("ln_1", "self_attn_layer_norm"),
@@ -85,8 +87,8 @@ def gpt_neox(model: SwappedModel, stock: type, _) -> Converted:
         use_parallel_residual=False,
         tie_word_embeddings=False,
     )
-    holds_for = () if family == "gpt2" else (native.COUNTED.format("GPT-NeoX"),)  # a GPT-2 counts padding, too
-    return native.build(GPT_NEOX[stock], neox, weights, model), (), holds_for
+    condition = TYPES if family == "gpt2" else native.COUNTED.format("GPT-NeoX")  # a GPT-2 counts padding, too
+    return native.build(GPT_NEOX[stock], neox, weights, model), (), (condition,)
 
 
 def _query_key_value(architecture: Architecture, attention: nn.Module) -> dict[str, torch.Tensor]:
