@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby, pairwise
+from pathlib import Path
 from tempfile import gettempdir
 from typing import NoReturn
 
@@ -28,6 +29,7 @@ def begin() -> None:
     Otherwise they would leave its files on the way: hidden states, folders half written. A terminal that lacks a character,
     such as ±, gets a question mark, not an error.
     """
+    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # Python has none where it is closed, as a service may have it
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a notebook's have no such method
             stream.reconfigure(errors="replace")
