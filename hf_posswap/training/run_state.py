@@ -100,9 +100,9 @@ class Checkpoints:
             # accelerate goes on without random states that it cannot read.
             utils.load(newest / f"{utils.RNG_STATE_NAME}_{self.accelerator.process_index}.pkl")
             self.accelerator.load_state(str(newest))
-        except (torch.OutOfMemoryError, MemoryError, OSError):
+        except (torch.OutOfMemoryError, MemoryError):
             raise
-        except Exception as error:  # each of its files has another for being cut off
+        except Exception as error:  # each of its files has another for being cut off, torch's an OSError that names no file
             raise CheckpointError(f"{newest} cannot be read ({error}): {_REMEDY}") from error
         self.accelerator.step = 0  # in parts of steps: a checkpoint stands at a step's end, and there may be more parts now
         run.tokens, run.seconds, run.losses = progress["tokens"], progress["seconds"], progress["losses"]
