@@ -318,6 +318,8 @@ def test_the_order_of_runs():
         (["--scheme", "original", "--scheme", "rotray"], "did you mean 'rotary'"),
         (["--collect", "here", "--", "--model", "minilm"], "not both"),
         (["--collect", "here", "--scheme", "rotary"], "not both"),
+        (["--collect", "here", "--launcher", "nice"], "not both"),
+        (["--seed", "0", "--seed", "-1"], "greater than or equal to 0"),
         (["--start", "warm"], "known are cold, swap, fit, scratch"),
         (["recipes/passkey.py", "--quick"], "leave out the recipe, or --quick"),
         ([""], "the argument after"),  # a shell's variable that is not set

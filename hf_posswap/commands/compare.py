@@ -39,7 +39,7 @@ def compare(
     output: Annotated[Path, typer.Option(help="Folder for runs/ and the comparison.")] = Path("runs/comparison"),
     scheme: Annotated[list[str] | None, typer.Option(help=f"Repeatable. Default: {' '.join(SCHEMES)}.")] = None,
     start: Annotated[list[str] | None, typer.Option(help=f"Repeatable: {', '.join(STARTS)}. Default: swap.")] = None,
-    seed: Annotated[list[int] | None, typer.Option(help="Repeatable. Default: 0 1 2.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(min=0, max=2**32 - 1, help="Repeatable. Default: 0 1 2.")] = None,
     schemes_from: Annotated[str | None, typer.Option(help="A module or file.py that registers further schemes.")] = None,
     collect: Annotated[list[Path] | None, typer.Option(help="Finished runs or comparisons instead. Repeatable.")] = None,
     vary: Annotated[list[str] | None, typer.Option(help="An option that --collect runs may differ in. Repeatable.")] = None,
@@ -62,8 +62,8 @@ def compare(
     """
     if recipe is not None and recipe.startswith("-"):  # only options after `--`: they are for the default recipe
         recipe, options = None, [recipe, *(options or [])]
-    if collect and (recipe or options or scheme or start or seed or schemes_from):
-        what = "give a recipe to run (and --scheme, --start, --seed, --schemes-from), or --collect folders of finished runs"
+    if collect and (recipe or options or scheme or start or seed or schemes_from or launcher):
+        what = "give a recipe to run (and --scheme, --start, --seed, --schemes-from, --launcher), or --collect finished runs"
         raise PosswapError(f"{what}, not both")
     if quick and (recipe or collect):
         raise PosswapError("--quick is the default recipe with a small budget: leave out the recipe, or --quick")
