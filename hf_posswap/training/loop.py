@@ -110,9 +110,9 @@ class _Loop:
                 # fused: on CPUs, with small batches and large embeddings, the default takes longer than the backward pass.
                 groups = _parameter_groups(model, config)
                 optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
-                warmup_steps = math.ceil(config.warmup_ratio * config.max_steps)
-                end = max(config.max_steps, warmup_steps + 1)  # a polynomial schedule divides by the steps after the warm-up
-                scheduler = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, end)
+                # The first step of a warm-up has a rate of 0: a run of one step would train nothing.
+                warmup_steps = min(math.ceil(config.warmup_ratio * config.max_steps), config.max_steps - 1)
+                scheduler = get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, config.max_steps)
                 model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
                 if accelerator.is_fsdp2:  # gives it a class of another name, by which transformers finds hidden states
                     recorded = getattr(self.model, "_can_record_outputs", None)
