@@ -11,6 +11,7 @@ from conftest import refused
 from hf_posswap.data.tables import TableConfig, hold_out, hub_name, read_pairs, read_table, read_task
 
 ROWS = [{"text": f"text number {n}", "label": n % 3} for n in range(30)]
+PAIR = ("sentence1", "sentence2", "kind", "label")
 
 
 def write_rows(path, rows):
@@ -39,31 +40,23 @@ def test_formats_read_alike(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("columns", "text", "pair", "label"),
+    ("columns", "text", "pair", "label", "given"),
     [
-        (("id", "label", "title", "text"), "text", None, "label"),
-        (("sentence", "labels"), "sentence", None, "labels"),
-        (("sentence1", "sentence2", "label", "genre"), "sentence1", "sentence2", "label"),
-        (("question", "sentence", "label"), "question", "sentence", "label"),
-        (("premise", "hypothesis", "score"), "premise", "hypothesis", "score"),
+        (("id", "label", "title", "text"), "text", None, "label", {}),
+        (("sentence", "labels"), "sentence", None, "labels", {}),
+        (("sentence1", "sentence2", "label", "genre"), "sentence1", "sentence2", "label", {}),
+        (("question", "sentence", "label"), "question", "sentence", "label", {}),
+        (("premise", "hypothesis", "score"), "premise", "hypothesis", "score", {}),
+        (PAIR, "sentence2", None, "kind", {"text_column": "sentence2", "label_column": "kind"}),
+        (PAIR, "sentence2", "sentence1", "label", {"text_column": "sentence2", "text_pair_column": "sentence1"}),
     ],
 )
-def test_columns_by_their_names(tmp_path, columns, text, pair, label):
-    """Names that data sets use are found, pairs before single texts."""
+def test_columns(tmp_path, columns, text, pair, label, given):
+    """Names that data sets use are found, pairs before single texts; options win, and one text column makes single texts."""
     rows = [{name: n % 2 if name == label else f"{name} {n}" for name in columns} for n in range(20)]
-    task = read_task(TableConfig(train_file=write_rows(tmp_path / "t.csv", rows)))
-    assert task.train.texts[0].startswith(f"{text} ")
+    task = read_task(TableConfig(train_file=write_rows(tmp_path / "t.csv", rows), **given))
+    assert task.train.texts[0].startswith(f"{text} ") and task.label_names == ("0", "1")
     assert (task.train.pairs is None) if pair is None else task.train.pairs[0].startswith(f"{pair} ")
-
-
-def test_columns_that_are_given(tmp_path):
-    """Options win over what would be found; one text column makes single texts of what could be pairs."""
-    rows = [{"sentence1": f"one {n}", "sentence2": f"two {n}", "kind": "ab"[n % 2], "label": n % 3} for n in range(20)]
-    file = write_rows(tmp_path / "t.csv", rows)
-    task = read_task(TableConfig(train_file=file, text_column="sentence2", label_column="kind"))
-    assert task.train.pairs is None and task.train.texts[0].startswith("two") and task.label_names == ("a", "b")
-    task = read_task(TableConfig(train_file=file, text_column="sentence2", text_pair_column="sentence1"))
-    assert task.train.texts[0].startswith("two") and task.train.pairs[0].startswith("one")
 
 
 def test_labels_have_one_numbering(tmp_path):
