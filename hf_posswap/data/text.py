@@ -132,7 +132,7 @@ def _text_files(folder: Path) -> list[Path]:
     """Return the .txt files in a folder: names in capitals too, but none of the copies that other programs hide there."""
     shown = [one for one in folder.rglob("*") if not any(part.startswith(".") for part in one.relative_to(folder).parts)]
     read = {folder.resolve(), *(one.resolve() for one in shown if not one.is_symlink())}  # links back into these are no loss
-    beyond = (one for one in shown if one.is_symlink() and one.is_dir() and one.resolve() not in read)
+    beyond = (one for one in shown if one.is_dir() and one.resolve() not in read)
     if linked := next((one for one in beyond if any(file.suffix.lower() == ".txt" for file in one.rglob("*"))), None):
         raise DataError(f"{linked} is a link to a folder with text, and is not followed: put its files here, or remove it")
     found = [one for one in shown if one.suffix.lower() == ".txt" and not one.is_dir()]

@@ -72,7 +72,7 @@ def distillation_loss(
             divergence = functional.kl_div(given.flatten(0, 1), wanted.flatten(0, 1), reduction="batchmean", log_target=True)
             if not text_weight:
                 return divergence
-            text = functional.nll_loss(given[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            text = functional.nll_loss(given[:, :-1].flatten(0, 1), ids[:, 1:].flatten().long())
             return (1 - text_weight) * divergence + text_weight * text
         layers = zip(given.hidden_states[1:], wanted.hidden_states[1:], strict=True)
         return torch.stack([(s - t).pow(2).mean() / t.pow(2).mean() for s, t in layers]).mean()
