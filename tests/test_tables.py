@@ -53,7 +53,8 @@ def test_formats_read_alike(tmp_path, name):
 )
 def test_columns(tmp_path, columns, text, pair, label, given):
     """Names that data sets use are found, pairs before single texts; options win. Pairs that share one text are no copies."""
-    rows = [{name: n % 2 if name == label else f"{name} {n * (name != text or not pair)}" for name in columns} for n in range(20)]
+    own = [text] if pair else []
+    rows = [{name: n % 2 if name == label else f"{name} {n * (name not in own)}" for name in columns} for n in range(20)]
     task = read_task(TableConfig(train_file=write_rows(tmp_path / "t.csv", rows), **given))
     assert task.train.texts[0].startswith(f"{text} ") and task.label_names == ("0", "1") and len(task.train) == 18
     assert (task.train.pairs is None) if pair is None else task.train.pairs[0].startswith(f"{pair} ")
