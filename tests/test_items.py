@@ -140,6 +140,8 @@ def test_rows_that_no_seed_changes(tmp_path):
     assert differences(runs)["none, swap"]["loss"].sure
     bare = [{name: value for name, value in run.items() if name != "items"} for run in runs]
     assert not differences(bare)["none, swap"]["loss"].sure
+    five = {"original": [{"loss": 1.0}] * 5, "none": [*[{"loss": 1.1}] * 4, {"loss": 1.0}]}
+    assert differences(_runs(tmp_path / "five", five, seeds=range(5)))["none, swap"]["loss"].sure  # Student's, not McNemar's
 
 
 def test_rows_with_other_items_are_not_paired(tmp_path):

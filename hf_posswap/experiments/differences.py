@@ -11,7 +11,7 @@ from statistics import fmean, mean, stdev
 import numpy as np
 
 from hf_posswap.experiments.comparison import ORIGINAL, figure_names, is_length, label_of, rows_of, table, top
-from hf_posswap.experiments.items import half_width, holm, items_of, paired_p, parted
+from hf_posswap.experiments.items import half_width, holm, items_of, paired_p, parted, student_p
 
 
 @dataclass
@@ -20,20 +20,23 @@ class Difference:
 
     seeds: list[float]  # seed by seed
     items: np.ndarray | None  # item by item, means over seeds; None if they were not kept
-    p: float = 1.0  # over items, or seeds if there are none, by Holm's correction for all of a table that are tested so
+    p: float = 1.0  # `alone`, by Holm's correction for all of a table that are tested so
 
     @property
-    def tested(self) -> np.ndarray:
-        return np.array(self.seeds) if self.items is None else self.items
+    def varied(self) -> bool:
+        return len(self.seeds) > 1 and stdev(self.seeds) > 1e-9 * abs(mean(self.seeds))
+
+    @property
+    def alone(self) -> float:
+        """The p-value by itself: over items, if they were kept, else Student's over seeds that differ, else 1."""
+        if self.items is not None:
+            return paired_p(self.items)
+        return student_p(self.seeds) if self.varied else 1.0
 
     @property
     def sure(self) -> bool:
         """Whether it is unlike zero: over seeds by a t-test, if they differ, and by its p, which is corrected (p < 0.05)."""
-        if len(self.seeds) < 2:
-            return False
-        middle = abs(mean(self.seeds))
-        varied = stdev(self.seeds) > 1e-9 * middle
-        return (middle > half_width(self.seeds) if varied else self.items is not None) and self.p < 0.05
+        return len(self.seeds) > 1 and (not self.varied or student_p(self.seeds) < 0.05) and self.p < 0.05
 
 
 def differences(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence[str] = ()) -> dict[str, dict[str, Difference]]:
@@ -46,8 +49,8 @@ def differences(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequence
             found[label_of(row)] = {name: _difference(members, rows[original], name) for name in names}
     cells = [one for row in found.values() for one in row.values()]
     for kept in (True, False):  # apart: F1 has no items, says little that accuracy does not, and would weaken its test
-        tested = [one for one in cells if (one.items is not None) == kept and len(one.tested)]
-        for one, p in zip(tested, holm([paired_p(one.tested) for one in tested]), strict=True):
+        tested = [one for one in cells if (one.items is not None) == kept and (kept or one.varied)]
+        for one, p in zip(tested, holm([one.alone for one in tested]), strict=True):
             one.p = p
     return found
 
@@ -88,8 +91,9 @@ def paired_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Sequenc
     cells = [one for row in found.values() for one in row.values()]
     said, kept = "", sum(one.items is not None for one in cells)
     if max(len(one.seeds) for one in cells) > 1:
-        rest = sum(one.items is None and len(one.seeds) > 0 for one in cells)
+        rest = sum(one.items is None and one.varied for one in cells)
         how = f"after Holm's correction for the {rest} without items" if rest else "each by itself"
+        how += ", others each by itself" * (rest > 0 and kept > 0)
         said = f"\n\nDifferences are taken seed by seed; bold ones are unlike zero by a t-test (p < 0.05, {how})"
         said += (
             f" and, for the {kept} with items, by a paired test over these: McNemar's for right and wrong answers of one "
@@ -191,7 +195,7 @@ def _judged(rows: dict[tuple, list[dict]], found: dict[str, dict[str, Difference
     ranked = sorted(by_label, key=of.get, reverse=better is max)
     if known == "best" and ranked[0] == best and len(ranked) > 1:
         gap = _difference(by_label[best], by_label[ranked[1]], name)
-        gap.p = paired_p(gap.tested)
+        gap.p = gap.alone
         said += f" The next, {ranked[1]} ({of[ranked[1]]:.4g}), is not surely behind." * (not gap.sure)
     cells = {label: cells[name] for label, cells in found.items() if cells[name].seeds}
     if not cells:

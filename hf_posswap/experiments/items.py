@@ -43,6 +43,13 @@ def half_width(values: Sequence[float]) -> float:
     return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
 
 
+def student_p(values: Sequence[float]) -> float:
+    """Return the p-value of Student's t-test of values (N,) that differ: is their mean unlike zero?"""
+    with extra():
+        from scipy import stats
+    return float(stats.ttest_1samp(values, 0).pvalue)
+
+
 def parted(values: np.ndarray) -> np.ndarray:
     """Return values in the order of the text, (N,); from 64 on the means of 16 parts of it.
 
@@ -64,7 +71,7 @@ def paired_p(differences: np.ndarray) -> float:
         return 1.0
     if np.ptp(abs(unequal)) < 1e-9:
         return float(stats.binomtest(int((unequal > 0).sum()), len(unequal)).pvalue)
-    return float(stats.ttest_1samp(parted(differences), 0).pvalue)
+    return student_p(parted(differences))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
