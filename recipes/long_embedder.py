@@ -170,8 +170,10 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
         announce("looking for hard negatives")
         options = {"num_negatives": config.hard, "output_format": "n-tuple", "batch_size": 8, "verbose": False}
         dataset = mine_hard_negatives(dataset, embedder, **options)
+    prompt = embedder.prompts.get(embedder.default_prompt_name)
     texts = [text for name in dataset.column_names for text in dataset[name]]
-    tokens = sum(int(embedder.preprocess(texts[i : i + 64])["attention_mask"].sum()) for i in range(0, len(texts), 64))
+    read = (embedder.preprocess(texts[i : i + 64], prompt=prompt) for i in range(0, len(texts), 64))
+    tokens = sum(int(features["attention_mask"].sum()) for features in read)
     announce("tuning")
     with original.truncate_embeddings(None):  # whole, as the trainer's own vectors are but of chunks
         dataset = dataset.add_column("label", original.encode(list(dataset["anchor"])).tolist())
@@ -189,7 +191,7 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
         batch_sampler="no_duplicates",  # a document twice in a batch would be its own false negative
         seed=config.seed,
         bf16=config.bf16,
-        prompts=embedder.prompts.get(embedder.default_prompt_name),  # as `encode` reads texts, those of the brake too
+        prompts=prompt,  # as `encode` reads texts, those of the brake too
         use_cpu=cpu,
         ddp_backend="gloo" if cpu and PartialState().num_processes > 1 else None,
         ddp_find_unused_parameters=False,
@@ -214,7 +216,8 @@ def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: 
         what = f"{done} steps of {config.max_steps}: too few documents differ, of pairs and hard negatives, to fill batches"
         raise DataError(f"{what}: give more text, more steps, or a smaller batch")
     embedder.eval()
-    return {"tokens": tokens, "tokens_per_second": tokens * (1 - begun / config.max_steps) / seconds}
+    pace = {"tokens_per_second": tokens * (1 - begun / config.max_steps) / seconds} if begun < config.max_steps else {}
+    return {"tokens": tokens} | pace
 
 
 def spread(items: list, count: int) -> list:

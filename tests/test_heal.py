@@ -134,6 +134,7 @@ def test_distillation_loss(make_model, make_swapped, tokens):
     assert window == pytest.approx((through.exp() * (through - q)).sum(-1).mean().item(), rel=1e-5)
     assert window != pytest.approx(divergence, rel=1e-3)
     refused("window=8 needs a causal model", distillation_loss, headless, window=8)
+    refused("window=64 must be from 1 to 32", distillation_loss, model, window=64)
     for wrong in (-0.1, 1.5):
         refused("from 0 to 1", distillation_loss, model, text_weight=wrong)
     refused("which predicts the next", distillation_loss, make_model("bert"), text_weight=0.5)

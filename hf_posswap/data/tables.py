@@ -178,8 +178,9 @@ def read_table(path: str | Path) -> "datasets.Dataset":
         raise DataError(f"{path} is no table that can be read: give {', '.join(KINDS)}, or all but .parquet with .gz")
     if not path.stat().st_size:  # what datasets says of it differs between versions
         raise DataError(f"{path} has no rows")
-    # A column has the type of its first rows, to which others are cast: many rows, or bytes of JSON, as memory has room for.
-    options = {"csv": {"chunksize": 1 << 18}, "json": {"chunksize": 1 << 28}}.get(kind, {})
+    # A column has the type of its first rows, or bytes of JSON, to which others are cast: as many as there is room for. Of more
+    # rows pandas would itself find the type in parts, and of some columns fail to join them.
+    options = {"csv": {"chunksize": 1 << 15}, "json": {"chunksize": 1 << 28}}.get(kind, {})
     if kind == "csv":  # the words "null" and "NA" are text; only an empty cell is missing
         options |= {"keep_default_na": False, "na_values": [""]}
     if tabs := path.name.lower().removesuffix(".gz").endswith(".tsv"):

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from hf_posswap.architectures import longest_input
 from hf_posswap.errors import PosswapError
 from hf_posswap.evaluating import evaluating, token_logits
 from hf_posswap.measure.windows import lay_windows
@@ -40,6 +41,9 @@ def distillation_loss(
         raise PosswapError(f"text_weight={text_weight} must be from 0 to 1")
     head = original.get_output_embeddings() is not None
     target, architecture = find_target(original, dispatched=True)
+    most = longest_input(target.config)
+    if window is not None and not 1 <= window <= most:
+        raise PosswapError(f"window={window} must be from 1 to {most}, which the original reads at once")
     if (text_weight or window) and not (head and architecture.is_causal(target.config)):
         what = f"text_weight={text_weight}" if text_weight else f"window={window}"
         raise PosswapError(f"{what} needs a causal model with its head, which predicts the next token")

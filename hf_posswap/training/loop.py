@@ -178,7 +178,9 @@ class _Loop:
         share = part // accelerator.num_processes
         batches = []
         for start in range(share * accelerator.process_index, self.config.batch_size, part):
-            rows = [self.dataset[place] for place in self.order[step][start : start + share]]
+            places = self.order[step][start : start + share]
+            together = getattr(self.dataset, "__getitems__", None)  # as torch's loaders read: rows may be transformed together
+            rows = together(places) if together else [self.dataset[place] for place in places]
             batches.append(send_to_device((self.collate or default_collate)(rows), accelerator.device, non_blocking=True))
         return batches
 
