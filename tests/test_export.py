@@ -141,7 +141,9 @@ def test_tables(make_swapped, kind, case):
     head = getattr(transformers, kind)
     family, options = head.config_class.model_type, {"is_decoder": True} if kind == "BertLMHeadModel" else {}
     model = make_swapped(family, CASES[case].scheme, head=head, max_positions=CASES[case].max_positions, **options)
+    drawn = torch.get_rng_state()
     native = posswap.export_native(model)
+    assert torch.equal(torch.get_rng_state(), drawn)
     assert type(native.model) is head and native.certificate.largest == 0
     assert native.model.config.model_type == family and not hasattr(native.model.config, "position_scheme")
     _equal(model, native.model, _tokens(longest_input(model.config)), 1e-9)

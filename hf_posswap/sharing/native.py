@@ -53,7 +53,8 @@ def build(kind: type, config: PreTrainedConfig, weights: dict[str, torch.Tensor]
     options = {} if issubclass(kind, RoFormerPreTrainedModel) else {"attn_implementation": model.config._attn_implementation}
     if options and getattr(model, "pooler", True) is None:  # as it was made; RoFormer never has one
         options["add_pooling_layer"] = False
-    exported = kind._from_config(config, dtype=model.dtype, **options)
+    with torch.random.fork_rng(devices=[]):  # first weights are random, and replaced
+        exported = kind._from_config(config, dtype=model.dtype, **options)
     # A bias or a norm's weight that the swapped model lacks is 0 or 1, as the class begins. Other names must fit: it is strict.
     simple = {name: value for name, value in exported.state_dict().items() if value.dim() == 1}
     exported.load_state_dict(simple | weights)
