@@ -29,7 +29,8 @@ def begin() -> None:
     Otherwise they would leave its files on the way: hidden states, folders half written. A terminal that lacks a character,
     such as ±, gets a question mark, not an error.
     """
-    sys.stderr = sys.stderr or Path(os.devnull).open("w")  # Python has none where it is closed, as a service may have it
+    # Python has none where it is closed, as a service may have it.
+    sys.stderr = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a notebook's have no such method
             stream.reconfigure(errors="replace")

@@ -164,7 +164,10 @@ class PairsWithBrake(nn.Module):
 
 
 def tune(embedder, original, drawn: list, config: Config, folder: Path, resume: bool) -> dict:
-    """Tune an embedder on pairs, in place, with sentence-transformers' trainer; return how many tokens they have."""
+    """Tune an embedder on pairs, in place, with sentence-transformers' trainer; return how many tokens they have.
+
+    And how many it reads a second, unless all steps were done before a resumption.
+    """
     dataset = Dataset.from_dict(dict(zip(("anchor", "positive"), zip(*drawn, strict=True), strict=True)))
     if config.hard:
         announce("looking for hard negatives")

@@ -235,6 +235,8 @@ def test_a_stopped_embedder_goes_on(long_embedder, monkeypatch, save, family, tm
     state.unlink()  # as of a process that was killed before it wrote it
     resumed = run("stopped", resume=True, **options)
     assert resumed["figures"] == whole["figures"] and len(steps) == 5
+    spent = run("stopped", resume=True, **options)["cost"]  # after its last step
+    assert spent["tokens"] == whole["cost"]["tokens"] and "tokens_per_second" not in spent
     for one, other in zip(resumed["model"].parameters(), whole["model"].parameters(), strict=True):
         assert torch.equal(one, other)
 

@@ -178,8 +178,8 @@ def read_table(path: str | Path) -> "datasets.Dataset":
         raise DataError(f"{path} is no table that can be read: give {', '.join(KINDS)}, or all but .parquet with .gz")
     if not path.stat().st_size:  # what datasets says of it differs between versions
         raise DataError(f"{path} has no rows")
-    # A column has the type of its first rows, or bytes of JSON, to which others are cast: as many as there is room for. Of more
-    # rows pandas would itself find the type in parts, and of some columns fail to join them.
+    # A column has the type that its first rows have together, to which later ones are cast: so many rows, or bytes of JSON, as
+    # there is room for. Of more rows pandas would itself find the type in parts, and of some columns fail to join them.
     options = {"csv": {"chunksize": 1 << 15}, "json": {"chunksize": 1 << 28}}.get(kind, {})
     if kind == "csv":  # the words "null" and "NA" are text; only an empty cell is missing
         options |= {"keep_default_na": False, "na_values": [""]}

@@ -226,7 +226,9 @@ def budgets(runs: list[dict], vary: Sequence[str] = ()) -> str:
     spent = {}
     for row, members in rows_of(runs, vary).items():
         config, fitted = members[0]["config"], row[1] == "fit"
-        trained = [run["cost"]["tokens"] for run in members if {"tokens", "tokens_per_second"} <= run["cost"].keys()]
+        paced = ("tokens_per_second", "documents_per_second")  # a fit's own tokens stand without either
+        trained = [run["cost"].get("tokens") for run in members if any(name in run["cost"] for name in paced)]
+        trained = [tokens for tokens in trained if tokens]
         parts = [f"a fit on {config['fit_tokens']:,}, {config['fit_steps']} steps a layer"] if fitted else []
         parts += [f"{mean(trained):,.0f} forward and back in training"] if trained else []
         spent.setdefault(", and ".join(parts), []).append(label_of(row))
