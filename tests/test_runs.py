@@ -319,7 +319,7 @@ def test_the_order_of_runs():
         (["--collect", "here", "--", "--model", "minilm"], "not both"),
         (["--collect", "here", "--scheme", "rotary"], "not both"),
         (["--collect", "here", "--launcher", "nice"], "not both"),
-        (["--seed", "0", "--seed", "-1"], "greater than or equal to 0"),
+        (["--seed", "0", "--seed", "-1"], "Invalid value for '--seed'"),
         (["--start", "warm"], "known are cold, swap, fit, scratch"),
         (["recipes/passkey.py", "--quick"], "leave out the recipe, or --quick"),
         ([""], "the argument after"),  # a shell's variable that is not set
