@@ -301,8 +301,9 @@ def test_a_prompt_by_default(long_embedder, watch):
     model.save_pretrained(str(folder / "prompted"))
     (folder / "test.txt").write_text((folder / "text.txt").read_text()[:1500])
     steps, tuned, measured = watch(module.PairsWithBrake, "forward"), watch(module, "tune"), watch(module, "measure")
-    run(scheme="original", read="truncated", model=str(folder / "prompted"), max_steps=1)
+    found = run(scheme="original", read="truncated", model=str(folder / "prompted"), max_steps=1)
     loss, features, labels = steps[0].args
+    assert found["cost"]["tokens"] == sum(int(part["attention_mask"].sum()) for part in features)
     with torch.no_grad():
         assert_close(torch.cosine_similarity(model(features[0])["sentence_embedding"], labels), torch.ones(4))
     assert not {document for _, document in tuned[0].args[2]} & set(measured[0].args[-1]["recall"][0])

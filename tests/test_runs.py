@@ -16,7 +16,7 @@ import hf_posswap as posswap
 from hf_posswap.commands import compare as commands_compare
 from hf_posswap.commands.compare import _begin, _jobs, run_all
 from hf_posswap.experiments.comparison import background, check_budgets, load_runs, markdown
-from hf_posswap.experiments.differences import paired_table, verdict
+from hf_posswap.experiments.differences import differences, paired_table, verdict
 from hf_posswap.experiments.options import RecipeConfig
 from hf_posswap.experiments.page import plot, write_comparison
 from hf_posswap.experiments.swap_cost import SwapCostConfig
@@ -61,7 +61,10 @@ def test_table(tmp_path):
 def test_differences_are_taken_seed_by_seed(tmp_path):
     """Differences are means over seeds of paired runs, bold where a paired t-test is sure; one seed has no spread."""
     values = VALUES | {"learned": [0.25, 0.45, 0.65]}
-    table, said = paired_table(_rows(tmp_path, values, loss=100)).split("\n\n")
+    runs = _rows(tmp_path, values, loss=100)
+    alone = stats.ttest_rel(values["rotary"], values["original"]).pvalue  # the smallest p-value of the four that are tested
+    assert differences(runs)["rotary, swap"]["loss"].p == pytest.approx(4 * alone, rel=1e-3)
+    table, said = paired_table(runs).split("\n\n")
     table = table.splitlines()
     assert table[0] == "| less the original | accuracy | loss |" and len(table) == 5
     assert said.endswith("by a t-test (p < 0.05, after Holm's correction for the 4 without items).")

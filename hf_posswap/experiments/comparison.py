@@ -227,8 +227,8 @@ def budgets(runs: list[dict], vary: Sequence[str] = ()) -> str:
     for row, members in rows_of(runs, vary).items():
         config, fitted = members[0]["config"], row[1] == "fit"
         paced = ("tokens_per_second", "documents_per_second")  # a fit's own tokens stand without either
-        trained = [run["cost"].get("tokens") for run in members if any(name in run["cost"] for name in paced)]
-        trained = [tokens for tokens in trained if tokens]
+        spending = [run["cost"] for run in members if any(name in run["cost"] for name in paced)]
+        trained = [cost["tokens"] for cost in spending if "tokens" in cost]
         parts = [f"a fit on {config['fit_tokens']:,}, {config['fit_steps']} steps a layer"] if fitted else []
         parts += [f"{mean(trained):,.0f} forward and back in training"] if trained else []
         spent.setdefault(", and ".join(parts), []).append(label_of(row))

@@ -119,16 +119,8 @@ def interval_table(runs: list[dict], *, vary: Sequence[str] = (), figures: Seque
     count = " to ".join(map(str, dict.fromkeys((sizes[0], sizes[-1]))))
     said = f"± is Student's 95 % interval over the {count} blocks of text, queries or rows measured on, means over seeds"
     said += " (from 64 on, over 16 stretches of them, since neighbours are alike)." if sizes[-1] >= 64 else "."
-    no_share = {
-        "cosine",
-        "kept",
-        "beir",
-        "kl",
-        "ratio",
-        "damage",
-        "loss",
-        "perplexity",
-    }  # which may be 1, or 0, on all items, too
+    # Those may be 1, or 0, on all items, too.
+    no_share = {"cosine", "kept", "beir", "kl", "ratio", "damage", "loss", "perplexity"}
     shares = {name for name in names if not no_share & {*name.split("_")}}
     yes_no = {name for name in shares if all({*run.get("items", {}).get(name, ())} <= {0, 1} for run in runs)}
     cells = [[label, *(_interval(items[name], sign, name in yes_no) for name in names)] for label, items, sign in rows]

@@ -58,7 +58,7 @@ def distillation_loss(
         with torch.device("cpu"):  # whatever the default device is
             windows = lay_windows(torch.ones(ids.shape, dtype=torch.bool), window, max(1, window // 4), causal=True)
         said = None
-        for part in windows.split(max(1, _TOKENS_AT_ONCE // window)):
+        for part in windows.split(_TOKENS_AT_ONCE):
             logits = token_logits(original(**part.cut({"input_ids": ids}), **asked))
             said = logits.new_empty(*ids.shape, logits.shape[-1]) if said is None else said
             part.put(logits, said)

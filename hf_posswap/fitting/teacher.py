@@ -139,7 +139,7 @@ class Teacher:
             parts = [None]
             if batch["input_ids"].shape[1] > window:
                 windows = lay_windows(batch["attention_mask"], window, max(1, window // 4), causal=self.causal)
-                parts = windows.split(max(1, _TOKENS_AT_ONCE // window))
+                parts = windows.split(_TOKENS_AT_ONCE)
             self.parts.append([(len(read) + number, part) for number, part in enumerate(parts)])
             read += [batch if part is None else part.cut(batch) for part in parts]
         self.states = States(model, architecture, read, folder, "original")

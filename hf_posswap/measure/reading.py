@@ -73,7 +73,7 @@ class LongText:
         mask = batch["attention_mask"]
         window = min(window, mask.shape[1])  # one as long as the sequences is the sequences as they are
         windows, sums = lay_windows(mask, window, self.stride, causal=self.causal), []
-        for part in windows.split(max(1, _TOKENS_A_BATCH // window)):
+        for part in windows.split(_TOKENS_A_BATCH):
             given = {key: value.to(model.device) for key, value in part.cut(batch).items()}
             states = model.base_model(**given, use_cache=False, return_dict=True).last_hidden_state.float().cpu()
             sums.append(torch.where(part.chosen[..., None], states, 0.0).sum(1))

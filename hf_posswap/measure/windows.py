@@ -30,8 +30,9 @@ class Windows(NamedTuple):
         rows = self.rows[:, None].expand_as(self.places)
         sequences[rows[self.chosen], self.places[self.chosen]] = windows[self.chosen]
 
-    def split(self, count: int) -> list["Windows"]:
-        """Return the windows in parts of at most `count`."""
+    def split(self, tokens: int) -> list["Windows"]:
+        """Return the windows in parts of at most so many tokens, or of one window."""
+        count = max(1, tokens // self.places.shape[1])
         return [Windows(*parts) for parts in zip(*(part.split(count) for part in self), strict=True)]
 
 
